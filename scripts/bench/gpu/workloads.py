@@ -12,17 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from scripts.bench.product import train
+from scripts.bench.product import step_ms, train_ms
 from sunspot.data.image_table import SAMPLE
 from sunspot.data.text import REFERENCE, read_text
 from sunspot.data.torch_loader import load_rows
 from sunspot.plan import make_plan
-from sunspot.run.history import read_journal
 from sunspot.settings import Settings, load_settings
 from sunspot.tasks import load_task
-
-WARM_UP_S = 3.0
-"""Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -104,11 +100,9 @@ def dataset(workload: Workload, folder: str) -> str:
 
 
 def ours(workload: Workload, device: torch.device, **more: str) -> float:
-    """Milliseconds of a step of a run, from its first record after the warm-up to its last."""
+    """Milliseconds of a step of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        run, _ = train(workload.settings(folder, device, **more))
-        records = [record for record in read_journal(run, "metrics") if "rows_per_s" in record]
-    return step_ms([(record["step"], record["time"]) for record in records])
+        return train_ms(workload.settings(folder, device, **more))
 
 
 def plain(workload: Workload, device: torch.device, precision: str) -> float:
@@ -133,10 +127,3 @@ def plain(workload: Workload, device: torch.device, precision: str) -> float:
             synchronize(device)
             marks.append((step, time.perf_counter()))
     return step_ms(marks)
-
-
-def step_ms(marks: list[tuple[int, float]]) -> float:
-    """Milliseconds of a step, from the first mark (a step, and when it was done) after the warm-up to the last."""
-    warm = [mark for mark in marks if mark[1] > marks[0][1] + WARM_UP_S]
-    (first, began), (last, ended) = (warm or marks)[0], marks[-1]
-    return 1000 * (ended - began) / (last - first)
