@@ -12,19 +12,14 @@ python -m scripts.bench scale data history, some subjects of it.
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
 
-import ray
-
 from scripts import object_stores
 from scripts.bench import Benchmark, Figure, checkpoint, ingest, memory_rows, step, submitter
 from scripts.bench.scale import data, history, transfer
-from sunspot.ray_session import RAY_ENVIRONMENT
 
 BENCHMARKS = {
     "step": Benchmark("step of ResNet-18, 128 rows, two cores", "ms", 1 / 1.03, step.measure),
@@ -59,9 +54,7 @@ def main(names: list[str]) -> None:
                 print(f"| {what} | {at} | {value:,.4g} {unit} |", flush=True)
             print(f"{name}: measured in {time.perf_counter() - began:.0f} s", file=sys.stderr)
         return
-    os.environ.update(RAY_ENVIRONMENT)
     with object_stores.s3_bucket(checkpoint.BUCKET):
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         if names[:1] == ["ways"]:
             for name in names[1:] or WAYS:
                 print_ways(BENCHMARKS[name])
@@ -69,7 +62,6 @@ def main(names: list[str]) -> None:
         print("| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|")
         for name in names or BENCHMARKS:
             print_pair(BENCHMARKS[name])
-        ray.shutdown()
 
 
 def print_pair(benchmark: Benchmark) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from scripts.bench import Figures
+from scripts.bench.product import start_ray
 from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
@@ -44,6 +45,7 @@ def measure(most: int) -> Figures:
     """Milliseconds that one checkpoint takes from the training thread of one worker."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures")
+        start_ray()
         TorchTrainer(
             on_worker,
             train_loop_config={"storage": f"s3://{BUCKET}/ours", "most": most, "out": str(out)},

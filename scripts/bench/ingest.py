@@ -7,6 +7,7 @@ Streaming; a way whose package is missing is left out.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from scripts.bench import Figures, in_turns
+from scripts.bench.product import start_ray
 from sunspot.data.image_table import SAMPLE, open_images
 from sunspot.data.order import Steps
 from sunspot.data.source import DataPlan, read_rows, rows_in
@@ -167,6 +169,7 @@ def ray_data() -> Iterator[torch.Tensor]:
         return {"image": batch["image"][:, None].astype(np.float32) / 127.5 - 1, "label": batch["label"]}
 
     start_ray()
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     rows = ray.data.read_parquet(f"{BUCKET}/ingest/parquet", filesystem=s3(), shuffle="files").map_batches(prepare)
     options: dict[str, Any] = {"prefetch_batches": 4, "local_shuffle_buffer_size": SHUFFLED}
     for batch in rows.iter_torch_batches(batch_size=BATCH, **options):
@@ -217,19 +220,6 @@ def streaming() -> Iterator[torch.Tensor]:
         rows = StreamingDataset(**place, shuffle=True, batch_size=BATCH)
         for batch in DataLoader(rows, batch_size=BATCH, num_workers=WORKERS):
             yield normalize(batch["image"][:, None])
-
-
-def start_ray() -> None:
-    """Ray with all processors."""
-    import logging
-
-    import ray
-
-    from sunspot.ray_session import RAY_ENVIRONMENT
-
-    os.environ.update(RAY_ENVIRONMENT)
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
 
 
 def s3() -> pyarrow.fs.S3FileSystem:

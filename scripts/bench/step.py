@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from scripts.bench import Figures, in_turns
-from scripts.bench.product import train_ms
+from scripts.bench.product import start_ray, train_ms
 from sunspot.plan import make_plan
 from sunspot.settings import Settings, load_settings
 from sunspot.tasks import load_task
@@ -84,6 +84,7 @@ def ray_train() -> float:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    start_ray()
     images, labels = _rows().tensors
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images.numpy())
     rows = ray.data.from_arrow(pa.table({"image": tensors, "label": labels.numpy()}))
