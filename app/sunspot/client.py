@@ -1,31 +1,69 @@
-"""A run: submit it, follow it, read what it has written, predict with its model."""
+"""A run: train it here or submit it, follow it, read what it has written, predict with its model, delete it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sunspot.errors import SettingsError
+from sunspot.errors import NotFoundError, SettingsError
+from sunspot.report.page import POLICY
+from sunspot.report.search import render_stored
 from sunspot.run import Run as StoredRun
+from sunspot.run.events import read_events
 from sunspot.run.logs import read_stream
+from sunspot.settings import load_settings
+from sunspot.submitter.checkpoint_list import list_checkpoints
+from sunspot.submitter.cluster.api import try_connect
 from sunspot.submitter.cluster.completion import wait_for_end
+from sunspot.submitter.cluster.deletion import delete_run, find_contents
+from sunspot.submitter.cluster.listing import describe_runs
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import print_state, print_submission, show_progress
+from sunspot.submitter.cluster.restart import resume_run
 from sunspot.submitter.cluster.run_record import gather, summarize
 from sunspot.submitter.cluster.start import render_for_cluster
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
+from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.manifest.render import JobRequest, with_place
 from sunspot.submitter.metric_tables import to_table, with_ranks
-from sunspot.submitter.printing import warn
-from sunspot.submitter.runs import Target, find_run, find_stream
+from sunspot.submitter.printing import warn, write_file
+from sunspot.submitter.proof import NO_ROWS, conclude, prove
+from sunspot.submitter.runs import Target, find_run, find_storage, find_stream
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow
 
     from sunspot.predict.classifier import Images
+
+
+def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str | None = None) -> Run:
+    """Train the run on this machine from where it stands, as `python -m sunspot.train` does, and return when it ends.
+
+    Settings as for `submit`, above those of the environment. A session of Ray that is open is used. Raises what ended
+    the run, and `SettingsError` where the extra `train` is not installed.
+    """
+    wanted = load_settings(with_place(_to_texts(settings), name, storage))
+    with _of_the_extra_train("train"):
+        import torch  # noqa: F401  # which `train_run` would miss in the middle
+
+        from sunspot.tracking.process import refuse_unusable
+        from sunspot.train.driver import train_run
+    refuse_unusable(wanted)
+    train_run(wanted)
+    return Run(wanted.run_name, wanted.storage_path)
+
+
+def list_runs(
+    storage: str | None = None, context: str | None = None, namespace: str | None = None
+) -> list[dict[str, Any]]:
+    """List every run of a storage, the one modified last first: what `sunspot list --json` prints."""
+    cluster, _ = try_connect(context, namespace)
+    return describe_runs(find_storage(storage), cluster=cluster)[0]
 
 
 def submit(
@@ -44,11 +82,14 @@ def submit(
     with the same ones is attached to, a finished one stays finished. Raises `SettingsError`, `ClusterError`,
     `StorageError`, or `ConflictError` for a run that is live with others; then nothing was changed.
     """
-    texts = {setting: _to_text(setting, value) for setting, value in (settings or {}).items()}
-    request = JobRequest(profile, with_place(texts, name, storage), image, namespace)
+    request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace)
     rendered, cluster = render_for_cluster(request, context)
     print_submission(start_rendered(cluster, rendered), as_json=False)
     return Run(rendered.settings.run_name, rendered.settings.storage_path, context, rendered.namespace)
+
+
+def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:
+    return {setting: _to_text(setting, value) for setting, value in (settings or {}).items()}
 
 
 def _to_text(name: str, value: Any) -> str:
@@ -56,6 +97,15 @@ def _to_text(name: str, value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value)
     except TypeError as error:
         raise SettingsError(f"{name}={value!r}: give text, a number, a boolean, or what JSON can hold") from error
+
+
+@contextmanager
+def _of_the_extra_train(what: str) -> Iterator[None]:
+    """Say what to install when an import of the context fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"{what}: {error.name} is not installed; pip install 'sunspot-train[train]'") from error
 
 
 class Run:
@@ -95,12 +145,56 @@ class Run:
         access = reach_run(self._target)
         print_state(access.run, *stop_run(access, timeout), as_json=False)
 
+    def resume(self) -> None:
+        """Let a stopped run go on: one that was submitted starts again, one that trained here may `train` again."""
+        access = reach_run(self._target)
+        if submission := resume_run(access, access.observe_existing()):
+            print_submission(submission, as_json=False)
+
+    def delete(self) -> None:
+        """Remove it from the cluster and from storage, for ever and without asking.
+
+        Raises `ConflictError` while it is live, and `GaveUpError` when its pods do not go.
+        """
+        access = reach_run(self._target)
+        delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
+
+    def doctor(self) -> dict[str, Any]:
+        """Find out why it is pending, slow, stuck or failed: what `sunspot doctor --json` prints."""
+        return examine(reach_run(self._target)).record()
+
     def metrics(self) -> pyarrow.Table:
         """Read the metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
 
-        `.to_pandas()` makes it a DataFrame.
+        `.to_pandas()` makes it a DataFrame where pandas is installed, which the extra `train` brings; `.to_pylist()` a
+        list of dictionaries anywhere.
         """
         return to_table(with_ranks(self._stored()))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Read what happened to it besides training, and each start of its workers, by time."""
+        return read_events(self._stored())
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """List its checkpoints by step, each verified: what `sunspot checkpoints ls --json` prints."""
+        return list_checkpoints(self._stored()).records()
+
+    def audit(self) -> list[dict[str, int]]:
+        """Count the rows that each epoch consumed, missed and repeated.
+
+        Raises `DamageError` for a fault, and `NotFoundError` when SUNSPOT_AUDIT was not set.
+        """
+        run = self._stored()
+        proof = prove(run)
+        conclude(run, proof)
+        if not proof.epochs:
+            raise NotFoundError(f"{run.location}: {NO_ROWS}")
+        return [epoch.record() for epoch in proof.epochs]
+
+    def report(self, path: str | None = None) -> Path:
+        """Write its report, one HTML file, to `path` or RUN-report.html; returns where that is."""
+        run = self._stored()
+        return write_file(path or f"{run.name}-report.html", render_stored(run), mark=POLICY.encode())
 
     def logs(self, rank: int | None = None, previous: bool = False) -> str:
         """Read what the driver, or a worker by its rank, has printed; with `previous`, the start before the newest."""
@@ -114,12 +208,8 @@ class Run:
         `SettingsError` for images that the model does not take, and `DamageError`. Needs sunspot-train[train].
         """
         run = self._stored()
-        try:
+        with _of_the_extra_train("predict"):
             from sunspot.predict.classifier import Classifier
-        except ModuleNotFoundError as error:
-            raise SettingsError(
-                f"predict: {error.name} is not installed; pip install 'sunspot-train[train]'"
-            ) from error
         model = Classifier(run.name, checkpoint, run.storage.locate(""))
         for text in model.warnings:
             warn(f"warning: {text}")

@@ -14,17 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from sunspot.cli import main
-from sunspot.client import Run, submit
+from sunspot.client import Run, list_runs, submit
 from sunspot.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, SettingsError, SunspotError
 from sunspot.run import Run as StoredRun
 from sunspot.run import open_run
 from sunspot.run.logs import LogWriter, rank_stream
+from sunspot.run.requests import request_stop, stop_requested
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.run.submissions import owner_of
 from tests.harness import REPOSITORY
 from tests.harness.commands import WITHOUT, process
 from tests.harness.kubernetes import FakeCluster
-from tests.harness.runs import begin, report, set_status, start
+from tests.harness.runs import begin, commit, consumed, record_audit, report, set_status, start, write_receipt
 
 
 def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
@@ -89,6 +90,9 @@ def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys:
     attempt = start(begin(run), "run-1")
     records = [{"step": step, "steps": 1, "epoch": 1, "time": 7.0, "loss": 1.0 / step} for step in (1, 2)]
     ranks = [{"rank": 0, "rows": 3}, {"rank": 1, "rows": 2}]
+    record_audit(run, attempt, consumed(1, 2))
+    commit(run, attempt, 2)
+    write_receipt(run, attempt, 0)
     report(run, attempt, {**records[0], "ranks": ranks}, {**records[1], "test_loss": 0.3})
     set_status(run, RunState.SUCCEEDED, step=2)
     writer = LogWriter(run, rank_stream(1, 1))
@@ -104,6 +108,20 @@ def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys:
     found = Run("run", storage)
     status, printed = found.status(), json.loads(sunspot("status", "run", "--json"))
     assert {**status, "checkpoint_age_s": 0} == {**printed, "checkpoint_age_s": 0}
+    for asked, words in {
+        found.events: ["events", "run"],
+        found.audit: ["audit", "run"],
+        found.checkpoints: ["checkpoints", "ls", "run"],
+        found.doctor: ["doctor", "run"],
+        lambda: list_runs(storage): ["list"],
+    }.items():
+        answer = json.loads(json.dumps(asked()))
+        printed = json.loads(sunspot(*words, "--json"))
+        assert answer
+        assert without_age(answer) == without_age(printed)
+    sunspot("report", "run", "--output", str(tmp_path / "command.html"))
+    page = found.report(str(tmp_path / "client.html")).read_text()
+    assert len(page) == len((tmp_path / "command.html").read_text())
     sunspot("metrics", "run", "--parquet", str(tmp_path / "metrics.parquet"))
     table = found.metrics()
     assert table.equals(pq.read_table(io.BytesIO((tmp_path / "metrics.parquet").read_bytes())))
@@ -115,20 +133,46 @@ def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys:
         found.logs()
 
 
+def without_age(answer: Any) -> Any:
+    """What was asked, without what the clock or the name beside it makes of it."""
+    if isinstance(answer, list):
+        return [without_age(each) for each in answer]
+    return {name: value for name, value in answer.items() if name not in ("age_s", "run")}
+
+
+def test_a_stopped_run_may_train_again_and_a_deleted_one_is_gone(run: StoredRun) -> None:
+    start(begin(run), "run-1")
+    set_status(run, RunState.STOPPED, step=2)
+    request_stop(run, "a test")
+    found = Run("run", run.storage.locate(""))
+    with pytest.raises(NotFoundError, match="no whole checkpoint"):
+        found.audit()
+    found.resume()
+    assert not stop_requested(run)
+    found.delete()
+    assert list_runs(run.storage.locate("")) == []
+    with pytest.raises(NotFoundError):
+        found.delete()
+
+
 def test_a_run_that_is_not_there_is_one_error(run: StoredRun) -> None:
     begin(run)
     missing = Run("rum", run.storage.locate(""))
-    for ask in (missing.status, missing.wait, missing.stop, missing.metrics, missing.logs):
+    calls = [call for name, call in vars(Run).items() if name not in ("predict", "delete") and not name.startswith("_")]
+    for ask in calls:
         with pytest.raises(NotFoundError, match="no run rum in "):
-            ask()
+            ask(missing)
 
 
-def test_prediction_without_the_extra_names_it(run: StoredRun) -> None:
-    program = f"{WITHOUT}from sunspot.client import Run; Run(*sys.argv[1:]).predict([])"
+@pytest.mark.parametrize("call", ["Run(*sys.argv[1:]).predict([])", "train(sys.argv[1], storage=sys.argv[2])"])
+def test_what_needs_the_extra_names_it(call: str, run: StoredRun) -> None:
+    program = f"{WITHOUT}from sunspot.client import Run, train; {call}"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)
-    assert answer.err.splitlines()[-1] == (
-        "sunspot.errors.SettingsError: predict: numpy is not installed; pip install 'sunspot-train[train]'"
+    assert re.fullmatch(
+        r"sunspot.errors.SettingsError: (predict|train): (numpy|torch) is not installed; "
+        r"pip install 'sunspot-train\[train\]'",
+        answer.err.splitlines()[-1],
     )
 
 
@@ -152,4 +196,5 @@ def test_the_examples_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pyt
 
 def test_the_page_names_every_method() -> None:
     page = (REPOSITORY / "docs/python.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)\(", page, re.M)) == {"submit", "train", "list_runs"}
     assert set(re.findall(r"^\| `run\.(\w+)", page, re.M)) == {name for name in vars(Run) if not name.startswith("_")}

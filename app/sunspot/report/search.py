@@ -8,11 +8,13 @@ from sunspot.errors import NotFoundError
 from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, linear_axis, log_axis
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
-from sunspot.report.page import STATES, footer, whole_page
+from sunspot.report.model import gather
+from sunspot.report.page import STATES, footer, render, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.history import each_record
 from sunspot.run.objects import read_or_default
+from sunspot.run.overview import read_state
 from sunspot.run.search import Results, Trial, read_results
 from sunspot.run.status import RunState
 
@@ -21,6 +23,14 @@ Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 MAX_NAMED = 24
 """Characters of a value on an axis."""
+
+
+def render_stored(run: Run) -> bytes:
+    """Render the page of a search or, if it is none, of a run, as storage knows it now."""
+    try:
+        return render_search(*gather_search(run))
+    except NotFoundError:
+        return render(gather(run, *read_state(run)))
 
 
 def gather_search(run: Run) -> tuple[Run, Results, Curves]:

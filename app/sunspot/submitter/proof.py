@@ -27,6 +27,8 @@ from sunspot.submitter.printing import progress_note, warn
 if TYPE_CHECKING:
     import pyarrow
 
+NO_ROWS = "no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run"
+
 MAX_NAMED = 5
 """Faults of one kind that are named; the others are counted."""
 
@@ -132,6 +134,14 @@ def prove(run: Run) -> Proof:
     stepped = find_stepped(run, attempts, [name for name, files in directories.items() if MANIFEST in files])
     gaps = find_gaps(read_receipts(read_journal(run, "events")), stepped)
     return Proof(step, epochs, wrong_rows, damaged, gaps)
+
+
+def conclude(run: Run, proof: Proof) -> None:
+    """Print everything wrong on stderr, and raise `DamageError` for it."""
+    for text in proof.faults:
+        warn(text)
+    if proof.summary:
+        raise DamageError(f"{run.location}: {proof.summary}")
 
 
 def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:

@@ -7,15 +7,17 @@ node, the RayJob is Failed, and `backoffLimit` does not apply. Nothing is wrong 
 import time
 from typing import Any
 
-from sunspot.errors import DamageError, GaveUpError, SunspotError
+from sunspot.errors import ClusterError, DamageError, GaveUpError, SunspotError
 from sunspot.formatting import plural
 from sunspot.run import Run
+from sunspot.run.requests import clear_stop
 from sunspot.run.status import RunState
 from sunspot.run.submissions import newest_submission
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
 from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.start import PreparedJob, Submission, start_job
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.render import settings_of
@@ -37,6 +39,21 @@ def parse_submission(run: Run, job: str, text: str) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not isinstance(about, dict) or about.get("name") != job:
         raise DamageError(f"{place} cannot be used: it is not the manifest of {job}")
     return manifest
+
+
+def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
+    """Clear the stop marker, and start again what was submitted last; None: nothing was, so whoever trained it does.
+
+    Raises `DamageError` for a submission that cannot be used, and `ClusterError` when there is no cluster to submit to.
+    """
+    submitted = newest_submission(access.run)
+    if submitted is None:
+        clear_stop(access.run)
+        return None
+    if snapshot.cluster.trouble:
+        raise ClusterError(snapshot.cluster.trouble)
+    job, text = submitted
+    return start_job(access, PreparedJob(parse_submission(access.run, job, text), text))
 
 
 def head_given_up(snapshot: RunSnapshot) -> bool:

@@ -2,14 +2,11 @@
 
 import argparse
 
-from sunspot.errors import DamageError, NotFoundError
-from sunspot.run import Run
+from sunspot.errors import NotFoundError
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.printing import print_json, print_table, warn
-from sunspot.submitter.proof import COLUMNS, Proof, prove
+from sunspot.submitter.printing import print_json, print_table
+from sunspot.submitter.proof import COLUMNS, NO_ROWS, Proof, conclude, prove
 from sunspot.submitter.runs import find_run
-
-NO_ROWS = "no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run"
 
 add_arguments = add_run
 
@@ -34,11 +31,3 @@ def print_epochs(proof: Proof) -> None:
     """Print what each epoch consumed, for people."""
     rows = [[e.epoch, e.rows, e.missing if e.finished else "unfinished", e.repeated] for e in proof.epochs]
     print_table(COLUMNS, rows)
-
-
-def conclude(run: Run, proof: Proof) -> None:
-    """Print everything wrong on stderr, and raise `DamageError` for it."""
-    for text in proof.faults:
-        warn(text)
-    if proof.summary:
-        raise DamageError(f"{run.location}: {proof.summary}")

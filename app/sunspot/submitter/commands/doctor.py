@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> None:
     access = reach_run(run_target(args))
     report = examine(access)
     if args.json:
-        findings = [finding.record() for finding in report.findings]
-        stands = {"state": report.state, "reason": report.reason}
-        print_json({"run": access.run.name, **stands, "findings": findings, "unseen": report.unseen})
+        print_json({"run": access.run.name, **report.record()})
     else:
         _print_report(access.run.name, report, args.stacks)
 

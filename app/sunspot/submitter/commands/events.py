@@ -2,16 +2,11 @@
 
 import argparse
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
-from sunspot.errors import DamageError, NotFoundError
-from sunspot.formatting import as_time, plural
-from sunspot.run import Run
-from sunspot.run.attempts import Attempt, Ended, read_attempts
-from sunspot.run.history import read_journal
-from sunspot.run.incidents import TIER, describe, read_receipts
-from sunspot.run.objects import read_verified
+from sunspot.formatting import as_time
+from sunspot.run.events import read_events
+from sunspot.run.incidents import describe, read_receipts
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
@@ -45,41 +40,3 @@ def run(args: argparse.Namespace) -> None:
 def _detail(event: dict[str, Any]) -> str | None:
     receipts = read_receipts([event])
     return describe(receipts[0]) if receipts else event.get("detail")
-
-
-def read_events(run: Run) -> list[dict[str, Any]]:
-    """Read every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
-    attempts = read_attempts(run)
-    found = [*map(_began, attempts), *read_journal(run, "events"), *_errors(run, attempts)]
-    return sorted(found, key=lambda event: (event["time"], event["attempt"]))
-
-
-def _began(attempt: Attempt) -> dict[str, Any]:
-    workers = attempt.metadata.get("world_size")
-    by = f"{plural(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
-    where = " in memory" if attempt.metadata.get(TIER) == "memory" else ""
-    return {
-        "time": attempt.time,
-        "attempt": attempt.number,
-        "step": attempt.step,
-        "event": "attempt began",
-        "detail": f"{by}, from {attempt.starts_from or 'the beginning'}{where}"
-        if attempt.chosen
-        else f"{by}; where it starts has not been chosen",
-    }
-
-
-def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
-    """Read the errors that ended attempts for good, including those whose record cannot be read."""
-    steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
-    for entry in run.storage.list(run.key("attempts")):
-        file = entry.key.removeprefix(run.key("attempts") + "/")
-        number = file.removesuffix("-error.json")
-        if number not in steps:
-            continue
-        event = {"attempt": int(number), "step": steps[number], "event": "failed for good"}
-        try:
-            ended = read_verified(run, Ended, "attempts", file)
-            yield {**event, "time": ended.time, "detail": f"{ended.type}: {ended.message}"}
-        except (NotFoundError, DamageError):
-            yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}

@@ -2,12 +2,9 @@
 
 import argparse
 
-from sunspot.errors import NotFoundError
 from sunspot.formatting import as_bytes
-from sunspot.report import gather, render
 from sunspot.report.page import POLICY
-from sunspot.report.search import gather_search, render_search
-from sunspot.run.overview import read_state
+from sunspot.report.search import render_stored
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.printing import print_json, print_text, progress_note, write_file
 from sunspot.submitter.runs import find_run
@@ -22,10 +19,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the report to `--output`, or RUN-report.html. Raises like `write_file`."""
     run = find_run(args.run, args.storage)
     with progress_note("reading the run"):
-        try:
-            page = render_search(*gather_search(run))
-        except NotFoundError:  # no search
-            page = render(gather(run, *read_state(run)))
+        page = render_stored(run)
     path = write_file(args.output or f"{run.name}-report.html", page, mark=POLICY.encode())
     if args.json:
         print_json({"run": run.name, "path": str(path), "bytes": len(page)})

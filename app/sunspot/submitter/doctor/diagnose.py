@@ -1,6 +1,7 @@
 """Finds out why a run is pending, slow, stuck, growing in memory or failed, and how to fix it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from sunspot.errors import StorageError
 from sunspot.run.attempts import lineage
@@ -23,6 +24,11 @@ class Report:
     reason: str
     findings: list[Finding]
     unseen: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """Return it as a JSON document has it."""
+        findings = [finding.record() for finding in self.findings]
+        return {"state": self.state.value, "reason": self.reason, "findings": findings, "unseen": self.unseen}
 
 
 def examine(access: RunAccess) -> Report:

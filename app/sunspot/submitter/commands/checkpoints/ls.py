@@ -2,14 +2,13 @@
 
 import argparse
 import time
-from typing import Any
 
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.checkpoints import MANIFEST, Checkpoint, classify, list_directories, verify
+from sunspot.run.checkpoints import MANIFEST
+from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.commands.arguments import add_limit, add_run
-from sunspot.submitter.printing import print_json, print_table, progress_note, warn
+from sunspot.submitter.printing import print_json, print_table, warn
 from sunspot.submitter.runs import find_run
 
 
@@ -23,19 +22,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_all(run: Run, limit: int | None, as_json: bool) -> None:
-    """Print the newest `limit` (None: all) checkpoints that lead to the newest attempt, by step, each verified.
-
-    Costs the pages of a listing and one small read for each checkpoint shown; whole files are read again only where
-    the listing does not prove them unchanged.
-    """
-    with progress_note("listing the checkpoints"):
-        directories = list_directories(run)
-        counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
-        shown = counted[-limit:] if limit else counted
-        checked = verify(run, shown, directories)
-    now = time.time()
+    """Print the newest `limit` (None: all) checkpoints that lead to the newest attempt, by step, each verified."""
+    listed = list_checkpoints(run, limit)
+    checked, now = listed.checked, time.time()
     if as_json:
-        print_json([_as_record(checkpoint, faults, now) for checkpoint, faults in checked])
+        print_json(listed.records())
         for checkpoint, faults in checked:
             if faults:
                 warn(f"{checkpoint.name}: damaged, {'; '.join(faults)}")
@@ -48,22 +39,9 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
             verified = f"no: {'; '.join(faults)}" if faults else "yes"
             rows.append([c.name, c.step, c.epoch, *map(c.metrics.get, names), c.bytes, age, verified])
         print_table(["name", "step", "epoch", *names, "bytes", "age", "verified"], rows)
-    if len(counted) > len(shown):
-        warn(f"left out: {len(counted) - len(shown)} older; --all lists them")
-    if incomplete:
-        warn(f"left out: {len(incomplete)} without {MANIFEST}, incomplete")
-    if superseded:
-        warn(f"left out: {len(superseded)} of superseded attempts, which do not lead to the newest one")
-
-
-def _as_record(checkpoint: Checkpoint, faults: list[str], now: float) -> dict[str, Any]:
-    return {
-        "name": checkpoint.name,
-        "step": checkpoint.step,
-        "epoch": checkpoint.epoch,
-        "metrics": checkpoint.metrics,
-        "bytes": checkpoint.bytes,
-        "age_s": None if checkpoint.damage else now - checkpoint.time,
-        "verified": not faults,
-        "faults": faults,
-    }
+    if listed.older:
+        warn(f"left out: {listed.older} older; --all lists them")
+    if listed.incomplete:
+        warn(f"left out: {listed.incomplete} without {MANIFEST}, incomplete")
+    if listed.superseded:
+        warn(f"left out: {listed.superseded} of superseded attempts, which do not lead to the newest one")

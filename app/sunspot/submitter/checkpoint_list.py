@@ -1,0 +1,53 @@
+"""The checkpoints of a run that lead to its newest attempt, each verified."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sunspot.run import Run
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.checkpoints import Checkpoint, classify, list_directories, verify
+from sunspot.submitter.printing import progress_note
+
+
+@dataclass(frozen=True)
+class CheckpointList:
+    """Verified checkpoints by step, with the faults of each, and how many others were left out."""
+
+    checked: Sequence[tuple[Checkpoint, Sequence[str]]]
+    older: int
+    superseded: int
+    incomplete: int
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return each as one of the JSON document."""
+        now = time.time()
+        return [_as_record(checkpoint, faults, now) for checkpoint, faults in self.checked]
+
+
+def list_checkpoints(run: Run, limit: int | None = None) -> CheckpointList:
+    """Verify the newest `limit` (None: all) checkpoints.
+
+    Costs the pages of a listing and one small read for each; whole files are read again only where the listing does
+    not prove them unchanged.
+    """
+    with progress_note("listing the checkpoints"):
+        directories = list_directories(run)
+        counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
+        shown = counted[-limit:] if limit else counted
+        checked = verify(run, shown, directories)
+    return CheckpointList(tuple(checked), len(counted) - len(shown), len(superseded), len(incomplete))
+
+
+def _as_record(checkpoint: Checkpoint, faults: Sequence[str], now: float) -> dict[str, Any]:
+    return {
+        "name": checkpoint.name,
+        "step": checkpoint.step,
+        "epoch": checkpoint.epoch,
+        "metrics": checkpoint.metrics,
+        "bytes": checkpoint.bytes,
+        "age_s": None if checkpoint.damage else now - checkpoint.time,
+        "verified": not faults,
+        "faults": list(faults),
+    }
