@@ -41,12 +41,12 @@ LAST_START = pytest.StashKey[float]()
 """When the last slow test may begin, by the monotonic clock."""
 
 pytest_plugins = [
+    "tests.harness.process_group",
     "tests.harness.program",
     "tests.harness.finished_run",
     "tests.harness.s3",
     "tests.harness.clouds",
     "tests.harness.kubernetes",
-    "tests.harness.process_group",
     "tests.harness.commands",
     "tests.harness.browser",
     "tests.harness.mlflow_server",

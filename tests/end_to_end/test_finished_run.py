@@ -10,13 +10,12 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from sunspot.errors import ConflictError, DamageError
+from sunspot.errors import ConflictError
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.checkpoints import in_lineage, list_checkpoints, write_manifest
 from sunspot.run.history import each_rank_record, read_journal
 from sunspot.run.logs import rank_stream, read_stream
-from sunspot.run.status import RunState, read_status
 from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun, driver_output
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, assert_complete, audit, the_run, weights
@@ -76,25 +75,6 @@ def test_more_epochs_train_it_further_from_what_is_whole(
     assert read_attempts(run)[-1].starts_from == before.name
     assert copied_run.newest.step == 3 * STEPS // 2
     assert_audit_clean(program)
-
-
-@pytest.mark.slow
-def test_without_a_whole_checkpoint_it_begins_anew_only_on_demand(
-    program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run, newest = copied_run.run, copied_run.newest
-    for checkpoint in list_checkpoints(run):
-        (copied_run.directory(checkpoint) / "model.pt").write_bytes(b"")
-    settings = {**copied_run.settings, **GO_ON, "MAX_STEPS": 2}
-    with pytest.raises(DamageError, match=f"SUNSPOT_ACCEPT=loss-of-{newest.name}"):
-        program.run(**settings)
-    assert "from: a copy in a node's memory, if there is one" in capfd.readouterr().out
-    status = read_status(run)
-    assert status
-    assert status.state is RunState.FAILED
-    assert "no whole checkpoint any more" in status.reason
-    program.run(**settings, ACCEPT=f"loss-of-{newest.name}")
-    assert (copied_run.newest.step, read_attempts(run)[-1].starts_from) == (2, None)
 
 
 @pytest.mark.slow

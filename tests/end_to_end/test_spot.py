@@ -42,6 +42,7 @@ from tests.harness.training import (
     receipts_of,
     the_run,
     wait_for_receipts,
+    wait_for_reported_step,
     wait_for_step,
     worker_processes,
 )
@@ -64,11 +65,10 @@ def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory
 ) -> None:
     run = the_run(program)
     with start_node(ray_address, **WORKER_NODE) as going:
-        process = program.start(**ELASTIC, DATASET=make_data(20_000, row_group=1000, test_rows=100))
-        wait_for_receipts(run, 1, process)
-        time.sleep(3)
+        training = program.begin(**ELASTIC, DATASET=make_data(12_000, row_group=1000, test_rows=100))
+        wait_for_reported_step(run, 60, training)
         going.reclaim()
-        notice = wait_for_receipts(run, 2, process)[-1]
+        notice = wait_for_receipts(run, 2, training)[-1]
         assert (notice.cause, notice.replayed) == (Cause.PREEMPTED, 0)
         assert (notice.world_before, notice.world_after) == (2, 1)
         assert notice.noticed is not None
@@ -79,15 +79,14 @@ def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory
         assert read_failures(run) == [], "workers that end for a restart have not failed"
 
         committed = newest(run).step
-        time.sleep(3)
+        wait_for_reported_step(run, committed + 60, training)
         worker_processes()[0].kill()
-        lost = wait_for_receipts(run, 3, process)[-1]
+        lost = wait_for_receipts(run, 3, training)[-1]
         assert (lost.cause, lost.tier) == (Cause.WORKER_LOST, "memory")
         assert lost.last_step > committed + 50, "it had hardly gone on"
         assert lost.replayed <= 50, "from the checkpoint in storage, all steps since the notice would have been lost"
-        output = process.communicate(timeout=240)[0]
-        assert process.returncode == 0, output
-    assert newest(run).step == 1000
+        training.result(240)
+    assert newest(run).step == 600
     assert "test_accuracy" in newest(run).metrics
     assert_complete(run)
     assert_audit_clean(program)
@@ -126,27 +125,6 @@ def test_a_node_that_comes_is_used_and_costs_no_step(program: Program, make_data
     assert (receipt.world_before, receipt.world_after) == (1, 2)
     assert newest(run).step == 3000
     assert read_failures(run) == [], "workers that end for a restart have not failed"
-    assert_complete(run)
-    assert_audit_clean(program)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_lost_worker_costs_the_steps_since_the_copy_in_memory(
-    loader: str, program: Program, make_data: MakeData
-) -> None:
-    process = program.start(**SLOW, DATASET=make_data(20_000, row_group=1000), LOADER=loader)
-    run = the_run(program)
-    wait_for_receipts(run, 1, process)
-    time.sleep(5)
-    worker_processes()[0].kill()
-    lost = wait_for_receipts(run, 2, process)[-1]
-    assert (lost.cause, lost.tier) == (Cause.WORKER_LOST, "memory")
-    assert lost.last_step > 50, "it had hardly begun"
-    assert lost.replayed <= 50, "with no checkpoint in storage, all steps would have been lost"
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output
-    assert newest(run).step == 1000
     assert_complete(run)
     assert_audit_clean(program)
 
@@ -219,20 +197,6 @@ def test_a_take_over_from_a_live_start_is_no_lost_driver(program: Program, make_
     assert not any("driver lost" in line for line in (output, render(gather(run, view.state, view.reason)).decode()))
     assert not [found for found in examine(RunAccess(run)).findings if "lost" in found.evidence]
     assert_audit_clean(program)
-
-
-@pytest.mark.slow
-def test_storage_that_stays_away_ends_the_run_at_its_limit(program: Program, make_data: MakeData) -> None:
-    slow = {**SLOW, "DATASET": make_data(60_000, row_group=1000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
-    process = program.start(**slow, STORAGE_TIMEOUT_S=5)
-    wait_for_step(the_run(program), 50, process)
-    storage = Path(program.settings["STORAGE_PATH"])
-    storage.rename(storage.with_name("away"))
-    storage.touch()  # a file: nothing can be written below it
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == 4, output
-    assert "no checkpoint could be committed for" in output.splitlines()[-1], output
-    assert "beginning an attempt" not in output, "no other worker group can mend it"
 
 
 @pytest.mark.slow

@@ -24,34 +24,12 @@ from tests.harness.s3 import FaultProxy
 from tests.harness.training import (
     MakeData,
     assert_audit_clean,
-    consumed,
     kill_all,
-    losses,
     newest,
     the_run,
     wait_for_step,
     weights,
 )
-
-
-@pytest.mark.slow
-def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_data: MakeData) -> None:
-    # 123 rows in batches of 20: the seventh step of an epoch has 3 rows, enough for one worker only.
-    data = make_data(123)
-    settings = {"DATASET": data, "GLOBAL_BATCH_SIZE": 20, "MAX_STEPS": 30, "EPOCHS": 9, "CHECKPOINT_EVERY_STEPS": 1}
-    for workers in (1, 2, 3):
-        program.run(
-            **settings, RUN_NAME=f"world-{workers}", NUM_WORKERS=workers, MICRO_BATCH_SIZE=0 if workers == 1 else 4
-        )
-    one, two, three = (the_run(program, f"world-{workers}") for workers in (1, 2, 3))
-    assert len(consumed(one)) == 30
-    for other in (two, three):
-        assert {step: sorted(rows) for step, rows in consumed(other).items()} == {
-            step: sorted(rows) for step, rows in consumed(one).items()
-        }
-        assert losses(other) == pytest.approx(losses(one), rel=1e-5)
-    assert losses(one)[-1] < losses(one)[0] / 2
-
 
 LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
 
@@ -129,7 +107,7 @@ def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
     settings = {
         **LONG,
         "EPOCHS": 1,
-        "DATASET": make_data(20_001, row_group=1000),
+        "DATASET": make_data(7_001, row_group=1000),
         "SNAPSHOT_COST": 0,
         "TASK": "tests.tasks.waiting",
         "TASK_ARGS": json.dumps({"50": str(first_is_there), "100": str(is_killed)}),
@@ -154,11 +132,11 @@ def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
     first, second = read_attempts(run)
     assert (first.metadata["world_size"], second.metadata["world_size"]) == (2, 1)
     assert second.starts_from == whole.name
-    assert newest(run).step == 400
+    assert newest(run).step == 140
     assert_audit_clean(program)
     history = read_journal(run, "metrics", lineage([first, second]))
-    assert sum(record["steps"] for record in history) == 400
-    assert sum(record["rows"] for record in history) == 20_001
+    assert sum(record["steps"] for record in history) == 140
+    assert sum(record["rows"] for record in history) == 7_001
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from sunspot.settings import Settings
 from sunspot.storage.base import Entry, Writer
 from sunspot.storage.local import LocalStorage
 
-SAVES = 3
+SAVES = 2
 
 
 class DyingStorage(LocalStorage):

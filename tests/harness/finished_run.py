@@ -118,13 +118,15 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
     finished = FinishedRun(str(folder / "runs"), str(folder / "data"))
     run = finished.run
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sunspot.observe.output.SHIP_EVERY_S", 0.5)
+        patch.setattr("sunspot.elastic.stop.MARKER_READ_EVERY_S", 0.5)
         program = Program(finished.settings, ray_address, patch)
-        process = program.start()
-        wait_until(lambda: b"loss" in driver_output(run), process)  # output is there while it goes on
-        request_stop(run, "a test")
-        finished.file("requested").touch()
-        stopped = process.communicate(timeout=150)[0]
-        assert process.returncode == 0, stopped
+        with contextlib.redirect_stdout(io.StringIO()) as stopped:
+            training = program.begin()
+            wait_until(lambda: b"loss" in driver_output(run), training)  # output is there while it goes on
+            request_stop(run, "a test")
+            finished.file("requested").touch()
+            training.result(150)
         status = read_status(run)
         finished.file("go on").touch()
         outputs = []
@@ -137,7 +139,7 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return replace(
         finished,
         output=outputs[1],
-        stopped=stopped,
+        stopped=stopped.getvalue(),
         state_when_stopped=status.state if status else None,
         refused=outputs[0],
     )

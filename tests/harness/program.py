@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.harness import REPOSITORY
+from tests.harness.process_group import ON_FIRST_USE
 
 RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """In which Ray's job server gives a driver what its workers need."""
@@ -46,6 +50,23 @@ GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH"
 WORKER_NODE = {"training-worker": 1.0}
 """What a node of a cluster has: room for one worker."""
 
+FORKED_WITH = [
+    "sunspot.predict.actor",
+    "sunspot.train.trainer",
+    "sunspot.tune.search",
+    "ray.train.torch",
+    *ON_FIRST_USE,
+]
+"""What the fork server of the suite's Ray imports: seconds that each of its workers would take."""
+
+
+class Training(Future[int]):
+    """The training program in a thread of this process."""
+
+    def poll(self) -> int | None:
+        """As of a process: None while it trains; raises what it has raised."""
+        return self.result() if self.done() else None
+
 
 @dataclass
 class Program:
@@ -64,10 +85,22 @@ class Program:
         from sunspot.train.__main__ import main
 
         with self.monkeypatch.context() as patch:
-            patch.setattr("sys.argv", ["sunspot.train"])
             for name, value in self.environment(**settings).items():
                 patch.setenv(name, value)
-            assert main() == 0
+            assert main([]) == 0
+
+    def begin(self, **settings: Any) -> Training:
+        """Train as `run` does, in a thread: for who acts meanwhile, and does not kill the program."""
+        training = Training()
+
+        def work() -> None:
+            try:
+                training.set_result(self.run(**settings) or 0)
+            except BaseException as error:
+                training.set_exception(error)
+
+        threading.Thread(target=work, name="training", daemon=True).start()
+        return training
 
     def start(self, **settings: Any) -> subprocess.Popen[str]:
         """Start the program as a process of its own, on the shared Ray instance.
@@ -87,18 +120,35 @@ class Program:
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One Ray instance for the whole suite, with more CPUs than the machine has: they are numbers to Ray.
 
-    It has one node, with room for one worker of a cluster (`WORKER_NODE`); tests/harness/nodes.py adds others.
+    It has one node, with room for one worker of a cluster (`WORKER_NODE`); tests/harness/nodes.py adds others. Workers
+    of this process's own job are forked (sunspot.warm), on all nodes by one server.
     """
     import ray
 
     from sunspot.ray_internals.coordinator import install_coordinator
     from sunspot.ray_session import RAY_ENVIRONMENT
+    from sunspot.warm import client, fork_server
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Fails in a second process: pytest-xdist has not kept the group together.
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
-    os.environ.update(RAY_ENVIRONMENT)
-    context = ray.init(address="local", num_cpus=4, resources=WORKER_NODE, include_dashboard=False, log_to_driver=False)
+    os.environ.update(RAY_ENVIRONMENT, RAY_prestart_worker_first_driver="0")  # of workers that are not forked
+    key = fork_server.new_key()
+    forking = shlex.join([sys.executable, "-I", "-S", client.__file__, key, "of any node"])
+    context = ray.init(
+        address="local",
+        num_cpus=4,
+        resources=WORKER_NODE,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"py_executable": forking},
+    )
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    with pytest.MonkeyPatch.context() as patch:
+        # As in a worker: Ray reads them as it is imported.
+        patch.setenv("RAY_JOB_ID", ray.get_runtime_context().get_job_id())
+        patch.setenv("RAY_RAYLET_PID", str(raylet))
+        assert fork_server.begin_server(key, "", raylet, FORKED_WITH) == ""
     install_coordinator()  # a run of a fixed size has Ray make its own, which an elastic one would have to keep
     # Ray 2.60 reports a lost node on stdout, during some later test and whatever is set above; the output of that
     # test's command would contain it.

@@ -13,11 +13,12 @@ import torch
 
 from sunspot.cli import main as sunspot
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.attempts import lineage, read_attempts, step_of
 from sunspot.run.audit import read_audit
-from sunspot.run.checkpoints import Checkpoint, find_newest_good, list_checkpoints
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_directories
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, find_gaps, goodput, read_receipts
+from sunspot.run.status import read_status
 from tests.harness.program import Program, ray_processes
 from tests.harness.waiting import wait_until
 
@@ -64,8 +65,17 @@ def assert_audit_clean(program: Program) -> None:
 
 
 def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240) -> None:
-    """Return when there is a checkpoint at `step` or later."""
-    wait_until(lambda: any(checkpoint.step >= step for checkpoint in list_checkpoints(run)), process, seconds)
+    """Return when there is a checkpoint at `step` or later; one request to storage tells."""
+
+    def is_there() -> bool:
+        return any(step_of(name) >= step for name, files in list_directories(run).items() if MANIFEST in files)
+
+    wait_until(is_there, process, seconds)
+
+
+def wait_for_reported_step(run: Run, step: int, process: Any, seconds: float = 240) -> None:
+    """Return when the run's status tells of `step` or later."""
+    wait_until(lambda: (status := read_status(run)) and status.step >= step, process, seconds)
 
 
 def wait_for_receipts(run: Run, count: int, process: Any, seconds: float = 240) -> list[Receipt]:

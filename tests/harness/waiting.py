@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 
-def wait_until(
-    condition: Callable[[], Any], process: subprocess.Popen[str] | None = None, seconds: float = 240
-) -> None:
-    """Return when the condition holds; fail when it does not in time, or the process ends first."""
+def wait_until(condition: Callable[[], Any], process: Any = None, seconds: float = 240) -> None:
+    """Return when the condition holds; fail when it does not in time, or the process or training ends first."""
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s"
-        assert process is None or process.poll() is None, process.stdout and process.stdout.read()
+        assert process is None or process.poll() is None, getattr(process, "stdout", None) and process.stdout.read()
         time.sleep(pause)
         pause = min(0.2, 1.2 * pause)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Worker:
 
 def test_ray_knows_and_ends_forked_workers(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     context = ray.get_runtime_context()
-    plain = Worker.options(runtime_env={"env_vars": {"GIVEN": "1"}}).remote()
+    plain = Worker.options(runtime_env={"py_executable": sys.executable, "env_vars": {"GIVEN": "1"}}).remote()
     cold = ray.get(plain.tell.remote())
     raylet = psutil.Process(cold["process"]).ppid()
     for name, value in {"RAY_JOB_ID": context.get_job_id(), "RAY_RAYLET_PID": str(raylet)}.items():
