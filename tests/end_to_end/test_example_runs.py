@@ -83,18 +83,6 @@ def test_a_killed_example_goes_on_at_another_world_size(settings: dict[str, Any]
     assert losses(run)[compared] == pytest.approx(expected[compared], rel=1e-4)
 
 
-def test_losses_do_not_depend_on_the_workers(settings: dict[str, Any], program: Program) -> None:
-    """Over few steps: the order in which gradients are added up makes differences that grow."""
-    found = []
-    for workers in (1, 2, 3):
-        name = f"of-{workers}"
-        train(program, {**settings, "MAX_STEPS": 20, "CHECKPOINT_EVERY_STEPS": 5}, NUM_WORKERS=workers, RUN_NAME=name)
-        found.append(losses(the_run(program, name)))
-    assert len(found[0]) >= 4
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] == pytest.approx(found[0], rel=1e-5)
-
-
 def train(program: Program, settings: dict[str, Any], **more: Any) -> None:
     process = program.start(**{**settings, **more})
     output, _ = process.communicate()

@@ -86,7 +86,6 @@ def test_a_killed_adapter_goes_on_at_another_world_size(program: Program, tmp_pa
     assert {file.name: file.read_bytes() for file in Path(base).iterdir()} == untouched
 
     folder = run.storage.locate(run.key("checkpoints", newest(run).name))
-    assert PEFT
     assert PEFT.origin
     packages = str(Path(PEFT.origin).parents[1])
     # -I and -S: an environment with these packages, but without the installed sources of this program.

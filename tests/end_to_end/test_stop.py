@@ -37,7 +37,6 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRu
     assert "lets it train again" in finished_run.refused
     assert f"from: step-{second.step:08d}-attempt-0001" in finished_run.output
     status = read_status(run)
-    assert status
     assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, STEPS, finished_run.newest.name)
     assert audit(finished_run.storage) == 0
 
@@ -73,13 +72,11 @@ def test_a_driver_that_is_told_to_end_saves(
     terminated_at = newest(run).step
     assert terminated_at % 50, "it did not save when it was told to end"
     status = read_status(run)
-    assert status
     assert (status.state, status.step) == (state, terminated_at)
 
     program.run(**settings)
     assert [attempt.step for attempt in read_attempts(run)] == [0, terminated_at]
     status = read_status(run)
-    assert status
     assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 600, newest(run).name)
     assert_audit_clean(program)
 
@@ -99,7 +96,6 @@ def test_what_workers_print_is_in_the_storage(program: Program, make_data: Calla
     assert "from: the beginning" in text
     assert "the task is broken" in text
     status = read_status(run)
-    assert status
     assert status.state is RunState.FAILED
     assert "the task is broken" in status.reason
 

@@ -65,7 +65,6 @@ from tests.harness.training import (
     wait_for_receipts,
     wait_for_step,
     weights,
-    worker_processes,
 )
 from tests.harness.waiting import wait_until
 
@@ -230,7 +229,6 @@ def test_a_damaged_part_is_found_and_passed_over(file: str, copied: Run, sunspot
     assert sunspot("checkpoints", "verify", "run") == 7
     assert file in sunspot.out + sunspot.err
     chosen, passed_over = find_newest_good(copied, read_attempts(copied))
-    assert chosen
     assert chosen.step == 4
     assert str(passed_over[0]).startswith(f"{final.name}: damaged, {file}")
     if file != ".metadata":  # which is for others to read
@@ -543,26 +541,4 @@ def test_a_lost_node_costs_the_steps_since_the_copies_in_memory(
     assert lost.replayed <= lost.last_step - 20, "with no checkpoint in storage, all steps would have been lost"
     assert newest(run).step == 528
     assert_complete(run)
-    assert_audit_clean(program)
-
-
-@pytest.mark.slow
-def test_a_lost_worker_and_a_change_of_parallel(program: Program, tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_bytes(read_text(REFERENCE)[:300_000])
-    settings = {**GPT, "DATASET": text, "LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 0.7}'}
-    run = the_run(program)
-    process = program.start(**settings, PARALLEL="fsdp")
-    wait_for_step(run, 20, process)
-    worker_processes()[-1].kill()
-    wait_for_step(run, 50, process)
-    kill_all(process)
-    for parallel, workers, step in [("fsdp", 1, 70), ("ddp", 2, 90)]:
-        process = program.start(**settings, PARALLEL=parallel, NUM_WORKERS=workers)
-        wait_for_step(run, step, process)
-        kill_all(process)
-    program.run(**settings, PARALLEL="fsdp", NUM_WORKERS=3)
-    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 2, 1, 2, 3]
-    assert newest(run).step == 132
-    assert "model.pt" in newest(run).files
     assert_audit_clean(program)

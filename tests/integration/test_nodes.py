@@ -87,7 +87,6 @@ def test_what_happens_to_a_groups_nodes(
 def test_a_node_that_was_told_to_go_is_not_lost() -> None:
     monitor = NodeMonitor(PER_WORKER, WorkerRange(1, 3), list)
     found = monitor.check(group(1, "a", "b"), [HEAD, A, B], {"b": 50.0}, 0.0)
-    assert found
     assert found.cause is Cause.PREEMPTED
     assert monitor.check(group(1, "a", "b"), [HEAD, A, DEAD_B], {}, 1.0) is None
 

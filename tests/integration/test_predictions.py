@@ -57,7 +57,6 @@ def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, 
 
 def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(finished_run: FinishedRun) -> None:
     kept, newest, rows = read_predictions(finished_run.run), finished_run.newest, finished_run.rows()
-    assert kept
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
     predictions, probabilities = Classifier("run", storage=finished_run.storage).predict(rows["image"])
@@ -113,7 +112,6 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
     write_predictions(run, replace(before, checkpoint="another"))
     save_predictions(plan_of(copied_run, PREDICT_ROWS=40, STORAGE_PATH=copied_run.storage), run, newest)
     kept = read_predictions(run)
-    assert kept
     assert (kept.rows, kept.checkpoint, sum(map(sum, kept.confusion))) == (40, newest.name, 40)
 
 

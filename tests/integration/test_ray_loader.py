@@ -6,8 +6,6 @@ import faulthandler
 import tempfile
 import threading
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,11 +16,10 @@ import ray.train
 import torch
 
 from sunspot.background import start_thread
-from sunspot.data.order import Steps, run_order
+from sunspot.data.order import Steps
 from sunspot.data.ray_loader import RayLoader, StepStreams
 from sunspot.data.source import DataPlan
 from sunspot.elastic.watchdog import describe
-from tests.unit.test_ray_loader import visited
 
 GROUPS, WORKERS = (1000,) * 20, 3
 
@@ -39,39 +36,6 @@ class WatchedSource:
     def read(self, group: int, rows: np.ndarray) -> dict[str, np.ndarray]:
         tempfile.mkstemp(prefix=f"{group}-", dir=self.folder)
         return {"value": 2 * (sum(self.row_groups[:group]) + rows[:, None])}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [50, sum(GROUPS)], ids=["short steps", "a step of three rounds"])
-def test_each_worker_gets_its_rows_and_each_group_is_read_once_an_epoch(
-    batch: int, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(sum(GROUPS), batch)
-    total, first = 2 * steps.per_epoch, max(0, steps.per_epoch - 10)
-    source: Any = WatchedSource(str(tmp_path))
-    streams = iter(
-        StepStreams(DataPlan(source, None, steps, 7), total, lambda: first).configure({"train": None}, WORKERS)
-    )
-    monkeypatch.setattr(ray.train, "get_dataset_shard", lambda name: next(streams)[name])
-    loaders = [RayLoader(steps, WORKERS, rank, torch.device("cpu"), has_test=False) for rank in range(WORKERS)]
-
-    def consume(loader: RayLoader) -> list[list[int]]:
-        batches = [*loader.train(1, first, steps.per_epoch), *loader.train(2, 0, steps.per_epoch)]
-        assert all(torch.equal(batch["value"][:, 0], 2 * batch["row"]) for batch in batches)
-        return [batch["row"].tolist() for batch in batches]
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        consumed = list(pool.map(consume, loaders))
-    order = run_order("ray", GROUPS, 7)
-    ids = [*visited(order, 1), *visited(order, 2)]
-    for rank, batches in enumerate(consumed):
-        shares = [steps.share(step % steps.per_epoch, WORKERS, rank) for step in range(first, total)]
-        epochs = [step // steps.per_epoch * steps.rows for step in range(first, total)]
-        expected = [ids[epoch + begin : epoch + end] for epoch, (begin, end) in zip(epochs, shares, strict=True)]
-        assert batches == expected
-    reads = Counter(int(path.name.split("-")[0]) for path in tmp_path.iterdir())
-    begun = [window for window in order.windows(1) if window.last > first * batch]
-    assert reads == Counter(range(len(GROUPS))) + Counter(group for window in begun for group in window.groups)
 
 
 @pytest.mark.slow

@@ -100,7 +100,6 @@ def test_the_best_of_two_trials_is_promoted(
     assert search.main() == 0
     assert search.states() == [RunState.SUCCEEDED, RunState.SUCCEEDED]
     results = read_results(search.run)
-    assert results
     best = min(results.trials, key=lambda trial: trial.best or 99)
     assert results.promoted == best.run
     assert best.state is RunState.SUCCEEDED
@@ -109,7 +108,6 @@ def test_the_best_of_two_trials_is_promoted(
     assert checkpoint.files["model.pt"]["sha256"] == origin.files["model.pt"]["sha256"]
     assert checkpoint.metrics["test_loss"] == best.best
     status = read_status(search.run)
-    assert status
     assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 20, checkpoint.name)
     assert f"the best of {best.run}" in capsys.readouterr().out
     assert b"run-02" in search.run.storage.read(search.run.key("report.html"))
@@ -151,7 +149,6 @@ def test_a_killed_search_goes_on_where_it_was(
         assert sorted(steps) == list(range(1, 801)), "every step once"
         assert sorted(row for rows in steps.values() for row in rows) == list(range(40_000))
     results = read_results(search.run)
-    assert results
     assert results.promoted in ("run-01", "run-02")
     assert "failed: ConflictError: " in capsys.readouterr().out
     assert b"run-03" in search.run.storage.read(search.run.key("report.html"))
@@ -166,7 +163,6 @@ def test_a_search_that_is_stopped_stops_its_trials_and_is_resumed(program: Progr
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 0, output
     status = read_status(search.run)
-    assert status
     assert status.state is RunState.STOPPED
     assert search.states() == [RunState.STOPPED, RunState.PENDING], "no trial is begun any more"
     assert not stop_requested(search.trial(1)), "it goes on with the search"
@@ -474,5 +470,4 @@ def test_a_search_in_s3_of_which_every_trial_fails_has_failed(program: Program, 
     assert process.returncode == 1, output
     assert re.search(r"no trial succeeded:\n  run-01: failed: ConflictError: .* other settings", output), output
     status = read_status(search.run)
-    assert status
     assert status.state is RunState.FAILED

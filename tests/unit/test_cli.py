@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
 import re
@@ -147,13 +146,6 @@ def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], m
     with progress_note("waiting"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "waiting ...\n")
-
-
-def test_the_module_is_the_command(run: Run) -> None:
-    storage = run.storage.locate("")
-    command = [sys.executable, "-m", "sunspot.cli", "metrics", "run", "--json", "--storage", storage]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, [], "")
 
 
 @pytest.mark.parametrize(
@@ -656,35 +648,3 @@ def test_a_damaged_audit_file(run: Run, sunspot: StorageCommand) -> None:
     [entry] = run.storage.list(run.key("audit"))
     run.storage.write(entry.key, b"PAR1")
     assert sunspot("audit", "run").code == 7
-
-
-# ------------------------------------------------------------------------------------------------------------------- S3
-
-
-def test_a_run_in_a_bucket(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sunspot = StorageCommand(f"s3://{s3_bucket}/team/runs", capsys)
-    run = begin(open_run(sunspot.storage, "run"))
-    audited(run, 2 * STEPS_PER_EPOCH)
-    attempt = started(run, "job", "step-00000010-attempt-0001")
-    report(run, attempt, {"step": 11, "time": 0.0, "loss": 0.25})
-    changed = commit(run, attempt, 12)
-    damage(run, changed)
-
-    listed = sunspot.process("checkpoints", "ls", "run", "--json")
-    assert (listed.code, [(line["step"], line["verified"]) for line in listed.json]) == (0, [(10, True), (12, False)])
-    assert sunspot("checkpoints", "verify", "run").code == 7
-    assert [record["loss"] for record in sunspot("metrics", "run", "--json").json] == [0.25]
-    proved = sunspot("audit", "run", "--json")
-    assert (proved.code, proved.json) == (7, [epoch(1), epoch(2)])
-    assert proved.err.endswith(": 1 checkpoint damaged\n")
-    missing = sunspot("audit", "rum")
-    assert (missing.code, missing.err) == (3, f"error: no run rum in {sunspot.storage}; there are run\n")
-
-
-def test_no_secret_is_printed(
-    s3_bucket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-print-me")
-    answer = StorageCommand(f"s3://{s3_bucket}", capsys)("metrics", "run")
-    assert "do-not-print-me" not in answer.out + answer.err
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "do-not-print-me"

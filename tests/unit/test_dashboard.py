@@ -173,24 +173,6 @@ def test_requests_get_the_token_and_keep_their_bodies(local: LocalPort, dashboar
             assert response.read().startswith(b"GET / 0")
 
 
-def test_websockets_pass(local: LocalPort) -> None:
-    port = local.server_address[1]
-    with contextlib.closing(websocket.create_connection(f"ws://127.0.0.1:{port}/ws", timeout=10)) as client:
-        for text in ("one", "two"):
-            client.send(text)
-            assert client.recv() == text
-
-
-def test_many_at_once(local: LocalPort) -> None:
-    port, codes = local.server_address[1], []
-    threads = [threading.Thread(target=lambda: codes.append(ask(port, path="/stream")[0])) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == [200] * 20
-
-
 @pytest.mark.parametrize(
     ("headers", "served"),
     [
@@ -448,13 +430,6 @@ def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, s
     assert "no head that is ready" in sunspot.err
     cluster.down()
     assert sunspot("dashboard", "run") == 4
-
-
-def test_a_taken_port(cluster: FakeCluster, run: Run, sunspot: Command, dashboard: int) -> None:
-    make_live(cluster, run)
-    cluster.on("GET", "/portforward", Kubelet(dashboard))
-    assert sunspot("dashboard", "run", "--port", str(dashboard)) == 2
-    assert f"--port {dashboard}: cannot listen on 127.0.0.1" in sunspot.err
 
 
 def test_without_a_cluster_a_run_that_storage_does_not_know_is_named_as_that(

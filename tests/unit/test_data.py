@@ -433,7 +433,6 @@ def test_held_out_rows_must_fit_the_training_rows(tmp_path):
 
 def test_the_sample_is_balanced_and_split():
     train, test = find_sources(Settings(dataset="sample"))
-    assert test
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == test.classes == 10
     content = "e11a31a61338b1ec"

@@ -57,7 +57,6 @@ def run(tmp_path: Path) -> Run:
 
 def state(run: Run) -> tuple[RunState, str]:
     status = read_status(run)
-    assert status
     return status.state, status.reason
 
 
@@ -98,7 +97,6 @@ def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
         raise error
     assert shown is (RunState.RUNNING if found is RunState.RUNNING else RunState.STARTING)
     status = read_status(run)
-    assert status
     assert (status.state, status.owner, status.reason, status.step) == (found, "job", "because", 7)
     assert run.storage.read(run.key("report.html")) == b"of the run"
     assert not read_failures(run)
@@ -191,7 +189,6 @@ def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     with recorded_outcome(Claimant(run, "job", new_driver()), commit(run, attempt, 5), 2):
         pass  # a checkpoint later, the count begins anew
     status = read_status(run)
-    assert status
     assert status.starts == 1
     assert status.step == 5
 
@@ -240,7 +237,6 @@ def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
         run_and_exit(train)
     assert ended.value.code == code
     status = read_status(run)
-    assert status
     assert status.state is (RunState.FAILED if error is SunspotError else RunState.STOPPED)
 
 

@@ -133,19 +133,6 @@ def test_a_step_that_two_files_have_counts_once(run: Run) -> None:
     assert recorded(run, 1) == rows_up_to(8)
 
 
-def test_what_an_attempt_left_unmerged_is_merged_by_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(streams, "SIZES", SIZES)
-        patch.setattr(run.storage, "delete_many", lambda keys: None)  # it dies before it deletes what it has merged
-        write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 60)
-    many = len(run.storage.list(run.key("audit")))
-    tidy_audit(run, 1)
-    assert len(run.storage.list(run.key("audit"))) == many, "its own attempt is not over"
-    tidy_audit(run, 2)
-    assert len(run.storage.list(run.key("audit"))) == 1 < many
-    assert recorded(run, 1) == rows_up_to(60)
-
-
 def test_a_damaged_file_is_left_for_the_audit_to_find(run: Run) -> None:
     write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 6)
     entry = run.storage.list(run.key("audit"))[1]
@@ -155,17 +142,3 @@ def test_a_damaged_file_is_left_for_the_audit_to_find(run: Run) -> None:
     tidy_audit(run, 2)
     with pytest.raises(DamageError, match="it was changed after it was written"):
         recorded(run, 1)
-
-
-def test_files_merged_while_they_are_read_are_still_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(None, "attempt-0001", 0, [], True)
-    write_windows(ledger, run, 1, 20)
-    read = run.storage.read
-
-    def read_late(key: str) -> bytes:
-        monkeypatch.undo()
-        tidy_audit(run, 2)
-        return read(key)
-
-    monkeypatch.setattr(run.storage, "read", read_late)
-    assert recorded(run, 1) == rows_up_to(20)

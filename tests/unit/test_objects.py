@@ -80,7 +80,6 @@ def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
     record = json.loads(run.storage.read(entry.key))
     run.storage.write(entry.key, to_json({**record, "colour": ["red"]}))
     status = read_status(run)
-    assert status
     assert (status.step, status.heartbeat) == (3, 5.0)
 
 
@@ -206,7 +205,6 @@ def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
     """Python makes such text of file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
     status = read_status(run)
-    assert status
     assert status.reason == "a\N{REPLACEMENT CHARACTER}b \N{WRENCH}"
     journal = Journal(run, "events", 1)
     journal.append({"step": 1, "time": 1.0, "event": "told", "detail": "a\udcffb"})

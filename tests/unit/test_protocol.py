@@ -302,7 +302,6 @@ class Protocol(RuleBasedStateMachine):
     def restore(self, run: Run, start: StartPoint, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
         """The state to go on from, and its rows that are not in storage."""
         if start.copy:
-            assert found
             return json.loads(bytes(found.data.numpy())), found.sidecar.ledger
         if not (checkpoint := start.checkpoint):
             return [], ()
@@ -329,7 +328,6 @@ class Protocol(RuleBasedStateMachine):
             )
             windows = ledger.gather(step)
             slot = memory.free_slot(STATE_BYTES, needed=True)
-            assert slot
             slot.map[:STATE_BYTES] = content
             memory.complete(slot, manifest, Sidecar(None, {}, [], windows, []).to_bytes())
             if step % SAVE_EVERY == 0:

@@ -322,18 +322,6 @@ def test_the_same_inputs_give_the_same_bytes_in_every_process() -> None:
     assert texts == {render("gke-spot", {name.removeprefix("SUNSPOT_"): v for name, v in settings.items()}).to_yaml()}
 
 
-def test_rendering_imports_no_client_of_a_cluster_or_a_bucket() -> None:
-    program = (
-        "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
-        "from sunspot.cli import main; main()"
-    )
-    command = [sys.executable, "-c", program, "render"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    imported = {name.partition(".")[0] for name in done.stderr.split()}
-    assert "yaml" in imported
-    assert not imported & {"kubernetes", "boto3", "pyarrow", "rich", "torch", "ray", "numpy"}
-
-
 def test_the_environment_gives_way_to_what_is_given_and_wins_over_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

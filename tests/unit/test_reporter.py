@@ -97,7 +97,6 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     [receipt] = read_receipts(read_journal(run, "events"))
     assert receipt.attempt == 1
     status = read_status(run)
-    assert status is not None
     assert (status.state, status.step) == (RunState.FINISHING, 12)
     assert status.loss == (11.0 if name == "loss" else None)
     line = _Lines(12, 4).describe(control.channel.fetch_news().progress)
@@ -129,7 +128,6 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
             worker.finish_step(StepTaken(step, None, [{"loss": torch.tensor([step, step + 1.0])}], 0.25, 0.125, 0.1))
     assert [(one["step"], one["loss"]) for one in read_journal(run, "metrics")] == [(3, 2.5), (4, 4.5)]
     status = read_status(run)
-    assert status
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
 

@@ -123,7 +123,6 @@ def test_a_found_copy_is_the_state_at_its_step(device: str) -> None:
     trainee.train()
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
-    assert found
     held, sidecar = found.held, found.sidecar
     assert (held.attempt, held.step, held.evaluated) == (1, 3, False)
     assert sidecar.ledger == [(1, 1, 3, [])]
@@ -143,13 +142,11 @@ def test_the_newest_stays_until_a_newer_one_is_whole() -> None:
     second = Trainee(2)
     assert second.memory.directory == first.memory.directory
     held = find_snapshot(RUN)
-    assert held
     assert (held[0].attempt, held[0].step) == (1, 3)
     second.train()
     second.take(4)
     second.snapshots.wait_until_complete()
     held = find_snapshot(RUN)
-    assert held
     assert (held[0].attempt, held[0].step) == (2, 4)
     assert second.memory.directory
     assert len(list(second.memory.directory.glob("slot-*.json"))) == 1
@@ -212,7 +209,6 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     go.set()
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
-    assert found
     assert found[0].step == 2
 
 
@@ -229,7 +225,6 @@ def test_training_does_not_wait_for_the_checksum_of_a_copy(monkeypatch: pytest.M
     assert trainee.take(3)
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
-    assert found
     assert found[0].step == 3
 
 
@@ -275,12 +270,10 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
     assert len(trainee.memory._slots) <= MAX_SLOTS
     assert_same(held[-1].state, expected)
     found = find_snapshot(RUN)
-    assert found
     assert 5 < found[0].step <= 19, "while all slots are busy, a copy may be left out"
     trainee.take(20, for_storage=True)
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
-    assert found
     assert found[0].step == 20, "one that is needed never is"
     for snapshot in held:
         snapshot.release()
@@ -300,12 +293,10 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
     for changed in (b"", b"{}", content[:middle], content[:-2], flipped, whole.read_bytes()):
         path.write_bytes(changed)
         found = find_snapshot(RUN)
-        assert found
         assert found.held.step == 3, changed[:300]
     path.unlink()
     path.write_bytes(content)
     found = find_snapshot(RUN)
-    assert found
     assert found.held.step == 7
 
 
@@ -316,7 +307,6 @@ def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPa
     assert trainee.take(1) is None
     assert "no copies in shared memory" in trainee.warnings[0]
     snapshot = trainee.take(2, for_storage=True)
-    assert snapshot
     snapshot.copied.result()
     assert_same(snapshot.state, trainee.state())
     assert not trainee.memory.shared
@@ -338,7 +328,6 @@ def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypa
         assert trainee.take(attempt), trainee.warnings
         trainee.die()
         found = find_snapshot(RUN)
-        assert found
         assert found.held.step == attempt
 
 
@@ -368,7 +357,6 @@ def test_full_memory_keeps_the_old_copy_and_is_tried_again(
             snapshot.release()
         trainee.snapshots.wait_until_complete()
         found = find_snapshot(RUN)
-        assert found
         return found.held.step
 
     monkeypatch.setattr(os, "posix_fallocate", reserve_if_there_is_room)
@@ -393,7 +381,6 @@ def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeyp
     monkeypatch.setattr(sunspot.checkpoint.snapshot, "copy", lambda *arguments: (go.wait(10), copy(*arguments))[1])
     assert trainee.take(4)
     found = find_snapshot(RUN)
-    assert found
     assert found.held.step == 3
     go.set()
     for step in (5, 6, 7):
@@ -420,7 +407,6 @@ def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(mon
             snapshot.release()
         trainee.snapshots.wait_until_complete()
         found = find_snapshot(RUN)
-        assert found
         return found[0].step
 
     monkeypatch.setattr(Path, "write_bytes", write_if_there_is_room)
@@ -491,7 +477,6 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
         snapshot = trainee.take(step, for_storage=True)
         trainee.train()
         trainee.snapshots.wait_until_complete()
-        assert snapshot
         snapshot.release()
         return not snapshot.torn
 
@@ -501,12 +486,10 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
     change.set()
     assert not take(2)
     found = find_snapshot(RUN)
-    assert found
     assert found.held.step == 1, "nor does the copy in memory count"
     expected = trainee.state()
     assert take(3), "what has torn a copy is copied at once, before it can change again"
     found = find_snapshot(RUN)
-    assert found
     assert found.held.step == 3
     assert_same(in_buffer(found.sidecar.structure, as_bytes(found.data)), expected)
     [lost, regained] = trainee.warnings
@@ -595,7 +578,6 @@ def test_a_worker_without_a_neighbour_keeps_its_copies_and_makes_no_new_ones() -
     [warning] = part.warnings
     assert "parts cannot be exchanged: Connection closed by peer" in warning
     snapshot = part.take(3, for_storage=True)
-    assert snapshot
     snapshot.copied.result()
     assert 1 in {held.step for held in find_parts(RUN)}
 
@@ -671,7 +653,6 @@ def test_a_copy_outlives_sigkill(shared_memory: Path) -> None:
     process.join(240)
     assert process.exitcode == -9
     found = find_snapshot(RUN)
-    assert found
     assert found[0].step == 7
     Trainee(2).memory.remove()
     assert find_snapshot(RUN) is None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, ray
 
 NOW = time.time()
 CREATED = NOW - 300
-GOLDEN = Path(__file__).parent / "golden" / "run-states.txt"
 
 STORED = [
     *("nothing", "starting", "running", "running, a while ago", "failed, in the try before", "failed", "lost"),
@@ -168,23 +165,6 @@ def test_the_first_rule_that_holds_decides(stored: str) -> None:
     for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
         rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
-
-
-def test_every_combination_is_as_in_the_golden_file() -> None:
-    """With `WRITE_GOLDEN=1` it is written anew."""
-    text = ""
-    for stored in STORED:
-        text += f"in storage: {stored}\n" + row("", [ray or '""' for ray in JOB_STATUSES])
-        for deployment in DEPLOYMENT_STATUSES:
-            text += row(deployment or '""', [str(state_of(stored, deployment, ray)) for ray in JOB_STATUSES])
-        text += "\n"
-    if os.environ.get("WRITE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
-
-
-def row(first: str, others: list[str]) -> str:
-    return "".join(f"{cell:18}" for cell in (first, *others)).rstrip() + "\n"
 
 
 def test_a_request_to_stop_never_hides_an_end() -> None:

@@ -10,44 +10,26 @@ from typing import Any
 import pytest
 import yaml
 
-from sunspot.cli import main
 from sunspot.run import Run, open_run
 from sunspot.run.requests import clear_stop, request_stop, stop_requested
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.submitter.cluster.api import Cluster
+from tests.harness import commands
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
 
-class Command:
+class Command(commands.Command):
     """Runs `sunspot` on a run in a bucket."""
-
-    def __init__(self, bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.storage = f"s3://{bucket}/runs"
-        self.run = open_run(self.storage, "run")
-        self._capsys = capsys
-        self.code, self.out, self.err = 0, "", ""
-
-    def __call__(self, *words: str) -> int:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([*words, "--storage", self.storage])
-        self.out, self.err = self._capsys.readouterr()
-        self.code = int(ended.value.code or 0)
-        return self.code
 
     def submit(self, *words: str) -> int:
         return self("submit", "--run", "run", *words)
 
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
 
 @pytest.fixture
 def sunspot(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(s3_bucket, capsys)
+    return Command(open_run(f"s3://{s3_bucket}/runs", "run"), capsys)
 
 
 def only_job(cluster: FakeCluster) -> str:
@@ -79,7 +61,6 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
     assert sunspot.json["action"] == "created"
     assert sunspot.json["job"] == name
     recorded = newest_submission(sunspot.run)
-    assert recorded is not None
     assert recorded[0] == name
     assert yaml.safe_load(recorded[1])["spec"] == cluster.jobs[name]["spec"]
     assert owner_of(sunspot.run, name) == f"{name}#1"
@@ -292,7 +273,7 @@ def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -
     cluster.objects.clear()
     cluster.objects.add(CORE)
     cluster.forbidden |= {"create rayjobs", "list pods"}
-    sunspot.storage = "s3://no-such-bucket/runs"
+    sunspot.run = open_run("s3://no-such-bucket/runs", "run")
     assert sunspot.submit() == 4
     for part in (
         "5 problems, and nothing was sent",

@@ -139,18 +139,6 @@ def test_how_it_ended_is_the_exit_code(
     assert said in sunspot.out + sunspot.err
 
 
-def test_the_last_word_of_the_driver_is_read_after_the_end(
-    cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
-) -> None:
-    """The operator's SUCCEEDED and the driver's STOPPED come at about the same time."""
-    cluster.set_status(job, "Running", "RUNNING")
-    set_status(run, RunState.RUNNING)
-    when(running=lambda: (set_status(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
-    assert sunspot("wait", "run", "--json") == 0
-    assert sunspot.lines[-1]["state"] == "stopped"
-    assert "succeeded" not in sunspot.out
-
-
 def test_an_end_is_believed_only_when_storage_has_been_read_after_it(
     cluster: FakeCluster,
     run: Run,
