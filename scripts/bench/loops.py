@@ -1,20 +1,15 @@
 r"""`python -m scripts.bench.loops stock` (or `torchft`): the yardsticks for recovery, as Ray's own guides train.
 
-Task, data, batch, workers, MAX_STEPS, CHECKPOINT_EVERY_STEPS and MAX_FAILURES come from the SUNSPOT_ settings.
+Task, data, batch, workers, MAX_STEPS, CHECKPOINT_EVERY_STEPS and MAX_FAILURES come from the SUNSPOT_ settings. `stock`
+follows the guides to PyTorch, fault tolerance and elastic training, and changes no default of Ray's; as a checkpoint
+has no position in the data, a restart begins the epoch again. `torchft` follows the example of `TorchftConfig` in Ray
+2.60, with torchft 0.2: each worker is a replica of its own, the others go on without a lost one, and one that is
+replaced gets the state from them and begins its part of the data again; nothing is reported to Ray or saved.
 
-`stock` follows the guides to PyTorch, fault tolerance and elastic training, and changes no default of Ray's. It writes
-to <STORAGE_PATH>/<RUN_NAME>-stock. A checkpoint has no position in the data: a restart begins the epoch again. Rank 0
-prints a line of JSON for each step, `{"time", "step", "world"}`, and for each start of the workers, `{"time", "event":
-"start", "from_step", "checkpoint_step", "world"}`; steps after `from_step` are repeated. Ray shows a worker's line
-twice.
-
-`torchft` follows the example of `TorchftConfig` in Ray 2.60, with torchft 0.2. Each worker is a replica of its own:
-when one is lost the others go on without it, and Ray replaces that one, which gets the state from them. As in the
-example, nothing is reported to Ray and nothing is saved, and a worker that is replaced begins its part of the data
-again. Each worker prints `{"time", "step", "world"}` for each step that was committed; `world` is how many took part.
-
-Times are in seconds since the epoch. With AUDIT, the ids of the rows that each step consumed are written as
-scripts/failures/rows.py reads them.
+Rank 0, or each replica, prints a line of JSON for each step, `{"time", "step", "world"}`; `stock` also for each start
+of the workers, `{"time", "event": "start", "from_step", "checkpoint_step", "world"}`, after which steps from
+`from_step` are repeated. With AUDIT, the rows that each step consumed are written as scripts/failures/rows.py reads
+them.
 
 Only the driver needs this file: Ray sends the function to the workers. An image for `torchft` has torchft beside
 sunspot/, and the exporter of OpenTelemetry that it imports:
@@ -103,7 +98,8 @@ def train_stock(config: dict[str, Any]) -> None:
             optimizer.step()
             scheduler.step()
             step += 1
-            taken.append((epoch + 1, step, row.tolist()))
+            if settings.audit:
+                taken.append((epoch + 1, step, row.tolist()))
             if rank == 0:
                 print_event(time=time.time(), step=step, world=world)
 
@@ -122,19 +118,13 @@ def train_stock(config: dict[str, Any]) -> None:
                 }
                 write_rows(plan, f"-stock/rows/{start}-after-{parent}-at-{checkpoint_step}/{step}-{rank}.json", taken)
                 taken = []
-                save({"loss": loss.item(), "step": step}, state, rank)
+                with tempfile.TemporaryDirectory() as folder:
+                    if rank == 0:
+                        torch.save(state, os.path.join(folder, FILE))
+                    checkpoint = Checkpoint.from_directory(folder) if rank == 0 else None
+                    ray.train.report({"loss": loss.item(), "step": step}, checkpoint=checkpoint)
             if step == plan.total_steps:
                 return
-
-
-def save(metrics: dict[str, Any], state: dict[str, Any], rank: int) -> None:
-    """Report to Ray, from rank 0 with a checkpoint; return when Ray has uploaded it."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = None
-        if rank == 0:
-            torch.save(state, os.path.join(folder, FILE))
-            checkpoint = Checkpoint.from_directory(folder)
-        ray.train.report(metrics, checkpoint=checkpoint)
 
 
 def train_torchft(config: dict[str, Any]) -> None:
