@@ -119,6 +119,10 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM ended the program, and with it a run that goes on from what it saved: as Ctrl-C does."""
 
 
+class EndAtOnceError(KeyboardInterrupt):
+    """A second Ctrl-C: the process waits for nothing any more, not even for its own threads or for Ray."""
+
+
 def find_in(error: BaseException) -> SunspotError | None:
     """Return the `SunspotError` that `error` is, or names in its text, all that Ray keeps of a task's."""
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
@@ -192,6 +196,8 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         print(str(error) or when_interrupted, file=sys.stderr)
+        if isinstance(error, EndAtOnceError):
+            os._exit(128 + signal.SIGINT)
         return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
     except BrokenPipeError:
         _mute()

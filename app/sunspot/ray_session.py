@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sunspot.errors import SunspotError, shorten
+from sunspot.errors import EndAtOnceError, SunspotError, shorten
 from sunspot.settings import Settings
 
 RAY_ENVIRONMENT = {
@@ -65,10 +65,15 @@ def ray_session() -> Iterator[None]:
             else "started on this machine; try again when it has less to do"
         )
         raise SunspotError(f"Ray cannot be {what}: {shorten(error)}") from error
+    in_use = False
     try:
         yield
+    except EndAtOnceError:
+        in_use = True  # by the trainer's thread, which would crash: Ray's processes end with this one
+        raise
     finally:
-        ray.shutdown()
+        if not in_use:
+            ray.shutdown()
 
 
 def cores_here() -> int:

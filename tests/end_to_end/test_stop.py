@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -79,6 +80,21 @@ def test_a_driver_that_is_told_to_end_saves(
     status = read_status(run)
     assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 600, newest(run).name)
     assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(program: Program, make_data: Callable[..., str]) -> None:
+    run = the_run(program)
+    process = program.start(**SLOW, DATASET=make_data(2000), JOB_ID="")
+    wait_for_step(run, 50, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    status = read_status(run)
+    assert status
+    assert status.state is RunState.STOPPED
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -15,7 +17,7 @@ import pytest
 
 from sunspot.elastic import watchdog as hang
 from sunspot.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
-from sunspot.run import Run, open_run
+from sunspot.run import SHARED_MEMORY, Run, open_run
 from sunspot.run.attempts import Attempt, claim
 from sunspot.run.hangs import Hang, read_hangs, starved, suspects
 from sunspot.run.history import Journal, read_journal
@@ -222,6 +224,18 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
     assert "in do_train" in event["stacks"]
     assert told == [(event["detail"], True)]
     assert left_behind(run) == []
+
+
+def test_what_a_run_long_gone_has_left_is_removed_by_any_other(run: Run) -> None:
+    gone = [SHARED_MEMORY / f"sunspot-hang-{secrets.token_hex(6)}-0001-0000" for _ in range(2)]
+    for path, age_s in zip(gone, (2 * 86_400, 3_600), strict=True):
+        path.write_text("{}\n")
+        os.utime(path, (time.time() - age_s,) * 2)
+    try:
+        upload_dumps(run, 1, lambda *_: None)
+        assert [path.exists() for path in gone] == [False, True], "that of an hour ago may still be asked for"
+    finally:
+        gone[1].unlink()
 
 
 @pytest.mark.slow

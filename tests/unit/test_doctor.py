@@ -575,6 +575,9 @@ def test_a_stopped_run(run: Run, sunspot: Command) -> None:
     found = findings(sunspot)
     assert list(found) == ["stopped"]
     assert found["stopped"]["severity"] == "note"
+    assert found["stopped"]["advice"] == "`sunspot resume run` lets it go on"
+    restore_status(run, Status(RunState.STOPPED, "job", "interrupted: step 7 is kept", attempt=1, step=7))
+    assert findings(sunspot)["stopped"]["advice"].startswith("repeat the command that started it")
 
 
 # ------------------------------------------------------------------------------------------------ storage and incidents

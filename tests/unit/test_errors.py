@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sunspot.errors import ConflictError, SunspotError, shorten
+from sunspot.errors import ConflictError, EndAtOnceError, SunspotError, shorten
 from sunspot.storage import open_storage
 from tests.harness import REPOSITORY
 
@@ -96,6 +96,32 @@ run_and_exit(fail)
     assert "KeyError" in ended.stderr
     assert CANARY not in ended.stderr
     assert "\x1b" not in ended.stderr
+
+
+def test_a_second_interrupt_waits_for_no_thread_and_not_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import threading, time
+from sunspot.errors import EndAtOnceError, run_and_exit
+def fail():
+    threading.Thread(target=time.sleep, args=[60]).start()
+    raise EndAtOnceError
+run_and_exit(fail, "interrupted: it goes on from there")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted: it goes on from there\n")
+    ray = pytest.importorskip("ray")
+    from sunspot.ray_session import ray_session
+
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(ray, name, lambda name=name, **_: shut.append(name))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    shut: list[str] = []
+    with pytest.raises(EndAtOnceError), ray_session():
+        raise EndAtOnceError
+    assert shut == ["init"], "a thread that waits for Ray would crash"
+    with pytest.raises(KeyboardInterrupt), ray_session():
+        raise KeyboardInterrupt
+    assert shut == ["init", "init", "shutdown"]
 
 
 def test_an_error_commands_no_terminal_and_travels() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sunspot.background import Background
 from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.errors import SunspotError, TerminatedError
+from sunspot.errors import EndAtOnceError, SunspotError, TerminatedError
 from sunspot.run import Run
 from sunspot.run.requests import stop_requested
 
@@ -19,6 +19,10 @@ STOP_CHECK_EVERY_S = 1.0
 
 MARKER_READ_EVERY_S = 5.0
 """Seconds between two checks for the stop marker: each is a request to storage."""
+
+INTERRUPTED = (
+    "interrupted: it saves and ends, and the same command goes on from there; Ctrl-C again ends it at once, unsaved"
+)
 
 
 class StopRequest:
@@ -50,7 +54,7 @@ class StopRequest:
 def watch_stop(run: Run, control: ControlClient, stop_request: StopRequest) -> Iterator[None]:
     """Watch for SIGTERM, SIGINT and the stop marker while the context lasts, and ask the workers to stop.
 
-    A second SIGINT raises `KeyboardInterrupt` at once.
+    A second SIGINT raises `EndAtOnceError`.
     """
     read, told = 0.0, False
 
@@ -61,7 +65,7 @@ def watch_stop(run: Run, control: ControlClient, stop_request: StopRequest) -> I
             stop_request.marked = stop_request.marked or stop_requested(run)
         if stop_request.interrupted and not told:
             told = True
-            print("interrupted: it saves, and ends; Ctrl-C again ends it at once, without", flush=True)
+            print(INTERRUPTED, flush=True)
         if stop_request.terminated and not told:
             told = True
             print("told to end by SIGTERM: it saves, and ends", flush=True)
@@ -73,7 +77,7 @@ def watch_stop(run: Run, control: ControlClient, stop_request: StopRequest) -> I
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if stop_request.interrupted:
-            raise KeyboardInterrupt
+            raise EndAtOnceError
         stop_request.interrupted = True
 
     handlers: dict[signal.Signals, Any] = {}

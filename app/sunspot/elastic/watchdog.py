@@ -49,9 +49,15 @@ REPORT_S = 20
 LINGER_S = 5
 """Between a rank's report and its exit, which ends the others too: they hang since the same step, and report now."""
 
+FILES = "sunspot-hang-"
+"""How the name of the file of each rank begins."""
+
 STARTS, STALE_S = "start", 60
 """In the names of files of ranks whose group has claimed no attempt; their age at which their processes are gone, which
 write them each second."""
+
+FORGOTTEN_S = 86_400
+"""The age of a file at which nobody asks for it any more: its run was killed, and has not begun again here."""
 
 MAX_STACKS = 20_000
 """Characters of stacks in an event, for the sake of the journal; the training thread comes first."""
@@ -238,7 +244,11 @@ def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
 
 
 def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
-    """Record the hangs whose stacks ranks of earlier attempts left on this node."""
+    """Record the hangs whose stacks ranks of earlier attempts left on this node; forget those of runs long gone."""
+    for path in _folder().glob(f"{FILES}*"):
+        with contextlib.suppress(OSError):  # another user's
+            if time.time() - path.stat().st_mtime > FORGOTTEN_S:
+                path.unlink()
     for path in _folder().glob(f"{_prefix(run)}*"):
         with contextlib.suppress(OSError):
             if path.name.startswith(f"{_prefix(run)}{STARTS}") and time.time() - path.stat().st_mtime > STALE_S:
@@ -272,4 +282,4 @@ def _folder() -> Path:
 
 
 def _prefix(run: Run) -> str:
-    return f"sunspot-hang-{hashlib.sha256(run.location.encode()).hexdigest()[:12]}-"
+    return f"{FILES}{hashlib.sha256(run.location.encode()).hexdigest()[:12]}-"

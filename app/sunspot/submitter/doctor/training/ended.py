@@ -30,6 +30,8 @@ def find_end(case: Case) -> Iterator[Finding]:
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
     elif case.state is RunState.STOPPED:
         advice = f"`sunspot resume {case.view.run.name}` lets it go on"
+        if case.view.status and case.view.status.reason:  # a signal to its process has one, `sunspot stop` has not
+            advice = "repeat the command that started it: it goes on from the last checkpoint"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
 
 
