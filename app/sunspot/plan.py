@@ -8,6 +8,7 @@ from typing import Any
 from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
 from sunspot.data.source import DataPlan, Source, find_sources, rows_in
 from sunspot.errors import DataError, SettingsError
+from sunspot.formatting import plural
 from sunspot.settings import READING_SHARE, Settings
 from sunspot.storage.local import local_path
 
@@ -101,7 +102,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
         + (
             f"MAX_STEPS, of {by_epochs} by EPOCHS"
             if total < by_epochs
-            else f"{settings.epochs} epochs of {steps.per_epoch} steps of {steps.batch} rows"
+            else f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
         ),
     ]
     if settings.parallel == "fsdp":
@@ -133,7 +134,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     given = settings.resources_per_worker
     if settings.use_gpu == "auto":
         use_gpu = gpus >= settings.num_workers.least or given.get("GPU", 0) > 0
-        why = f"{gpus:g} GPUs for {settings.num_workers} workers"
+        why = f"GPUs: {gpus:g}, workers: {settings.num_workers}"
     else:
         use_gpu, why = settings.use_gpu == "true", "USE_GPU"
 
@@ -145,7 +146,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
         reading = max(1, math.floor(cores * READING_SHARE)) if settings.loader == "ray" else 0
         cpus = max(cores - reading, cores * READING_SHARE) / workers
         per_worker = {"CPU": float(math.floor(cpus)) if cpus >= 1 else math.floor(cpus * 100) / 100}
-        reason = f"{cores:g} cores for {workers} workers" + (f", {reading} of them left for reading" if reading else "")
+        reason = f"cores: {cores:g}, workers: {workers}" + (f", left for reading: {reading}" if reading else "")
     if use_gpu:
         per_worker = {"GPU": 1.0, **per_worker}
     left = cores - workers * per_worker.get("CPU", 1)

@@ -198,7 +198,8 @@ class CheckpointManager:
         if not self.in_memory or len(self._snapshots.costs) < COPIES_MEASURED:
             return ""
         size, interval = self._snapshots.size, self._interval
-        return f"every {interval.every} steps, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
+        every = "step" if interval.every == 1 else f"{interval.every} steps"
+        return f"every {every}, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
 
     def _writers(self, order: CommitOrder) -> list[SnapshotWriter]:
         """Make the writers of a checkpoint's files."""

@@ -19,6 +19,7 @@ from sunspot.command_line import CommandParser
 from sunspot.data.images import GREY_MODES, fit_pixels, open_checked
 from sunspot.data.mnist import open_mnist
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
+from sunspot.formatting import plural
 from sunspot.log import print_logs
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
@@ -65,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SettingsError(f"--size {given.size}: a number from 1")
     else:
         rows = convert_image_folder(given.root, given.size, given.out)
-    print(
-        f"{given.out}: " + ", ".join(f"{count} rows{' in ' + split if split else ''}" for split, count in rows.items())
-    )
+    written = [f"{plural(count, 'row')}{' in ' + split if split else ''}" for split, count in rows.items()]
+    print(f"{given.out}: {', '.join(written)}")
     return 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sunspot.errors import NotFoundError
+from sunspot.formatting import plural
 from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, linear_axis, log_axis
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
@@ -73,7 +74,7 @@ def _name(results: Results) -> str:
 def _lead(results: Results) -> Html:
     counts = {state: sum(trial.state is state for trial in results.trials) for state in RunState}
     states = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
-    said: list[Any] = [f"{len(results.trials)} trials: {states}."]
+    said: list[Any] = [f"{plural(len(results.trials), 'trial')}: {states}."]
     best = next((trial for trial in results.trials if trial.run == results.promoted), None)
     if best:
         goal = "lowest" if results.order == "min" else "highest"

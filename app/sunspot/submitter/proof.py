@@ -100,7 +100,7 @@ class Proof:
         repeated = sum(e.repeated for e in self.epochs)
         parts = []
         if missing or repeated or self.wrong_rows:
-            parts.append(f"{missing} rows missing, {repeated} repeated, up to step {self.step}")
+            parts.append(f"{plural(missing, 'row')} missing, {repeated} repeated, up to step {self.step}")
         if self.damaged:
             parts.append(f"{plural(len(self.damaged), 'checkpoint')} damaged")
         if self.gaps:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sunspot.formatting import plural
 from sunspot.run.incidents import Cause
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -206,7 +207,7 @@ def find_losses(case: Case) -> Iterator[Finding]:
     advice = f"`sunspot events {case.view.run.name}` has the receipt of each; "
     replayed = case.view.steps_replayed
     advice += (
-        f"{replayed} steps were taken again: more frequent checkpoints or a higher SNAPSHOT_COST make that fewer"
+        f"{plural(replayed, 'step')} taken again: more frequent checkpoints or a higher SNAPSHOT_COST make that fewer"
         if replayed
         else "more stable nodes, or fewer that are reclaimed at once, help"
     )
