@@ -240,7 +240,7 @@ def test_a_pod_that_is_not_ready_yet_is_waited_for(
 
     def become_ready(handler: Any) -> None:
         handler.answer()
-        if sum(f"{CORE}/pods" in path for _, path in cluster.requests) == 2:
+        if sum(f"{CORE}/pods" in path for _, path in cluster.requests) == 4:
             cluster.pods = ready
 
     cluster.on("GET", "/pods", become_ready)
