@@ -16,6 +16,7 @@ from sunspot import __version__
 from sunspot.errors import SettingsError, run_and_exit
 
 VERBS = {
+    "check": "whether a task trains, evaluates, saves and restores: here, in seconds",
     "render": "print the manifest that submit would apply; no cluster needed",
     "submit": "check everything, then have the cluster run what render prints",
     "status": "where the run stands: cluster and storage in one view",

@@ -120,7 +120,7 @@ class FailureJudge:
         alike, before = in_user_code_alike(end.errors), self._before
         self._before = alike
         if alike and (alike == before or not any(error.taken for error in end.errors)):
-            return False, "; all ranks ended so, and would again"
+            return False, "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             self._starved += 1
             if self._starved > MAX_STARVED:

@@ -37,6 +37,7 @@ def quiet_losses() -> Iterator[None]:
 
 def quiet_ray_train() -> None:
     """Keep Ray's line for every report out of the rank's log."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
     for name in list(logging.root.manager.loggerDict):
         if "/ray/train/" in name:
             logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,6 +1,7 @@
 """A task is the module with a run's model, optimizer and loss, with a LightningModule, a Keras model, or trees."""
 
 import importlib
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
@@ -156,6 +157,15 @@ def load_predict(settings: Settings) -> Predict:
     return predict
 
 
+def place_of(error: Exception) -> str:
+    """Return file and line of an error of a module that was being imported."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next(frame for frame in reversed(frames) if "importlib" not in frame.filename)
+    return f"{place.filename}:{place.lineno}"
+
+
 def load_task(settings: Settings) -> Task:
     """Import the task, with defaults for what it leaves out; raises `SettingsError` if it cannot be used."""
     try:
@@ -167,7 +177,11 @@ def load_task(settings: Settings) -> Task:
             from sunspot.tasks.keras_adapter import KerasTask
     except Exception as error:
         package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        fix = f"install sunspot-train[{EXTRAS[package]}]" if package in EXTRAS else "set it to a module on PYTHONPATH"
+        if package in EXTRAS:
+            fix = f"install sunspot-train[{EXTRAS[package]}]"
+        else:
+            absent = package == settings.task.partition(".")[0]
+            fix = "set it to a module on PYTHONPATH" if absent else f"mend {place_of(error)}"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
     for_trees = hasattr(module, "build_trees")
     if (for_lightning or for_trees) and (own := [name for name in HOOKS if hasattr(module, name)]):

@@ -45,9 +45,15 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         built = getattr(module, "build_optimizer", build_optimizer)(model, settings)
         try:
-            return Optimizers(built) if isinstance(built, Mapping) else built
-        except ValueError as error:
+            optimizer = Optimizers(built) if isinstance(built, Mapping) else built
+        except (ValueError, AttributeError) as error:
             raise SettingsError(f"{PREFIX}TASK={settings.task}: its build_optimizer: {shorten(error)}") from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: its build_optimizer returned a {type(optimizer).__name__}; return a "
+                "torch.optim.Optimizer, or a dict of several"
+            )
+        return optimizer
 
     return SimpleNamespace(**{"schedule": default, **vars(module), "build_optimizer": combined})
 

@@ -4,6 +4,7 @@ import logging
 import math
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
 from sunspot.train.device_memory import await_device_memory
 from sunspot.train.forward import compile_model
-from sunspot.train.learner import Learner, WorkerPlace
+from sunspot.train.learner import Learner, Loader, WorkerPlace
 from sunspot.train.reporter import Reporter
 from sunspot.train.worker import Beginning, Worker
 
@@ -74,7 +75,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
         finish = partial(run_on_all_ranks, place.group)
         await_device_memory(place.device, start.nodes[place.rank], joined.control, finish)
-        learner = build_learner(plan, place, attempt, state)
+        learner = build_learner(plan, place, attempt, state, make_loader)
     journals = open_journals(joined.run, start) if place.rank == 0 else {}
     left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
     if place.rank == 0:
@@ -109,13 +110,19 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
 # -------------------------------------------------------------------------------------------------------- the learner
 
 
-def build_learner(plan: Plan, place: WorkerPlace, attempt: Attempt, state: TrainingState) -> Learner:
+def build_learner(
+    plan: Plan,
+    place: WorkerPlace,
+    attempt: Attempt,
+    state: TrainingState,
+    open_rows: Callable[[Plan, Task, WorkerPlace], Loader],
+) -> Learner:
     """Build model, optimizer and loader, with the state that the group starts from."""
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
     optimizer, average = build_optimizer(plan.settings, task, model)
     load_rest(state, model, optimizer)
-    return Learner(plan, task, place, model, optimizer, average, make_loader(plan, task, place))
+    return Learner(plan, task, place, model, optimizer, average, open_rows(plan, task, place))
 
 
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
@@ -128,6 +135,10 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
     if model is None:
         torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
         model = task.build_model(settings, plan.source)
+    if not isinstance(model, torch.nn.Module):
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: its build_model returned a {type(model).__name__}; return a torch.nn.Module"
+        )
     if state.model is not None:
         load_weights(model, state.model, attempt.starts_from or settings.init_from)
     for part in model.children() if has_several(model) else [model]:
@@ -180,7 +191,7 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
         )
 
 
-def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | RayLoader | FullBatchLoader:
+def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
     """Make this worker's loader, as LOADER says; raises `ConflictError` if its order of rows is not the driver's."""
     if plan.order and plan.find_order() != plan.order:
         raise ConflictError(

@@ -3,7 +3,9 @@
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -35,9 +37,24 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
         again = torch.arange(rows + missing, device=batch["row"].device) % rows
         batch = {name: column[again] for name, column in batch.items()}
     with in_precision(learner):
-        losses, metrics = learner.task.loss(model, batch)
+        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), rows + max(0, missing))
     if missing > 0:
         losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
+    return losses, metrics
+
+
+def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
+    """Return the loss and the metrics of each row; raises `SettingsError` for anything else, such as their means."""
+    losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.shape != (rows,):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise SettingsError(
+                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss: {name}: a {type(value).__name__}{shape}; return "
+                f'the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a dict of '
+                "metrics of that shape"
+            )
     return losses, metrics
 
 

@@ -1,6 +1,8 @@
 """What computes a step on one worker: its model, its optimizer and its rows, and where it stands among the others."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -8,11 +10,21 @@ import torch.distributed as dist
 
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import MIN_ROWS
-from sunspot.data.ray_loader import RayLoader
 from sunspot.data.source import Batch, Source
-from sunspot.data.torch_loader import FullBatchLoader, TorchLoader
 from sunspot.plan import Plan
 from sunspot.tasks import Task
+
+
+class Loader(Protocol):
+    """This worker's rows."""
+
+    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
+        """Yield its share of the steps `first` .. `last` - 1 of an epoch (from 1); it may have no rows."""
+        ...
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """Yield its part of the held-out rows, each row on exactly one worker."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class Learner:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     average: WeightAverage
-    loader: TorchLoader | RayLoader | FullBatchLoader
+    loader: Loader
 
     def __post_init__(self) -> None:
         self.padding_batch = make_padding_batch(self.plan.source, self.place.device)
@@ -47,4 +59,4 @@ def make_padding_batch(source: Source, device: torch.device) -> Batch:
     group = next(number for number, rows in enumerate(source.row_groups) if rows)
     first = np.zeros(MIN_ROWS, np.int64)
     columns = {"row": first, **source.read(group, first)}
-    return {name: torch.from_numpy(values).to(device) for name, values in columns.items()}
+    return {name: torch.tensor(values, device=device) for name, values in columns.items()}

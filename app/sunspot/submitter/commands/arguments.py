@@ -49,9 +49,7 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="NAME", default="kind", help="one of k8s/profiles, or a path; default: kind"
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
-    parser.add_argument(
-        "--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help="a setting; repeatable"
-    )
+    add_settings(parser)
     parser.add_argument("--image", metavar="REF", help="the image; default: the profile's")
     parser.add_argument("--queue", metavar="NAME", help="a LocalQueue of Kueue")
     parser.add_argument("--cluster", metavar="NAME", help="run in this RayCluster instead of one of the job's own")
@@ -60,17 +58,28 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def job_request(args: argparse.Namespace) -> JobRequest:
-    """Return what the options of `add_render_options` ask for."""
-    from sunspot.submitter.manifest.render import JobRequest, with_place
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help="a setting; repeatable"
+    )
 
+
+def given_settings(args: argparse.Namespace) -> dict[str, str]:
+    """Return what `add_settings` took, by variable."""
     overrides: dict[str, str] = {}
     for word in args.settings:
         name, equals, value = word.partition("=")
         if not name or not equals:
             raise SettingsError(f"--set {word}: write VAR=VALUE")
         overrides[name] = value
-    settings = with_place(overrides, args.run, args.storage)
+    return overrides
+
+
+def job_request(args: argparse.Namespace) -> JobRequest:
+    """Return what the options of `add_render_options` ask for."""
+    from sunspot.submitter.manifest.render import JobRequest, with_place
+
+    settings = with_place(given_settings(args), args.run, args.storage)
     return JobRequest(args.profile, settings, args.image, args.namespace, args.queue, args.cluster, args.generation)
 
 

@@ -1,0 +1,45 @@
+"""`sunspot check`: whether a task trains, evaluates, saves and restores, in one process and in seconds."""
+
+import argparse
+import contextlib
+import importlib
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from sunspot.errors import SettingsError, SunspotError
+from sunspot.settings import load_settings
+from sunspot.submitter.commands.arguments import add_settings, given_settings
+from sunspot.submitter.printing import print_json, print_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what was checked; raises what fails. With `--json`, a document of either."""
+    if "" not in sys.path:  # as for `python -m`, a task may lie here
+        sys.path.insert(0, "")
+    settings = load_settings(given_settings(args) | ({"STORAGE_PATH": args.storage} if args.storage else {}))
+    try:
+        # By its name: the command does without torch, and this verb alone runs what trains.
+        library: Any = importlib.import_module("sunspot.train.task_check")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "ray", "numpy"):
+            raise
+        raise SettingsError(
+            f"{error.name} is not installed, which a task needs; install sunspot-train[train]"
+        ) from error
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the task prints
+            checked = library.check(settings)
+    except SunspotError as error:
+        if args.json:
+            print_json({"task": settings.task, "passed": False, "error": str(error)})
+        raise
+    if args.json:
+        print_json({"passed": True, **{name: value for name, value in asdict(checked).items() if name != "batch"}})
+    else:
+        for line in checked.describe():
+            print_text(line)

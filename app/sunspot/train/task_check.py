@@ -1,0 +1,311 @@
+"""`sunspot check`: a task's first steps, evaluation, save and restore in this process, before an hour is spent on it.
+
+It is training's own code, without a cluster of Ray's: as rank 0 of the run's workers, two steps are taken, the first of
+the epoch and, by what was restored from a checkpoint, the last, which is evaluated. Of the data only these rows are
+read, from a few row groups.
+"""
+
+import linecache
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from sunspot.checkpoint import CheckpointManager, SavedObjects
+from sunspot.checkpoint.files import load_state
+from sunspot.data.order import locate_rows
+from sunspot.data.source import Batch, Source, rows_in
+from sunspot.elastic.messages import Command
+from sunspot.elastic.restore import TrainingState, read_init
+from sunspot.elastic.watchdog import Watchdog
+from sunspot.errors import ConflictError, SettingsError, SunspotError
+from sunspot.formatting import plural
+from sunspot.observe.prometheus import Telemetry
+from sunspot.parallel.collectives import GroupMember
+from sunspot.plan import Plan, make_plan, with_absolute_paths
+from sunspot.ray_internals.output import quiet_ray_train
+from sunspot.ray_session import RAY_ENVIRONMENT
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, claim
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.failures import describe_failure
+from sunspot.run.history import in_digits, measured
+from sunspot.settings import PREFIX, Settings
+from sunspot.tasks import load_task
+from sunspot.tasks.optimizers import optimizers_in
+from sunspot.tracking.process import refuse_unusable
+from sunspot.train.build import build_learner
+from sunspot.train.evaluate import evaluation_mode
+from sunspot.train.forward import row_losses
+from sunspot.train.learner import Learner, WorkerPlace
+from sunspot.train.loop import train
+from sunspot.train.worker import Beginning, StepTaken, Worker
+
+GROUPS_READ, MAX_ROWS = 4, 4096
+"""Row groups that rows come from, spread over all, as they may be sorted by label; and most rows of a step."""
+
+NOT_CHECKED = {"parallel": "ddp", "compile": "off", "audit": False}
+"""Settings that take minutes or several processes, and what stands for them here."""
+
+SAVED_EACH_STEP = {"checkpoint_every_steps": 1, "snapshot_cost": 0.0}
+
+
+@dataclass
+class Check:
+    """What was checked, how long each part took, and what came out."""
+
+    task: str
+    not_checked: list[str]
+    device: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    "Of both steps, and of held-out rows."
+    checkpoint_bytes: int = 0
+    batch: Batch = field(default_factory=dict)
+    "The rows that were read last, for messages."
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part, and turn what it raises into a message with the place in the user's code."""
+        began = time.monotonic()
+        try:
+            yield
+        except ConflictError as error:
+            raise SunspotError(f"{PREFIX}TASK={self.task}: {name}: {error}") from error
+        except SunspotError:
+            raise
+        except Exception as error:
+            raise SunspotError(f"{PREFIX}TASK={self.task}: {name}: {self._explain(error)}") from error
+        self.seconds[name] = time.monotonic() - began
+
+    def _explain(self, error: Exception) -> str:
+        failure = describe_failure(error, 0, None, 0)
+        line = linecache.getline(failure.file, failure.line).strip()
+        columns = [
+            f"{name} {str(column.dtype).removeprefix('torch.')} {list(column.shape)} {column.min():g}..{column.max():g}"
+            for name, column in self.batch.items()
+            if name != "row" and column.numel()
+        ]
+        return (
+            f"{failure.type}: {' '.join(failure.message.split())}\n"
+            f"  in {failure.function} at {failure.file}:{failure.line}: {line}\n"
+            f"  with the rows {', '.join(columns) or 'not read yet'}"
+        )
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines for people."""
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        yield f"task {self.task} on {self.device}: {parts}"
+        yield "  " + "  ".join(f"{name} {in_digits(value)}" for name, value in self.metrics.items())
+        yield f"  a checkpoint has {self.checkpoint_bytes / 1e6:.3g} MB"
+        if self.not_checked:
+            yield f"  not checked: {', '.join(self.not_checked)}"
+        yield f"checked in {sum(self.seconds.values()):.1f} s: it trains, evaluates, saves and restores"
+
+
+def check(settings: Settings) -> Check:
+    """Check the task that the settings describe; raises `SunspotError` for what fails, with the place and the fix."""
+    refuse_unusable(settings)
+    left_out = [name for name, instead in NOT_CHECKED.items() if getattr(settings, name) != instead]
+    checked = Check(settings.task, [f"{name.upper()}={getattr(settings, name)}" for name in left_out])
+    quiet_ray_train()
+    os.environ.update({name: value for name, value in RAY_ENVIRONMENT.items() if name not in os.environ})
+    with checked.part("import and data"):
+        task = load_task(settings)
+        plan = make_plan(with_absolute_paths(settings), task)
+        if not hasattr(task, "begin_schedule"):  # Lightning's schedulers are objects
+            float(task.schedule(0, plan.total_steps))
+    with tempfile.TemporaryDirectory() as scratch:
+        instead = {**NOT_CHECKED, **SAVED_EACH_STEP, "storage_path": scratch}
+        plan = replace(plan, settings=plan.settings.model_copy(update=instead))
+        # With no workers, Ray Train runs the function here, and its own functions work in it.
+        TorchTrainer(partial(check_plan, plan, checked), scaling_config=ScalingConfig(num_workers=0)).fit()
+    return checked
+
+
+def check_plan(plan: Plan, checked: Check) -> None:
+    """Take the first step, save, restore, and take the last step of the epoch, with its evaluation."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        workers = 1 if hasattr(load_task(plan.settings), "full_batch") else plan.settings.num_workers.least
+        device = torch.device("cpu") if plan.settings.use_gpu == "false" else ray.train.torch.get_device()
+        group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        place, checked.device = WorkerPlace(0, workers, device, group), str(device)
+        rows = FewRows(plan, place, checked)
+        attempt = Attempt(1, "check", None, 0, nonce="00000000")
+        claim(open_run(plan.settings.storage_path, plan.settings.run_name), [], attempt)
+        with checked.part("model and optimizer"):
+            state = TrainingState(model=read_init(plan.settings, None) if plan.settings.init_from else None)
+            worker = build(rows, attempt, state)
+        with checked.part("first step and save"):
+            saved = take_step(worker)
+        with checked.part("evaluation mode"):
+            before = find_losses(worker.learner)
+        with checked.part("restore"):
+            last = min(plan.total_steps, max(2, plan.steps.per_epoch)) - 1
+            restored = build(rows, replace(attempt, starts_from=saved.name, step=last), load(plan, saved))
+            refuse_other_losses(before, find_losses(restored.learner), checked.task)
+        with checked.part("last step" + (" and evaluation" if plan.test else "")):
+            saved = take_step(restored)
+        with checked.part("predict"):
+            predict(restored.learner, checked)
+        checked.metrics = {f"{name} at first": value for name, value in worker.metrics.items()} | restored.metrics
+        checked.checkpoint_bytes = saved.bytes
+    finally:
+        dist.destroy_process_group()
+
+
+def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWorker":
+    """Build a worker with this state, as `build_worker` does for one in a group."""
+    plan, place = rows.plan, rows.place
+    run = open_run(plan.settings.storage_path, plan.settings.run_name)
+    learner = build_learner(plan, place, attempt, state, lambda *_: rows)
+    task_files = getattr(learner.task, "checkpoint_files", None)
+    more_files = partial(task_files, learner.model) if task_files else None
+    saved = SavedObjects(learner.model, learner.optimizer, learner.average, more_files)
+    checkpoints = CheckpointManager(run, attempt, plan, saved, member=GroupMember(place.group))
+    telemetry = Telemetry(plan.settings.run_name, 0, place.device, lambda: 0.0, None)
+    commands: Any = SimpleNamespace(poll=Command)  # the driver asks nothing of a check
+    watchdog = Watchdog(run, 0, 1, 0, lambda *_: None)
+    beginning = Beginning(attempt.step, True, {})
+    worker = CheckedWorker(learner, beginning, checkpoints, commands, watchdog, telemetry, None, ExitStack())
+    if not hasattr(learner.task, "build_module"):  # Lightning computes gradients within its optimizer's step
+        for optimizer in optimizers_in(learner.optimizer):
+            optimizer.register_step_pre_hook(lambda *_: worker.note_gradients())
+    return worker
+
+
+def take_step(worker: Worker) -> Checkpoint:
+    """Train until the worker stops, which is after a step, and return the checkpoint of it."""
+    train(worker)
+    worker.checkpoints.close(finished=True)
+    return cast(Checkpoint, worker.checkpoints.newest)
+
+
+def load(plan: Plan, saved: Checkpoint) -> TrainingState:
+    """Load the state in a checkpoint."""
+    run = open_run(plan.settings.storage_path, plan.settings.run_name)
+    model, optimizer = (load_state(run, saved, file) for file in ("model.pt", "optimizer.pt"))
+    return TrainingState(model=model, optimizer=optimizer, tier="storage")
+
+
+class CheckedWorker(Worker):
+    """A worker that stops after one step, and looks at what came out."""
+
+    metrics: dict[str, float]
+    _idle: set[str] | None = None
+    "Parameters that got no gradient; None: no optimizer has taken a step yet."
+
+    def note_gradients(self) -> None:
+        """Note, before an optimizer's step, which parameters have no gradient."""
+        named = self.learner.model.named_parameters()
+        idle = {name for name, each in named if each.requires_grad and each.grad is None}
+        self._idle = idle if self._idle is None else self._idle & idle
+
+    def finish_step(self, taken: StepTaken) -> bool:
+        settings = self.learner.plan.settings
+        if self._idle and settings.num_workers.most > 1:
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: {plural(len(self._idle), 'parameter')} got no gradient, such as "
+                f"{min(self._idle)}, and several workers wait for one of each; use it in the loss, set "
+                "requires_grad_(False), or leave it out of the model"
+            )
+        refuse_infinite(self.learner, taken)
+        super().finish_step(taken)
+        return True
+
+    def report(self, record: dict[str, Any]) -> None:
+        self.metrics = measured(record)
+
+
+class FewRows:
+    """The loader of a check."""
+
+    def __init__(self, plan: Plan, place: WorkerPlace, checked: Check) -> None:
+        self.plan, self.place, self._checked = plan, place, checked
+
+    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
+        for step in range(first, last):
+            begin, end = self.plan.steps.share(step, self.place.world_size, 0)
+            yield self._read(self.plan.source, min(end - begin, MAX_ROWS))
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        test = cast(Source, self.plan.test)
+        yield self._read(test, min(batch_size, rows_in(test)))
+
+    def _read(self, source: Source, rows: int) -> Batch:
+        """Read so many rows, evenly spread over GROUPS_READ row groups, with their ids as `row`."""
+        starts, filled = np.cumsum([0, *source.row_groups]), np.flatnonzero(source.row_groups)
+        groups = filled[np.unique(np.linspace(0, len(filled) - 1, GROUPS_READ).astype(int))]
+        there = np.concatenate([np.arange(starts[group], starts[group + 1]) for group in groups])
+        chosen = there[np.linspace(0, len(there) - 1, rows).astype(int)]
+        parts = []
+        for group in groups:
+            mine = chosen[(chosen >= starts[group]) & (chosen < starts[group + 1])]
+            parts.append({"row": mine, **source.read(int(group), mine - starts[group])})
+        self._checked.batch = {name: torch.tensor(np.concatenate([part[name] for part in parts])) for name in parts[0]}
+        return {name: column.to(self.place.device) for name, column in self._checked.batch.items()}
+
+
+# --------------------------------------------------------------------------------------------------- what is looked for
+
+
+def refuse_infinite(learner: Learner, taken: StepTaken) -> None:
+    """Raise `SunspotError` for a loss that is not finite, with the first row that has one."""
+    losses = torch.cat([values["loss"] for values in taken.values if "loss" in values] or [torch.empty(0)])
+    bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+    if bad and taken.rows is not None:
+        source, row = learner.plan.source, int(taken.rows[bad[0]])
+        [group], [position] = locate_rows(source.row_groups, np.array([row]))
+        raise SunspotError(
+            f"{PREFIX}TASK={learner.plan.settings.task}: step {taken.step}: the loss of {plural(len(bad), 'row')} of "
+            f"{len(losses)} is not finite: {losses[bad[0]]} for {source.where(int(group), int(position))}; look at its "
+            f"values, or lower {PREFIX}LEARNING_RATE={learner.plan.settings.learning_rate:g}"
+        )
+
+
+def find_losses(learner: Learner) -> torch.Tensor:
+    """Return the loss of each row of the first step, by the model as it is evaluated; [0] without a `loss`."""
+    if not hasattr(learner.task, "loss"):
+        return torch.empty(0)
+    [batch] = learner.loader.train(1, 0, 1)
+    torch.manual_seed(0)
+    with learner.average.in_place(learner.model), evaluation_mode(learner.model), torch.no_grad():
+        return row_losses(learner, learner.model, batch)[0].float().cpu()
+
+
+def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) -> None:
+    """Raise `SunspotError` if the losses of the same rows differ between a model and what was restored of it."""
+    if not torch.allclose(before, after, rtol=1e-3, atol=1e-5, equal_nan=True):
+        worst = int((before - after).abs().nan_to_num().argmax())
+        raise SunspotError(
+            f"{PREFIX}TASK={task}: restored from its checkpoint, the model gives a row a loss of {after[worst]:.6g}, "
+            f"and {before[worst]:.6g} before: it keeps something that its state_dict does not have; make that a "
+            "parameter, or a buffer (register_buffer)"
+        )
+
+
+def predict(learner: Learner, checked: Check) -> None:
+    """Have the task predict the rows that were read last; raises `SettingsError` for what are no scores."""
+    task, classes = cast(Any, learner.task), learner.plan.source.classes
+    if not hasattr(task, "predict") or "image" not in checked.batch:
+        return
+    images = checked.batch["image"].to(learner.place.device)
+    with evaluation_mode(learner.model), torch.no_grad():
+        scores = task.predict(learner.model, images)
+    wanted, got = [len(images), classes], list(getattr(scores, "shape", [type(scores).__name__]))
+    if got != wanted:
+        raise SettingsError(f"{PREFIX}TASK={checked.task}: its predict returned {got}; return scores, {wanted}")

@@ -1,0 +1,144 @@
+"""`sunspot check`: what it finds in a task, and where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sunspot.errors import SettingsError, SunspotError
+from sunspot.settings import load_settings
+from sunspot.train.task_check import Check, check
+
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(784, 8), nn.Linear(8, 10)
+
+    def forward(self, images):
+        return self.head(self.first(images.flatten(1) / 255))
+
+def build_model(settings, source):
+    return Net()
+
+def loss(model, batch):
+    scores = model(batch["image"])
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")
+    return losses, {"hits": scores.argmax(1) == batch["label"]}
+
+def predict(model, images):
+    return model(images)
+"""
+
+OWN_LOOP = """
+def train(run):
+    for batch in run.batches():
+        losses, metrics = run.losses(batch)
+        (losses.sum() * run.weight).backward()
+        run.log({"loss": losses, **metrics})
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.step()
+"""
+
+KEEPS = "self.seen = (0.5 if self.training else 1) * getattr(self, 'seen', 1.0); images = images * self.seen"
+"A state that no state_dict has."
+
+BROKEN = [
+    (
+        "from torch.nn import functional\n",
+        "",
+        SunspotError,
+        r"NameError: name 'functional'.*in loss at .*\.py:18: losses",
+    ),
+    ("def loss(model, batch):", "def loss(model, batch)", SettingsError, r"expected ':'.*mend .*\.py:17"),
+    ("import torch\n", "import torch\nimport nowhere\n", SettingsError, r"'nowhere'; mend .*\.py:3"),
+    ("def loss(", "def losses(", SettingsError, r"does not define loss"),
+    (
+        "Linear(784, 8)",
+        "Linear(748, 8)",
+        SunspotError,
+        r"784 and 748.*in forward at .*\.py:12.*uint8 \[64, 1, 28, 28\]",
+    ),
+    (', reduction="none"', "", SettingsError, r"its loss: the losses: a Tensor of shape \[\]; return"),
+    ("Linear(8, 10)", "Linear(8, 7)", SunspotError, r"Target \d is out of bounds.*label int64 \[64\] 0\.\.9"),
+    ("/ 255", "/ 0", SunspotError, r"the loss of 64 rows of 64 is not finite: nan for .*sample.parquet, row 0"),
+    ("return self.head(", f"{KEEPS}; return self.head(", SunspotError, r"restored .* its state_dict does not have"),
+    (
+        ", nn.Linear(8, 10)",
+        ", nn.Linear(8, 10); self.more = nn.Linear(1, 1)",
+        SettingsError,
+        r"2 parameters got no grad",
+    ),
+    (
+        "return self.head(",
+        "images = images.view(64, -1); return self.head(",
+        SunspotError,
+        r"^\S+ last step and eval.*view",
+    ),
+    (
+        "    return model(images)",
+        "    return model(images).argmax(1)",
+        SettingsError,
+        r"predict returned \[64\]; return",
+    ),
+    ("return Net()", "return {}", SettingsError, r"its build_model returned a dict"),
+    ("return self.head(", "assert self.training; return self.head(", SunspotError, r"evaluation mode: AssertionError"),
+]
+
+
+def check_task(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **settings: str) -> Check:
+    name = f"task_{abs(hash((text, str(folder))))}"
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return check(load_settings({"TASK": name, **settings}))
+
+
+@pytest.mark.parametrize("loop", ["", OWN_LOOP], ids=["loss", "own loop"])
+def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+    checked = check_task(tmp_path, TASK + loop, monkeypatch, AUDIT="true", EMA="0.9")
+    assert {"loss at first", "hits", "test_loss", "test_hits"} <= checked.metrics.keys()
+    assert checked.checkpoint_bytes > 10_000
+    assert checked.not_checked == ["AUDIT=True"]
+
+
+@pytest.mark.parametrize(("what", "instead", "kind", "says"), BROKEN, ids=[each[3][:30] for each in BROKEN])
+def test_a_broken_task_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instead: str, kind: type[SunspotError], says: str
+) -> None:
+    assert what in TASK
+    with pytest.raises(SunspotError) as caught:
+        check_task(tmp_path, TASK.replace(what, instead, 1), monkeypatch)
+    assert isinstance(caught.value, kind)
+    assert re.search(says, str(caught.value), re.DOTALL), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("def build_optimizer(model, settings): return torch.optim.lr_scheduler", r"build_optimizer returned a module"),
+        (
+            "def build_scheduler(o, s, t): return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
+            r"build_scheduler returned a ReduceLROnPlateau",
+        ),
+        (OWN_LOOP.replace("        run.step()\n", ""), r"did not call run.step\(\)"),
+        (OWN_LOOP.replace('run.log({"loss": losses, **metrics})', "pass"), r"logged nothing"),
+        ("def checkpoint_files(model, state): return 1 / 0", r"ZeroDivisionError.*in checkpoint_files at .*\.py:\d+"),
+    ],
+)
+def test_a_broken_part_of_a_task_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, says: str
+) -> None:
+    with pytest.raises(SunspotError, match=re.compile(says, re.DOTALL)):
+        check_task(tmp_path, f"{TASK}\n{more}\n", monkeypatch)
+
+
+def test_data_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SunspotError, match="nowhere"):
+        check_task(tmp_path, TASK, monkeypatch, DATASET=str(tmp_path / "nowhere"))
