@@ -31,7 +31,7 @@ from sunspot.settings import Settings
 from sunspot.storage.base import Entry, Writer
 from sunspot.storage.local import LocalStorage
 
-SAVES = 2
+SAVES = 3
 
 
 class DyingStorage(LocalStorage):
@@ -85,7 +85,7 @@ class DyingStorage(LocalStorage):
 
 
 def commit(root: str, dies_at: int, diary: Path) -> None:
-    """Save steps 2 .. 1 + SAVES of a run that keeps one checkpoint besides the newest."""
+    """Save steps 1 .. SAVES of a run that keeps one; the killing begins with the last, which removes another."""
     run = Run(DyingStorage(root, 0, diary), "run")
     attempt = Attempt(1, "me", None, 0)
     claim(run, read_attempts(run), attempt)
@@ -95,14 +95,13 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
     plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((4,), 4), None, Steps(20, 2), 10)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
     checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer), journals=journals)
-    for step in range(1, 2 + SAVES):
+    for step in range(1, 1 + SAVES):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         journals["metrics"].append({"step": step, "loss": float(step)})
         checkpoints.save(step, {"loss": float(step)})
-        # The first save stands before the killing begins; each is committed before the next, so that none is skipped.
-        checkpoints.drain()
-        if step == 1:
+        checkpoints.drain()  # each is committed before the next, so that none is skipped
+        if step == SAVES - 1:
             run.storage._left = dies_at
 
 
