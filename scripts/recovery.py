@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
-from scripts.subjects import SETTLE_S, START_S, Group, Ours, Stock, Subject, running, wait_until_complete
+from scripts.subjects import START_S, Group, Ours, Stock, Subject, running, wait_until_complete
 from sunspot.errors import run_and_exit
 from sunspot.settings import PREFIX
 from sunspot.submitter.manifest.render import JobRequest
@@ -157,7 +157,6 @@ def main() -> int:
     parser.add_argument("--fault", choices=KINDS, default="reclaim")
     parser.add_argument("--target", choices=TARGETS, default="worker", help="whose node")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
-    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds of training before each; default: 20")
     parser.add_argument("--stock", action="store_true", help="take them from the usual loop instead")
     add_options(parser, "recovery")
     arguments = parser.parse_args()
@@ -166,10 +165,10 @@ def main() -> int:
     subject: Subject = Stock(request) if arguments.stock else Ours(request)
     chance = random.Random(0)
     faults = []
-    with running(subject, arguments.settle):
+    with running(subject):
         for _ in range(arguments.repeat):
             fault = inject(subject, arguments.fault, arguments.target, commands, chance)
-            complete = wait_until_complete(subject, fault.signal, arguments.settle)
+            complete = wait_until_complete(subject, fault.signal)
             faults.append(replace(fault, complete_s=round(complete.first_step - fault.signal, 1)))
             print(json.dumps(asdict(faults[-1])), flush=True)
     print(table(faults))

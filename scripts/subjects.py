@@ -225,25 +225,25 @@ Subject: TypeAlias = Ours | Stock
 
 
 @contextmanager
-def running(subject: Subject, settle_s: float = SETTLE_S) -> Iterator[None]:
+def running(subject: Subject) -> Iterator[None]:
     """Submit the subject, wait until all its workers train, and take it off the cluster at the end in any case."""
     began = time.time()
     subject.submit()
     try:
-        wait_until_complete(subject, began, settle_s)
+        wait_until_complete(subject, began)
         yield
     finally:
         subject.end()
 
 
-def wait_until_complete(subject: Subject, since: float, settle_s: float = SETTLE_S) -> Group:
-    """The newest group, once it has begun after `since`, has all workers, and has trained for `settle_s`."""
+def wait_until_complete(subject: Subject, since: float) -> Group:
+    """The newest group, once it has begun after `since`, has all workers, and has trained for SETTLE_S."""
 
     def newest() -> Group | None:
         group = next(reversed(subject.groups()), None)
         if group is None or group.world_size < subject.workers or group.first_step <= since:
             return None
-        return group if time.time() - group.first_step > settle_s else None
+        return group if time.time() - group.first_step > SETTLE_S else None
 
     found: Group = until(f"{subject.workers} workers that train", START_S, newest)
     return found
