@@ -3,11 +3,10 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
-from sunspot.settings import Settings
 
 RAY_ENVIRONMENT = {
     # The controller's poll: it bounds how soon a lost worker is noticed, and how often workers may report.
@@ -23,17 +22,6 @@ RAY_ENVIRONMENT = {
     # Ray would report to its makers what the cluster has and does.
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-
-
-def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
-    """Run `function(settings)` as one Ray task, with a GPU if the cluster has one and the settings allow it."""
-    import ray
-
-    with ray_session():
-        gpus = 1 if ray.cluster_resources().get("GPU") and settings.use_gpu != "false" else 0
-        return ray.get(
-            ray.remote(num_cpus=1, num_gpus=gpus, max_retries=settings.max_failures)(function).remote(settings)
-        )
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""The same task in plain PyTorch, on one device and without Ray: what the training program is measured against."""
+"""Digits with ResNet-18 in plain PyTorch: where docs/tutorial.ipynb begins."""

@@ -1,33 +1,37 @@
-"""`python -m sunspot.baseline`: train without the training program, here or as one Ray task."""
+"""`python -m sunspot.baseline`: train in plain PyTorch, for comparison."""
 
 from sunspot.command_line import CommandParser
-from sunspot.errors import run_and_exit
-from sunspot.log import print_logs
-from sunspot.settings import load_settings
+from sunspot.errors import SettingsError, run_and_exit
+from sunspot.settings import PREFIX, Settings, load_settings
+from sunspot.storage.local import local_path
 
-READS = ["task", "run_name", "task_args", "storage_path", "dataset", "test_dataset", "data_root", "use_gpu"]
-READS += ["epochs", "max_steps", "global_batch_size", "learning_rate", "seed"]
-"""The settings that it reads, besides those that the task reads."""
+READS = ["run_name", "storage_path", "epochs", "global_batch_size", "learning_rate", "seed"]
 
 
 def main() -> int:
     """Read the settings, train, and print where the results are."""
-    parser = CommandParser(
-        "sunspot.baseline", "Train the same task in plain PyTorch, on one device and without Ray.", READS
-    )
-    parser.add_argument(
-        "--on-ray", action="store_true", help="run as one Ray task on a worker, with its GPU if it has one"
-    )
-    on_ray = parser.parse().on_ray
+    CommandParser(
+        "sunspot.baseline", "Train ResNet-18 on the bundled digits in plain PyTorch, on one device.", READS
+    ).parse()
     settings = load_settings()
-    print_logs()
+    for name, default in Settings():
+        if name not in READS and getattr(settings, name) != default:
+            raise SettingsError(
+                f"{PREFIX}{name.upper()}: the baseline does not read it; unset it, or use `python -m sunspot.train`"
+            )
+    if "://" in settings.storage_path:
+        raise SettingsError(f"{PREFIX}STORAGE_PATH={settings.storage_path}: the baseline writes to a folder only")
 
-    from sunspot.baseline.train import train
-    from sunspot.plan import with_absolute_paths
-    from sunspot.ray_session import run_as_task
+    import torch
 
-    settings = with_absolute_paths(settings)
-    print(f"results in {run_as_task(train, settings) if on_ray else train(settings)}")
+    from sunspot.baseline.train import load_digits, save, train
+
+    torch.manual_seed(settings.seed)
+    training, test = load_digits()
+    model, history = train(training, test, settings.epochs, settings.global_batch_size, settings.learning_rate)
+    folder = local_path(settings.storage_path) / f"{settings.run_name}-baseline"
+    save(folder, model, history)
+    print(f"results in {folder}")
     return 0
 
 
