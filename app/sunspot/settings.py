@@ -290,7 +290,9 @@ class Settings(BaseModel):
     predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
     "Held-out rows that the newest checkpoint predicts for the report."
 
-    tracking: Literal["", "mlflow", "wandb"] = _setting("", "mlflow, wandb, or empty (none)")
+    tracking: Literal["", "mlflow", "wandb", "tensorboard"] = _setting(
+        "", "mlflow, wandb, tensorboard, or empty (none)"
+    )
     "Service that the run is delivered to."
 
     tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)

@@ -136,6 +136,11 @@ def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     with pytest.raises(SettingsError, match="MLFLOW_TRACKING_URI is not set"):
         main([])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    with pytest.raises(SettingsError, match=r"MLFLOW_TRACKING_URI=mlruns: .* set it to sqlite:///mlflow.db"):
+        main([])
+    with pytest.raises(SettingsError, match="STORAGE_PATH=s3://models is a bucket; set it to mlflow, wandb or empty"):
+        process.refuse_unusable(Settings(tracking="tensorboard", storage_path="s3://models"))
     # Where the library is not installed, a folder of W&B's may lie about.
     (tmp_path / "wandb").mkdir()
     words = "import sys; from sunspot.settings import Settings; from sunspot.tracking.process import refuse_unusable"
@@ -321,6 +326,27 @@ def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server)
     shown.client.restore_run(shown.id)
     following.deliver()
     assert Shown(run, "deleted").points == history(run)
+
+
+# ------------------------------------------------------------------------------------------------------ TensorBoard
+
+
+def test_event_files_have_the_history(run: Run) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    trained(run)
+    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
+    said = by_hand(run, SUNSPOT_TRACKING="tensorboard")
+    assert (
+        f"20 records delivered, 0 refused: `tensorboard --logdir {Path(run.location).parent}` shows them" in said.stdout
+    )
+    [file] = Path(run.location, "tensorboard").iterdir()
+    content, points = file.read_bytes(), []
+    while content:
+        size = int.from_bytes(content[:8], "little")  # and a checksum before and after the event
+        event, content = Event.FromString(content[12 : 12 + size]), content[16 + size :]
+        points += [(event.step, value.simple_value) for value in event.summary.value if value.tag == "loss"]
+    assert points == [(step, pytest.approx(value)) for step, _, value in history(run)["loss"]]
 
 
 # ------------------------------------------------------------------------------------------------- Weights & Biases

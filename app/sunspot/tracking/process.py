@@ -36,16 +36,31 @@ def refuse_unusable(settings: Settings) -> None:
     name = settings.tracking
     if not name:
         return
+    if name == "tensorboard":
+        if "://" in settings.storage_path:
+            raise SettingsError(
+                f"{PREFIX}TRACKING=tensorboard: writes files into the folder of a run on disk, and "
+                f"{PREFIX}STORAGE_PATH={settings.storage_path} is a bucket; set it to mlflow, wandb or empty"
+            )
+        return
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # the folder `wandb` that W&B creates is found, too
         raise SettingsError(
             f"{PREFIX}TRACKING={name}: its library is missing; install sunspot-train[{name}], or set it to empty"
         )
-    if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
-        raise SettingsError(
-            f"{PREFIX}TRACKING=mlflow: MLFLOW_TRACKING_URI is not set; set it to the server's address, "
-            "e.g. https://mlflow.example.com"
-        )
+    if name == "mlflow" and (problem := find_mlflow_problem(os.environ.get("MLFLOW_TRACKING_URI", ""))):
+        raise SettingsError(f"{PREFIX}TRACKING=mlflow: MLFLOW_TRACKING_URI{problem}")
+
+
+def find_mlflow_problem(address: str) -> str:
+    """Say why MLflow cannot keep runs at an address; empty if it can."""
+    if not address:
+        return " is not set; set it to the server's address, e.g. https://mlflow.example.com, or to sqlite:///mlflow.db"
+    if address.startswith("file:") or ("://" not in address and not address.startswith("databricks")):
+        return f"={address}: MLflow has given up its store of files; set it to sqlite:///mlflow.db, or to a server"
+    if not address.startswith(("http", "databricks")) and not importlib.util.find_spec("sqlalchemy"):
+        return f"={address}: a database needs all of MLflow; install mlflow, or set it to a server's address"
+    return ""
 
 
 @contextmanager
