@@ -84,6 +84,11 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     rows = rows_in(source)
     if rows < MIN_ROWS:
         raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
+    if settings.early_stop_evaluations and not test:
+        raise SettingsError(
+            f"SUNSPOT_EARLY_STOP_EVALUATIONS={settings.early_stop_evaluations}: the run has no evaluations: its data "
+            "have no held-out rows, or its task no loss; leave it at 0"
+        )
     full_batch = hasattr(task, "full_batch")
     if full_batch:  # a checkpoint comes after each step: there is nothing to copy between
         settings = settings.model_copy(update={"snapshot_cost": 0.0})

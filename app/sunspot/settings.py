@@ -255,10 +255,13 @@ class Settings(BaseModel):
     "How many of the best checkpoints stay; the newest always does too."
 
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "The metric that ranks checkpoints (of training rows: its mean over the last 10,000); without it: the worst."
+    "What ranks checkpoints: this metric of held-out rows, if any are evaluated, else of the last 10,000 trained on."
 
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more is better."
+
+    early_stop_evaluations: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
+    "Evaluations in a row that do not improve CHECKPOINT_METRIC, of held-out rows, after which the run ends."
 
     trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
     "Runs of a search."

@@ -33,6 +33,7 @@ from sunspot.run.checkpoints import (
     Checkpoint,
     best_first,
     delete_checkpoint,
+    expired,
     find_faults,
     find_newest_good,
     in_lineage,
@@ -336,17 +337,17 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_called_damaged(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = start(run, "job")
-    expired, damaged = commit(run, attempt, 3), commit(run, attempt, 6)
+    gone, damaged = commit(run, attempt, 3), commit(run, attempt, 6)
     run.storage.delete(run.key("checkpoints", damaged.name, "model.pt"))
     digest = run.storage.digest
 
     def late(key: str, *arguments: Any) -> tuple[int, str]:
-        if expired.name in key:
-            delete_checkpoint(run, expired.name)
+        if gone.name in key:
+            delete_checkpoint(run, gone.name)
         return digest(key, *arguments)
 
     monkeypatch.setattr(run.storage, "digest", late)
-    assert verify(run, [expired.name, damaged.name]) == [(damaged, ["model.pt is missing"])]
+    assert verify(run, [gone.name, damaged.name]) == [(damaged, ["model.pt is missing"])]
 
 
 @pytest.mark.parametrize(("order", "steps"), [("min", [5, 4, 2, 6, 3, 1]), ("max", [4, 2, 5, 6, 3, 1])])
@@ -357,6 +358,15 @@ def test_the_best_come_first_and_of_equals_the_later(order: str, steps: list[int
         Checkpoint(str(step), step, 1, 9, 9, 1, {} if loss is None else {"loss": loss}) for step, loss in losses.items()
     ]
     assert [checkpoint.step for checkpoint in best_first(checkpoints, "loss", order)] == steps
+
+
+def test_held_out_rows_rank_where_there_are_some() -> None:
+    """From the first evaluation on; until then, and without any, the rows that were trained on do."""
+    metrics = [{"loss": 0.1}, {"loss": 0.4, "test_loss": 0.3}, {"loss": 0.3}, {"loss": 0.2, "test_loss": 0.5}]
+    checkpoints = [Checkpoint(str(step), step, 1, 9, 9, 1, each) for step, each in enumerate(metrics)]
+    assert [each.step for each in expired(checkpoints, 1, "loss", "min")] == [0, 2]
+    assert [each.step for each in expired(checkpoints[::2], 1, "loss", "min")] == []
+    assert [each.step for each in expired(checkpoints, 1, "test_loss", "max")] == [0, 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------------------ audit

@@ -226,7 +226,7 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
     for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("predict_held_out", predict)):
         monkeypatch.setattr(f"sunspot.predict.held_out.{name}", act)
     plan: Any = SimpleNamespace(settings=Settings(), test=object(), total_steps=1, source=SimpleNamespace(classes=1))
-    checkpoint: Any = SimpleNamespace(evaluated=True, step=1, name="step-00000001-attempt-0001")
+    checkpoint: Any = SimpleNamespace(finished=True, step=1, name="step-00000001-attempt-0001")
     for taken_over, kept in ((True, None), (False, made)):
         save_predictions(plan, run, checkpoint, OLD.driver if taken_over else NEW.driver)
         assert read_predictions(run) == kept

@@ -146,7 +146,14 @@ def test_a_rank_without_rows_is_alive_while_others_evaluate(tmp_path: Path, monk
 class Recorded(Worker):
     """A worker that trains nothing, and keeps in `calls` and `records` what it does after a step."""
 
-    def __init__(self, learner: Any, command: Command, evaluated: bool = True, **due: Any) -> None:
+    def __init__(
+        self,
+        learner: Any,
+        command: Command,
+        evaluated: bool = True,
+        before: dict[str, Any] | None = None,
+        **due: Any,
+    ) -> None:
         self.calls: list[Any] = []
         self.records: list[dict[str, Any]] = []
         learner.average.update = lambda _: None
@@ -157,7 +164,7 @@ class Recorded(Worker):
         loss = learner.task.loss
         learner.task.loss = lambda *given: self.calls.append("evaluates") or loss(*given)
         reporter: Any = MagicMock(due=lambda: False)
-        begun, ignored = Beginning(25, evaluated, {}), MagicMock()
+        begun, ignored = Beginning(25, evaluated, before or {}), MagicMock()
         super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
 
     def take_step(self, step: int) -> bool:
@@ -215,6 +222,25 @@ def test_an_evaluation_is_made_up_once(
     assert [*dict.fromkeys(worker.calls)] == ["evaluates", *done]
     assert ("test_loss" in worker.records[-1]) == (command == Command())
     assert not worker.make_up_evaluation()
+
+
+@pytest.mark.parametrize(("order", "ends"), [("min", [False, False, False, True]), ("max", [False, True])])
+def test_a_run_ends_once_evaluations_in_a_row_improve_nothing(
+    order: str, ends: list[bool], group: dist.ProcessGroup
+) -> None:
+    """And a restart from any checkpoint goes on counting where that stood."""
+    kept: dict[str, Any] = {}
+    for offset, end in zip((0, -1, float("nan"), -1), ends, strict=False):
+        settings = {"early_stop_evaluations": 2 if order == "min" else 1, "checkpoint_order": order}
+        learner = evaluating(group, 1, **settings)
+        loss = learner.task.loss
+        learner.task.loss = lambda *given, loss=loss, offset=offset: (loss(*given)[0] + offset, {})
+        worker = Recorded(learner, Command(), before=kept)
+        assert worker.take_step(25) is end
+        kept = worker.records[-1]
+    assert kept["evaluations_since_best"] == learner.plan.settings.early_stop_evaluations
+    best = worker.records[-1]["best_evaluation"]
+    assert best == pytest.approx(sum(range(HELD_OUT)) / HELD_OUT - (order == "min"))
 
 
 def test_an_evaluation_has_the_buffers_that_a_checkpoint_has(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_newest_and_the_best_checkpoint_are_told_apart(run: Run, capsys: pyt
 def test_the_newest_is_often_the_best(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     out = told(trained(run), capsys)
     assert out.startswith("succeeded at step 188 of 188\n")
-    assert "newest, and best: lowest loss\n" in out
+    assert "newest, and best: lowest test_loss\n" in out
     assert out.count("step-00000188-attempt-0002") == 2, "in the table and in the path of the weights"
     assert b"Succeeded" in run.storage.read(run.key("report.html"))
 

@@ -54,7 +54,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     Nothing is stored when this start of a `driver` has lost the run meanwhile.
     """
     rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
-    if not rows or not checkpoint.evaluated or checkpoint.step < plan.total_steps or _has_predictions(run, checkpoint):
+    if not rows or not checkpoint.finished or _has_predictions(run, checkpoint):
         return
     try:
         load_predict(plan.settings)

@@ -44,8 +44,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
 
     Nothing is stored when this start of a `driver` has lost the run meanwhile.
     """
-    finished = checkpoint.evaluated and checkpoint.step >= plan.total_steps
-    if not finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
+    if not checkpoint.finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
         return
     try:
         kept = read_exhibit(run)

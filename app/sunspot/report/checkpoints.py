@@ -14,7 +14,8 @@ MAX_RESULTS = 6
 
 def show(report: Report) -> Html:
     """Return each checkpoint with its state, how many are left out, and which are kept."""
-    keep, metric, order = report.retention
+    keep, _, order = report.retention
+    metric = report.best_by
     parts = []
     if not report.checkpoints:
         parts.append(paragraph("No checkpoint is there."))

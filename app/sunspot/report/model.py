@@ -10,7 +10,15 @@ from sunspot.errors import DamageError, NotFoundError
 from sunspot.report.history import History
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
-from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, retention, verify
+from sunspot.run.checkpoints import (
+    Checkpoint,
+    best_first,
+    classify,
+    list_directories,
+    ranking_metric,
+    retention,
+    verify,
+)
 from sunspot.run.failures import Failure, read_failures
 from sunspot.run.history import each_rank_record, each_record, read_journal
 from sunspot.run.identity import read_identity
@@ -84,10 +92,14 @@ class Report(RunView):
 
     @property
     def best(self) -> Checkpoint | None:
-        """The best verified checkpoint by the run's own metric; None when none has it."""
-        _, metric, order = self.retention
-        having = [checkpoint for checkpoint in self.whole if metric in checkpoint.metrics]
-        return best_first(having, metric, order)[0] if having else None
+        """The best verified checkpoint by `best_by`; None when none has it."""
+        having = [checkpoint for checkpoint in self.whole if self.best_by in checkpoint.metrics]
+        return best_first(having, self.best_by, self.retention[2])[0] if having else None
+
+    @property
+    def best_by(self) -> str:
+        """The metric that ranks the checkpoints."""
+        return ranking_metric(self.whole, self.retention[1])
 
     def result(self, name: str) -> tuple[float, int] | None:
         """Return the newest value of a result and its step, from the newest checkpoint or from a later record."""

@@ -13,7 +13,7 @@ from sunspot.run.history import in_digits, measured
 def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]:
     """Yield the newest and the best checkpoint side by side, the error that ended the run, and the weights' place."""
     newest, best = report.checkpoint, report.best
-    _, metric, order = report.retention
+    metric, order = report.best_by, report.retention[2]
     of = f" of {report.total_steps}" if report.total_steps else ""
     yield f"{report.state} at step {report.step}{of}"
     if error:

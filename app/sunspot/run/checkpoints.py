@@ -25,6 +25,7 @@ from sunspot.run.attempts import (
     recorded_setting,
     step_of,
 )
+from sunspot.run.history import HELD_OUT
 from sunspot.run.objects import (
     CHECKPOINT,
     CheckpointName,
@@ -46,6 +47,9 @@ MANIFEST = "manifest.json"
 ABANDONED_S = 24 * 3600
 """What a live process may have begun is left alone until it has been untouched for this long. In S3 a file shows only
 when complete: no single one takes a day, nor does a commit that storage keeps refusing."""
+
+SINCE_BEST = "evaluations_since_best"
+"""In the metrics of a checkpoint: evaluations since the best one, if they may end the run (EARLY_STOP_EVALUATIONS)."""
 
 FILES_AT_ONCE = 2
 """Files of a checkpoint that are read at once: SHA-256 takes a core for each, and storage memory."""
@@ -95,6 +99,8 @@ class Checkpoint:
     time: Moment = field(default_factory=time.time)
     evaluated: bool = True
     "False: it ends an epoch that has not been evaluated."
+    stopped_early: bool = False
+    "Whether it ends the run before its last step, as evaluations did not improve."
     damage: str = ""
     "Why the manifest itself is unusable; empty when it is not."
 
@@ -104,8 +110,13 @@ class Checkpoint:
 
     @property
     def finished(self) -> bool:
-        """Whether it completes the run."""
-        return self.step >= self.total_steps and self.evaluated
+        """Whether it completes the run, as that was planned then."""
+        return self.evaluated and (self.step >= self.total_steps or self.stopped_early)
+
+    def completes(self, total_steps: int, early_stop: int) -> bool:
+        """Return whether it completes a run of so many steps, or of `early_stop` evaluations without a better one."""
+        stale = int(self.metrics.get(SINCE_BEST) or 0)
+        return self.evaluated and (self.step >= total_steps or 0 < early_stop <= stale)
 
 
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
@@ -292,6 +303,12 @@ def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
     return int(recorded_number(attempts, "checkpoints_to_keep")), metric, order
 
 
+def ranking_metric(checkpoints: Iterable[Checkpoint], metric: str) -> str:
+    """Return the name by which CHECKPOINT_METRIC ranks these: that of held-out rows, if any were evaluated on some."""
+    held_out = f"{HELD_OUT}{metric}"
+    return held_out if any(held_out in checkpoint.metrics for checkpoint in checkpoints) else metric
+
+
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
     """Sort from the best by `metric` to the worst, the later first among equals; `order` is min or max."""
     sign = 1 if order == "min" else -1
@@ -306,7 +323,7 @@ def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[C
 
 def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
     """Return the checkpoints, given by step, that are neither the newest nor among the `keep` best."""
-    kept = best_first(checkpoints, metric, order)[:keep] + checkpoints[-1:]
+    kept = best_first(checkpoints, ranking_metric(checkpoints, metric), order)[:keep] + checkpoints[-1:]
     return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
 
 
@@ -340,7 +357,8 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
         names, _, _ = classify(directories, lineage(attempts))
         _, metric, order = retention(attempts)
         checked = verify(run, names, directories)
-        whole = best_first([checkpoint for checkpoint, faults in checked if not faults], metric, order)
+        good = [checkpoint for checkpoint, faults in checked if not faults]
+        whole = best_first(good, ranking_metric(good, metric), order)
         chosen = whole[0] if whole else None
         passed_over = tuple(PassedOver(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults)
         if chosen and metric not in chosen.metrics:

@@ -30,7 +30,16 @@ HELD_OUT = "test_"
 
 NOT_MEASURED = {
     *("attempt", "step", "epoch", "steps", "rows", "recent_rows", "learning_rate", "world_size", "time", "seconds"),
-    *("rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s", "memory_mib", "gpu_memory_mib"),
+    *(
+        "best_evaluation",
+        "evaluations_since_best",
+        "rows_per_s",
+        "step_time_median_s",
+        "step_time_p95_s",
+        "data_wait_s",
+        "memory_mib",
+        "gpu_memory_mib",
+    ),
 }
 """What a record has besides the numbers that measure the model: loss, and the metrics of the task and of the data."""
 

@@ -95,7 +95,7 @@ def recorded_outcome(claimant: Claimant, newest: Checkpoint | None, max_starts: 
             with suppress(StorageError):
                 with_deadline(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
         raise
-    status.end(status.state, reason="")
+    status.end(status.state, status.reason)
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
@@ -162,6 +162,8 @@ class DriverStatusWriter:
         self._ended = False
         self.state = RunState.SUCCEEDED
         "How it ends, unless with an error; set by the caller."
+        self.reason = ""
+        "Why, if it does not end as usual; set by the caller."
         self._writing = threading.Lock()  # so that no write in the background comes after the end
         write_status(run, begun)
 

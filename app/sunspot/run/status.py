@@ -113,6 +113,8 @@ class Status:
     "When that was committed, in seconds since the epoch."
     loss: float | None = None
     "Mean over the last training rows, as of a checkpoint (`RECENT_ROWS`)."
+    test_loss: float | None = None
+    "Mean over the held-out rows, at their newest evaluation."
     rows_per_s: Measure | None = None
     step_time_s: Measure | None = None
     save_s: Measure | None = None

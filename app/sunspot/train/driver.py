@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from sunspot.errors import ConflictError, shorten
-from sunspot.formatting import visible
+from sunspot.formatting import plural, visible
 from sunspot.observe.output import shipped_driver_output
 from sunspot.report import FILE, gather, render
 from sunspot.report.summary import describe
@@ -125,20 +125,24 @@ def train(
     from sunspot.ray_session import ray_session
     from sunspot.train.trainer import fit
 
-    run = claimant.run
+    run, patience = claimant.run, plan.settings.early_stop_evaluations
 
     def finish(checkpoint: Checkpoint) -> RunState:
-        if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
+        if not checkpoint.completes(plan.total_steps, patience):
             print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
             return RunState.STOPPED
+        if checkpoint.step < plan.total_steps:
+            outcome.reason = f"no improvement in {plural(patience, 'evaluation')}"
+            print(f"  stopped early at step {checkpoint.step} of {plan.total_steps}: {outcome.reason}")
         outcome.finishing()
         save_predictions(plan, run, checkpoint, claimant.driver)
         save_exhibit(plan, run, checkpoint, claimant.driver)
         return RunState.SUCCEEDED
 
     checkpoint = origin.checkpoint
-    if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
-        print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
+    if checkpoint and checkpoint.completes(plan.total_steps, patience):
+        if checkpoint.step >= plan.total_steps:
+            print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
         return finish(checkpoint)
     for reason in plan.reasons:
         print(f"  {reason}")

@@ -125,6 +125,7 @@ class Reporter:
             step=record["step"],
             epoch=record["epoch"],
             loss=recent.get("loss"),  # a loop of its own may log none
+            test_loss=record.get("test_loss", self._status.test_loss),
             rows_per_s=record["rows_per_s"],
             step_time_s=record["seconds"] / record["steps"],
             save_s=self._checkpoints.commit_s,
@@ -139,6 +140,7 @@ class Reporter:
     def add_evaluation(self, record: dict[str, Any]) -> None:
         """Add the evaluation of an epoch whose steps another worker group took."""
         self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
+        self._status = replace(self._status, test_loss=record.get("test_loss"))
         self._control.tell(ControlChannel.add_metrics, record)
         self._close_incident()
 

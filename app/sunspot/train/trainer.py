@@ -111,7 +111,7 @@ def outcome_of_training(
     fatal, checkpoint, skipped = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end")
     if fatal:
         raise fatal
-    finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
+    finished = checkpoint and checkpoint.completes(plan.total_steps, plan.settings.early_stop_evaluations)
     if checkpoint and not failure and (finished or stop_request.marked):
         return checkpoint
     if checkpoint:

@@ -20,6 +20,7 @@ from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.train.early_stop import Patience
 from sunspot.train.evaluate import Evaluation, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.reporter import Reporter
@@ -92,6 +93,7 @@ class Worker:
         "Metrics of the steps since the newest record."
         self._decisions = StepDecisionBroadcast(self._group)
         self._evaluated = beginning.evaluated
+        self._patience = Patience(learner.plan.settings, beginning.metrics)
         self._reported = 0.0
         self._saved = False
         "Whether it has saved as the head is to go."
@@ -121,20 +123,24 @@ class Worker:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
         if not (evaluated or stop or restart):
             # A loss meanwhile costs the evaluation, and no step.
-            self.checkpoints.save(step, {**record, **self.window.recent.newest}, evaluated=False, to_storage=False)
+            self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
             results, stop, restart = self._evaluate()
             evaluated = results is not None
             record |= results or {}
+            stop |= evaluated and self._patience.ends(record)
 
         # Act.
         if record:
             self.report(record)
         if save or agreed.copy:
-            metrics = {**record, **self.window.recent.newest}  # a copy without a record hands on the means
-            self.checkpoints.save(step, metrics, evaluated=evaluated, to_storage=save)
+            self.checkpoints.save(step, self._metrics(record), evaluated=evaluated, to_storage=save)
         if restart:
             self.restart_group()
         return stop
+
+    def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint has of a record; a copy without one hands on the means."""
+        return {**record, **self.window.recent.newest, **self._patience.state}
 
     def _record_step(self, taken: StepTaken, epoch_ends: bool) -> None:
         self.learner.average.update(taken.step)
@@ -180,7 +186,8 @@ class Worker:
         if results is None:
             self.checkpoints.save(step, metrics, evaluated=False)  # it may be in memory only
         else:
-            metrics = {**metrics, **results, "time": time.time()}
+            stop |= self._patience.ends(results)
+            metrics = {**metrics, **results, **self._patience.state, "time": time.time()}
             if self.reporter:
                 self.reporter.add_evaluation(metrics)
             self.checkpoints.save(step, metrics)

@@ -69,6 +69,7 @@ def _describe(
         "total_steps": status.total_steps if status else 0,
         "epoch": status.epoch if status else 0,
         "loss": status.loss if status else None,
+        "test_loss": status.test_loss if status else None,
         "checkpoint": run.checkpoint,
         "checkpoint_time": run.checkpoint_time or None,
         "modified": run.modified,

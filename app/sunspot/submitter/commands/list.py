@@ -29,7 +29,8 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
         print_json(rows)
     else:
         print_table(
-            ["run", "state", "step", "epoch", "loss", "checkpoint", "last change"], [_cells(row, now) for row in rows]
+            ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "last change"],
+            [_cells(row, now) for row in rows],
         )
     if left_out:
         warn(f"left out: {left_out} older; --all lists them")
@@ -45,6 +46,7 @@ def _cells(row: dict[str, Any], now: float) -> list[Any]:
         f"{row['step']}/{row['total_steps'] or '?'}",
         row["epoch"] or None,
         row["loss"],
+        row["test_loss"],
         checkpoint,
         f"{in_words(now - row['modified'])} ago",
     ]

@@ -18,6 +18,7 @@ from sunspot.run.checkpoints import (
     find_newest_good,
     leads_to_newest,
     list_directories,
+    ranking_metric,
     retention,
     verify,
     why_abandoned,
@@ -126,7 +127,7 @@ def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
         if checkpoint not in whole:
             yield removal(checkpoint.name, f"damaged, {'; '.join(wrong)}")
     kept, metric, order = retention(attempts)
-    kept = keep or kept
+    kept, metric = keep or kept, ranking_metric(whole, metric)
     for checkpoint in expired(whole, kept, metric, order):
         if checkpoint.name != newest.name:
             yield removal(checkpoint.name, f"neither the newest nor among the best {kept} by {metric} ({order})")
