@@ -6,11 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
-from sunspot.data.source import DataPlan, Source, find_sources, rows_in
+from sunspot.data.source import DataPlan, ModelData, Source, find_sources, rows_in
 from sunspot.errors import DataError, SettingsError
 from sunspot.formatting import plural
 from sunspot.settings import READING_SHARE, Settings
 from sunspot.storage.local import local_path
+
+MAX_NAMED_CLASSES = 20
+"""With more classes, the plan does not name them."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,11 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     by_epochs = settings.epochs * steps.per_epoch
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))
+    data = ModelData.of(source)
+    named = f" ({', '.join(data.class_names)})" if 0 < len(data.class_names) <= MAX_NAMED_CLASSES else ""
     reasons = [
-        f"data: {rows} training rows of {shape}, {f'{source.classes} classes' if source.classes else 'no classes'}; "
+        f"data: {rows} training rows of {shape}{', pictures scaled to it' if data.scales else ''}, "
+        f"{f'{source.classes} classes{named}' if source.classes else 'no classes'}; "
         + (
             f"{rows_in(test)} held-out rows"
             if test

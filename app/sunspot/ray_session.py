@@ -19,6 +19,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray's future default, without its warning: workers without a GPU keep CUDA_VISIBLE_DEVICES.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Workers stay in the directory of the driver: there relative paths of a task are found.
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # Ray would report to its makers what the cluster has and does.
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -62,6 +64,12 @@ def ray_session() -> Iterator[None]:
     finally:
         if not in_use:
             ray.shutdown()
+
+
+def enter_folder(folder: str) -> None:
+    """Go to the driver's working directory, if this node has it: relative paths of a task mean what they mean there."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
 
 
 def cores_here() -> int:

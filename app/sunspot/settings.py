@@ -179,11 +179,18 @@ class Settings(BaseModel):
     )
     "Where runs are kept."
 
-    dataset: str = _setting("sample", "sample, mnist, or a path or URL of Parquet", min_length=1)
+    dataset: str = _setting(
+        "sample",
+        "sample, mnist, or a path or URL of Parquet, CSV, JSON lines, class folders of pictures, or save_to_disk's",
+        min_length=1,
+    )
     "What to train on."
 
-    test_dataset: str = _setting("", "a path or URL of Parquet, or empty")
-    "Held-out rows when DATASET is a path; empty: its test/ folder if there is one, else no evaluation."
+    test_dataset: str = _setting("", "a path or URL as DATASET, or empty")
+    "Held-out rows when DATASET is a path; empty: its test/ folder if it has train/ and test/, else no evaluation."
+
+    image_size: int = _setting(0, "a whole number from 0 (0: their own, or 64 where that differs)", ge=0, le=4096)
+    "Height and width that pictures are scaled to, from their middle: those in files of their own, and encoded ones."
 
     data_root: str = _setting("data", "a directory", min_length=1)
     "Where torchvision keeps MNIST."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -44,9 +46,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / ".venv" / name).symlink_to(REPOSITORY / ".venv" / name)
     for stamp in ("uv", "submitter", "train", "dev"):
         (folder / ".venv" / stamp).touch()
-    for name in ("my_task.py", "my_loop.py", "my_augmentation.py"):
+    for name in ("my_task.py", "my_loop.py", "my_augmentation.py", "flowers.py"):
         (folder / name).write_text(find_example("python", f"# {name}"))
     (folder / "mine.yaml").write_text(find_example("yaml", "# mine.yaml"))
+    rows = "".join(f"0.{number},1.{number},{'setosa' if number % 2 else 'virginica'}\n" for number in range(40))
+    (folder / "flowers.csv").write_text(f"width,length,label\n{rows}")
     random = np.random.default_rng(0)
     for label in ("cats", "dogs"):
         (folder / "pictures" / label).mkdir(parents=True)
@@ -126,6 +130,8 @@ def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> N
 
     write_base(checkout / "model")
     write_texts(checkout / "texts")
+    rows = pq.read_table(checkout / "texts").to_pylist()
+    (checkout / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, get, predict = find_commands("sh finetune")
     assert "weights: " in run_command(train, checkout, ray_address)
     run_command(get, checkout, ray_address)

@@ -153,7 +153,7 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
     assert extra_state["loader"] == {"name": "torch", "rows": 1000, "batch": 10}
     assert extra_state["rng"] == {"seed": 0, "step": 3}
     assert extra_state["settings"] == Settings().environment()
-    assert extra_state["data"] == {"shape": [1, 40], "classes": 10}
+    assert extra_state["data"] == {"shape": [1, 40], "classes": 10, "class_names": [], "scales": False}
     assert sorted(extra_state["versions"]) == ["numpy", "python", "ray", "torch"]
 
 

@@ -82,7 +82,7 @@ def test_they_learn(library: str) -> None:
     losses, metrics = task.loss(trees, rows)
     assert losses.shape == (ROWS,)
     assert metrics["accuracy"].float().mean() > 0.9
-    assert task.predict(trees, rows["image"]).shape == (ROWS, CLASSES)
+    assert task.predict(trees, rows).shape == (ROWS, CLASSES)
     assert sum(trees.importance().get(number, 0) for number in range(4)) > 0.6 * sum(trees.importance().values())
 
 

@@ -21,6 +21,7 @@ from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, Snapshots
 from sunspot.checkpoint.tensors import parameter_names
 from sunspot.checkpoint.weights import SafetensorsWeights, TaskFiles, refuse_other_than_tensors
+from sunspot.data.source import ModelData
 from sunspot.parallel.collectives import ALONE, GroupMember, run_on_all_ranks, sync_buffers
 from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions
 from sunspot.plan import Plan
@@ -231,7 +232,6 @@ class CheckpointManager:
 
     def _extra_state(self, manifest: Checkpoint) -> dict[str, Any]:
         """Tell where a checkpoint comes from, beside what its manifest has."""
-        source = self._plan.source
         return {
             "step": manifest.step,
             "epoch": manifest.epoch,
@@ -240,7 +240,7 @@ class CheckpointManager:
             "rng": {"seed": self._settings.seed, "step": manifest.step},
             "settings": self._settings.environment(),
             # What the task builds its model for (EmptySource): with it, prediction needs nothing but the checkpoint.
-            "data": {"shape": list(source.shape), "classes": source.classes},
+            "data": ModelData.of(self._plan.source).record(),
             "versions": versions(),
         }
 

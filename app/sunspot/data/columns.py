@@ -9,13 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError, shorten
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 """Types that both loaders and PyTorch know."""
-
-MAX_LABEL = 2**31 - 1
-"""A larger label is a mistake: no model has a score for each class up to it."""
 
 
 class Lists(NamedTuple):
@@ -30,13 +28,13 @@ class Place(NamedTuple):
     """Where the rows of a column come from, for messages."""
 
     name: str
-    path: str
+    file: TableFile
     rows: np.ndarray
     "The position in the file of each row."
 
     def refuse(self, index: int, what: str) -> DataError:
         """Return the error that says what is wrong with the row at an index."""
-        return DataError(f"{name_row(self.path, int(self.rows[index]))}: {self.name} {what}")
+        return DataError(f"{self.file.name_row(int(self.rows[index]))}: {self.name} {what}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Column:
     @property
     def is_class(self) -> bool:
         """Whether its values may be classes."""
-        return self.is_whole and not (self.shape or self.longest or self.decode)
+        return self.is_whole and not (self.shape or self.longest)
 
     def find_mistake(self) -> str:
         """Say why nothing can be read as this declares; empty if all is well."""
@@ -142,7 +140,7 @@ class Column:
         """Return [n, *shape]: of tensors and lists of the declared dtype, a view of Arrow's memory."""
         if self.decode:
             return self._decode_all(values, place)
-        self.check_type(values.type, f"{place.path}: {place.name}")
+        self.check_type(values.type, f"{place.file.path}: {place.name}")
         array, per_row = _without_nulls(values, place), 1
         if isinstance(array, pa.FixedShapeTensorArray):
             array, per_row = array.storage.flatten(), math.prod(self.shape)
@@ -213,25 +211,6 @@ class Column:
         if self.shape:
             return f"{self.dtype} of shape {list(self.shape)}"
         return f"a number for {self.dtype}"
-
-
-def read_labels(values: pa.ChunkedArray, path: str) -> np.ndarray:
-    """Return the labels of a file, int64 [n]; raises `DataError` naming the first bad row."""
-    if not pa.types.is_integer(values.type):
-        raise DataError(f"{path}, row 0: label is {values.type} ({values[0]}); it must be an integer from 0")
-    if values.null_count:
-        row = first_true(pc.is_null(values))
-        raise DataError(f"{name_row(path, row)}: label is null; it must be an integer from 0")
-    labels = values.to_numpy()
-    bad = (labels < 0) | (labels > MAX_LABEL)
-    if bad.any():
-        row = first_true(bad)
-        raise DataError(f"{name_row(path, row)}: label {labels[row]}; it must be an integer from 0 to {MAX_LABEL}")
-    return labels.astype(np.int64, copy=False)
-
-
-def name_row(path: str, row: int) -> str:
-    return f"{path}, row {row}"
 
 
 def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:

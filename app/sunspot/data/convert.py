@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sunspot.command_line import CommandParser
-from sunspot.data.images import GREY_MODES, fit_pixels, open_checked
+from sunspot.data.image_columns import SCALED
+from sunspot.data.images import FILE_FORMATS, GREY_MODES, SUFFIXES, USUAL_SIDE, fit_pixels, is_picture, open_checked
+from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from sunspot.formatting import plural
@@ -28,9 +30,6 @@ GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
 FILE_BYTES = 256 << 20
 """Bytes of pixels in one file; a larger dataset gets several."""
 
-CLASS_NAMES = b"classes"
-"""Key of the class names, a JSON list by label, in a file's metadata."""
-
 DESCRIPTION = """\
 Write a dataset as Parquet in the form that reads fastest.
 
@@ -38,12 +37,8 @@ Write a dataset as Parquet in the form that reads fastest.
     --from imagefolder --root DIR [--size N] OUT  one folder of images per class; below DIR/train and DIR/test (or
                                                   DIR/val) when there are both, else OUT/*.parquet
 
-OUT is a new local directory and appears when everything is written. Class names are in the files' metadata."""
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-
-IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "PPM")
-"""What is read below these names, whatever else Pillow would find in the file."""
+OUT is a new local directory and appears when everything is written. Class names are in the files' metadata.
+Training reads folders of images as they are, too; converted, they need not be decoded again in each epoch."""
 
 Rows = tuple[np.ndarray, np.ndarray]
 """Images, uint8 [n, H, W] or [n, H, W, 3], and labels, int64 [n]."""
@@ -54,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="form", choices=["mnist", "imagefolder"], required=True, help="what to read")
     parser.add_argument("--data-root", default="data", help="mnist: where torchvision keeps it (default: data)")
     parser.add_argument("--root", help="imagefolder: the folder of class folders, or of train and test (or val)")
-    parser.add_argument("--size", type=int, default=64, help="imagefolder: height and width (default: 64)")
+    parser.add_argument(
+        "--size", type=int, default=USUAL_SIDE, help="imagefolder: height and width (default: %(default)s)"
+    )
     parser.add_argument("out", metavar="OUT", help="a local directory that does not exist yet")
     given = parser.parse(arguments)
     print_logs()
@@ -98,14 +95,14 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
         for split, listed in images.items():
             order = np.random.default_rng(0).permutation(len(listed))
             rows = _load_images([listed[row] for row in order], size, channels, pool)
-            written[split] = write_files(directory / split, rows, classes)
+            written[split] = write_files(directory / split, rows, classes, scaled=True)
         return written
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def write_files(directory: Path, rows: Iterator[Rows], classes: list[str]) -> int:
+def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scaled: bool = False) -> int:
     """Write rows, in batches of any size, as part-00000.parquet and so on; returns their number.
 
     All files have been synced to disk when this returns.
@@ -114,7 +111,8 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str]) -> in
     total = files = in_file = 0
     writer = None
     for images, labels in rows:
-        table = to_table(images, labels, {CLASS_NAMES: json.dumps(classes).encode()})
+        about = {CLASS_NAMES: json.dumps(classes).encode(), **({SCALED: b"true"} if scaled else {})}
+        table = to_table(images, labels, about)
         if writer and in_file + images.nbytes > FILE_BYTES:
             writer.close()
             writer = None
@@ -224,16 +222,16 @@ def _list_images(folder: Path, classes: list[str]) -> list[_Image]:
         _Image(path, label)
         for label, name in enumerate(classes)
         for path in sorted((folder / name).rglob("*"))
-        if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file() and not path.name.startswith(".")
+        if is_picture(path.name) and path.is_file() and not path.name.startswith(".")
     ]
     if not found:
-        raise DataError(f"{folder}: no images in its class folders ({', '.join(IMAGE_SUFFIXES)})")
+        raise DataError(f"{folder}: no images in its class folders ({', '.join(SUFFIXES)})")
     return found
 
 
 def _read_image(path: Path, read: Callable[[Any], Any]) -> Any:
     try:
-        with open_checked(path, IMAGE_FORMATS) as image:
+        with open_checked(path, FILE_FORMATS) as image:
             return read(image)
     except Exception as error:  # Pillow's decoders raise all kinds
         raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error

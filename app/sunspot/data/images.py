@@ -17,6 +17,14 @@ NPY_MAGIC = b"\x93NUMPY"
 FORMATS = ("PNG", "JPEG")
 """Pillow knows forty more, and one of them hands the file to Ghostscript."""
 
+FILE_FORMATS = (*FORMATS, "BMP", "WEBP", "TIFF", "PPM")
+"""What is read of files whose names end with one of SUFFIXES, whatever else Pillow would find in them."""
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+USUAL_SIDE = 64
+"""Height and width that pictures of several sizes are scaled to, unless the user names another."""
+
 MAX_BYTES = 10**9
 """Largest file that is read. A device may have no end, and of more the model would be handed too much at once."""
 
@@ -24,10 +32,11 @@ GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow's modes without colour."""
 
 
-def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
     """Read a file as uint8 [B, *shape]: one image, or all B of an array [B, C, H, W].
 
-    Raises `SettingsError` naming the file, its content and what was expected.
+    A picture of another size or colour is refused, or with `scales` scaled as those of a folder are. Raises
+    `SettingsError` naming the file, its content and what was expected.
     """
     try:
         with path.open("rb") as stream:
@@ -39,15 +48,17 @@ def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
             f"{path}: it has more than {as_bytes(MAX_BYTES)}, the most taken of a file; give several files, or "
             "the images as a dataset (--dataset)"
         )
-    return decode_images(content, shape, str(path))
+    return decode_images(content, shape, str(path), scales)
 
 
-def decode_images(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
+def decode_images(content: bytes, shape: tuple[int, ...], place: str, scales: bool = False) -> np.ndarray:
     """Do as `read_images` for bytes; `place` names them in messages."""
-    return _from_array(content, shape, place) if content.startswith(NPY_MAGIC) else _from_image(content, shape, place)
+    if content.startswith(NPY_MAGIC):
+        return _from_array(content, shape, place)
+    return _from_image(content, shape, place, scales)
 
 
-def _from_array(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
+def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarray:
     try:
         found, in_columns, dtype, begin = _read_npy_header(content)
     except Exception as error:  # of numpy's parsers, all kinds
@@ -73,12 +84,12 @@ def _read_npy_header(content: bytes) -> tuple[tuple[int, ...], bool, np.dtype, i
     return (*read(stream), stream.tell())
 
 
-def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
+def _from_image(content: bytes, shape: tuple[int, ...], place: str, scales: bool) -> np.ndarray:
     try:
-        image = open_checked(io.BytesIO(content))
+        image = open_checked(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
         grey = image.mode in GREY_MODES
         fits = (image.height, image.width) == shape[1:] and (shape[0] == 3 or grey)
-        pixels = to_pixels(image, shape[0]) if fits else None
+        pixels = fit_pixels(image, *shape) if scales else to_pixels(image, shape[0]) if fits else None
     except Exception as error:  # Pillow's decoders raise all kinds
         raise SettingsError(
             f"{place}: neither a PNG, a JPEG nor an .npy array, or damaged: {shorten(error)}"
@@ -97,6 +108,11 @@ def open_image(content: bytes) -> Any:
         return open_checked(io.BytesIO(content))
     except Exception as error:  # Pillow's decoders raise all kinds
         raise DataError(f"has bytes that are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
+
+
+def is_picture(name: str) -> bool:
+    """Tell by its name whether a file is a picture."""
+    return name.lower().endswith(SUFFIXES)
 
 
 def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
@@ -154,7 +170,7 @@ def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray
 class Resized:
     """Decodes pictures of any size to one `shape`, [C, H, W], C being 1 or 3: `Column("uint8", SHAPE, decode=...)`."""
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
 
     @property
     def fingerprint(self) -> str:
@@ -164,4 +180,4 @@ class Resized:
     def __call__(self, stored: Any) -> np.ndarray:
         """Decode PNG or JPEG bytes, or a dictionary that has them as `bytes`, to uint8 [C, H, W]; raises all kinds."""
         content = stored["bytes"] if isinstance(stored, dict) else stored
-        return fit_pixels(open_checked(io.BytesIO(content)), *self.shape)
+        return fit_pixels(open_checked(io.BytesIO(content), FILE_FORMATS), *self.shape)

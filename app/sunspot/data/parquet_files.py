@@ -13,13 +13,31 @@ import pyarrow as pa
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 
+from sunspot.data.images import is_picture
 from sunspot.errors import DataError, StorageError, shorten
 
 OPEN_FILES = 128
 """Files kept open, with their footers, by each process."""
 
+TAKEN = (
+    "a path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with a folder of pictures for each class, or "
+    "what Hugging Face's save_to_disk wrote"
+)
+"""What DATASET may name besides the digits."""
+
+KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
+
+OTHER_NAMES = ("val", "valid", "validation")
+"""Names that others give to a folder of held-out rows."""
+
+PICTURES = "*/*"
+"""Name of all pictures of a folder together."""
+
 STATE, MAX_STATE_BYTES = "state.json", 16 << 20
 """What `datasets` writes beside the files of a saved dataset: their names, in order."""
+
+DICTIONARY = "dataset_dict.json"
+"""What it writes beside the folders of several of them."""
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
 """An S3 server that does not answer is given up after less than 30 s."""
@@ -38,9 +56,10 @@ def join(location: str, name: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Names of the Parquet files below a folder, sorted; [""] when `location` is a file.
+    """Names of the files of one kind below a folder, sorted; [""] when `location` is a file.
 
-    Of a folder that Hugging Face's `datasets` saved, those that its STATE names, in that order.
+    Of a folder that Hugging Face's `datasets` saved, those that its STATE names, in that order; PICTURES alone of one
+    with a folder of pictures for each class. Other files beside Parquet are passed over.
     """
     system, path = _file_system(location)
     with parquet_errors(location):
@@ -48,18 +67,41 @@ def list_files(location: str) -> list[str]:
         if kind == fs.FileType.File:
             return [""]
         if kind == fs.FileType.NotFound:
-            raise DataError(
-                f"{location}: not found; set DATASET to sample, mnist, or a path or URL of Parquet that exists"
-            )
-        found = system.get_file_info(fs.FileSelector(path, recursive=True))
-    names = [os.path.relpath(info.path, path) for info in found if info.type == fs.FileType.File]
+            raise DataError(f"{location}: not found; set DATASET to sample, mnist, or what exists: {TAKEN}")
+    names = list(list_visible(location))
     if STATE in names:
         return _list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES))
-    hidden = ("_", ".")
-    names = [n for n in names if n.endswith(".parquet") and not any(p.startswith(hidden) for p in n.split("/"))]
-    if not names:
-        raise DataError(f"{location}: no *.parquet file in it (names that begin with '_' or '.' are skipped)")
-    return sorted(names)
+    if DICTIONARY in names:
+        splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE)})
+        raise DataError(f"{location}: saved as {', '.join(splits)}; set DATASET to one such as {location}/{splits[0]}")
+    kinds = {
+        kind: [name for name in names if name.lower().endswith(suffixes)] for suffixes, kind in KINDS_BY_SUFFIX.items()
+    }
+    if kinds["Parquet"]:
+        return kinds["Parquet"]
+    kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in names) else []
+    found = [kind for kind, listed in kinds.items() if listed]
+    if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # about the others, mostly
+        found = [kind for kind in found if kind != "JSON lines"]
+    if len(found) > 1:
+        raise DataError(
+            f"{location}: both {' and '.join(found)} in it; give each a folder of its own, or name one file"
+        )
+    if not found:
+        raise DataError(
+            f"{location}: no *.parquet, *.csv or *.jsonl in it, and no folders of pictures (names that begin with '_' "
+            f"or '.' are skipped); DATASET takes {TAKEN}"
+        )
+    return kinds[found[0]]
+
+
+def list_visible(location: str) -> dict[str, int]:
+    """List all files below a folder, by their names in it, sorted, with their sizes; hidden ones are left out."""
+    system, path = _file_system(location)
+    with parquet_errors(location):
+        found = system.get_file_info(fs.FileSelector(path, recursive=True))
+    sizes = {os.path.relpath(info.path, path): info.size for info in found if info.type == fs.FileType.File}
+    return {name: sizes[name] for name in sorted(sizes) if not any(p.startswith(("_", ".")) for p in name.split("/"))}
 
 
 def _list_saved(location: str, state: bytes) -> list[str]:
@@ -74,12 +116,22 @@ def _list_saved(location: str, state: bytes) -> list[str]:
 
 
 def split_folder(location: str, split: str) -> str:
-    """Return the folder of a split when `location` has folders `train` and `test`, else `location` itself."""
+    """Return the folder of a split when `location` has folders `train` and `test`, else `location` itself.
+
+    Raises `DataError` for one with `train` and held-out rows of another name: all together would be trained on.
+    """
     location = absolute(location)
     system, path = _file_system(location)
     with parquet_errors(location):
-        infos = system.get_file_info([join(path, name) for name in ("train", "test")])
-    return join(location, split) if all(info.type == fs.FileType.Directory for info in infos) else location
+        infos = system.get_file_info([join(path, name) for name in ("train", "test", *OTHER_NAMES)])
+    train, test, *others = (info.type == fs.FileType.Directory for info in infos)
+    if train and not test and any(others):
+        held_out = OTHER_NAMES[others.index(True)]
+        raise DataError(
+            f"{location}: has train/ and {held_out}/; set DATASET to {join(location, 'train')} and TEST_DATASET to "
+            f"{join(location, held_out)}"
+        )
+    return join(location, split) if train and test else location
 
 
 def open_file(path: str) -> pq.ParquetFile:
@@ -100,6 +152,14 @@ def read_range(path: str, offset: int, length: int) -> bytes:
         return bytes(_keep_handle(path).read_at(length, offset))
 
 
+@contextlib.contextmanager
+def open_closing(path: str) -> Iterator[pa.NativeFile]:
+    """Open one of many small files, which is not kept open."""
+    system, inner = _file_system(path)
+    with parquet_errors(path), system.open_input_file(inner) as file:
+        yield file
+
+
 def forget_open_files() -> None:
     """Open files anew from now on: they may have been rewritten."""
     _keep_handle.cache_clear()
@@ -116,7 +176,10 @@ def parquet_errors(path: str) -> Iterator[None]:
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
         if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in OF_CLIENTS)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
-        raise DataError(f"{path}: not a Parquet file, or damaged: {shorten(error)}") from error
+        kind = next((kind for suffixes, kind in KINDS_BY_SUFFIX.items() if path.lower().endswith(suffixes)), "")
+        known = kind or path.endswith(".arrow")
+        also = "" if known else f"; DATASET takes {TAKEN}"
+        raise DataError(f"{path}: not a {kind or 'Parquet'} file, or damaged: {shorten(error)}{also}") from error
 
 
 class _OpenFile(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 class Source(Protocol):
     """Images with labels, in row groups: the unit of reading. Picklable, since it is sent to Ray's tasks.
+
+    It may have `class_names`, a tuple of text by label, and `scales`, whether its pictures were scaled to `shape`.
 
     A task with its own `find_sources` decides which columns its rows have: nothing between `read` and its `loss` needs
     images or labels, only predictions do. `build_model` gets the source for its `shape` and `classes`.
@@ -59,6 +62,7 @@ class EmptySource:
 
     shape: tuple[int, ...]
     classes: int
+    class_names: tuple[str, ...] = ()
     row_groups: tuple[int, ...] = ()
     fingerprint: str = ""
 
@@ -67,6 +71,41 @@ class EmptySource:
 
     def where(self, group: int, row: int) -> str:
         return "no dataset"
+
+
+@dataclass(frozen=True)
+class ModelData:
+    """What a model was trained on, as its checkpoint has it: rows that it is to predict are read alike."""
+
+    shape: tuple[int, ...]
+    classes: int
+    class_names: tuple[str, ...] = ()
+    scales: bool = False
+    "Whether pictures of any size were scaled to `shape`."
+
+    @classmethod
+    def of(cls, source: Source) -> ModelData:
+        """Return that of training rows."""
+        names, scales = getattr(source, "class_names", ()), getattr(source, "scales", False)
+        return cls(tuple(source.shape), source.classes, tuple(names), scales)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as a checkpoint keeps it, of plain values."""
+        return asdict(self) | {"shape": list(self.shape), "class_names": list(self.class_names)}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> ModelData:
+        """Return that of a checkpoint."""
+        listed = {"shape": tuple(record["shape"]), "class_names": tuple(record.get("class_names", ()))}
+        return cls(**{**record, **listed})
+
+    def name(self, label: int) -> str:
+        """Name a class."""
+        return self.class_names[label] if label < len(self.class_names) else str(label)
+
+
+PREDICTED_BY: ContextVar[ModelData | None] = ContextVar("PREDICTED_BY", default=None)
+"""The data of the model that is to predict the rows that are being opened: they may have no labels, or others."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +134,10 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
     return {"row": np.arange(first, last), **{name: np.concatenate([p[name] for p in parts]) for name in parts[0]}}
 
 
-def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Source | None]:
+def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
 
-    Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`. Unless
-    `labelled`, Parquet may have no column `label`, and the labels of the two need not match.
+    Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`.
     """
     train: Source
     test: Source | None
@@ -114,14 +152,16 @@ def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Sou
     else:
         from sunspot.data.image_table import open_image_splits
 
-        train, test = open_image_splits(settings.dataset, settings.test_dataset, labelled)
-    if test and labelled:
+        train, test = open_image_splits(settings.dataset, settings.test_dataset, settings.image_size)
+    if test:
         check_labels_match(train, test)
     return train, test
 
 
 def check_labels_match(train: Source, test: Source) -> None:
     """Raise `DataError` when a model for the training rows cannot take the held-out rows."""
+    if PREDICTED_BY.get():
+        return
     if train.shape != test.shape:
         raise DataError(
             f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "

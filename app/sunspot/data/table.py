@@ -8,18 +8,21 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from sunspot.data.columns import Column, Lists, Place, name_row, read_labels
-from sunspot.data.fingerprint import digest, digest_array, sample_ranges
+from sunspot.data.columns import Column, Lists, Place
+from sunspot.data.fingerprint import digest, sample_ranges
+from sunspot.data.image_columns import ImageColumn
+from sunspot.data.labels import LABEL, NO_LABELS, ClassLabels, TextLabels, merge_labels, read_labels
 from sunspot.data.parquet_files import (
+    PICTURES,
+    TAKEN,
     absolute,
-    file_size,
     forget_open_files,
     join,
     list_files,
@@ -27,13 +30,10 @@ from sunspot.data.parquet_files import (
     read_range,
     split_folder,
 )
-from sunspot.data.source import check_labels_match
-from sunspot.data.table_files import forget_mapped_files, open_table_file
+from sunspot.data.source import PREDICTED_BY, check_labels_match
+from sunspot.data.table_files import PictureFolder, TableFile, forget_tables, open_table_file
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import PREFIX, Settings
-
-LABEL = "label"
-"""Whole numbers in a column of this name are classes; anything else there is a value like any other."""
 
 FILES_AT_ONCE = 8
 """Files whose footers and labels are read at the same time when a dataset is opened."""
@@ -64,8 +64,8 @@ class TableSource:
     columns: dict[str, Column]
     classes: int
     "How many classes the labels have; 0 without classes."
-    declared: bool = True
-    "Whether a task has declared the columns. Images found in the files are identified by their shape alone."
+    class_names: tuple[str, ...] = ()
+    "By label: text in the files, the folders of pictures, or what the files' metadata says."
 
     @cached_property
     def row_groups(self) -> tuple[int, ...]:
@@ -79,6 +79,12 @@ class TableSource:
         others = [column for name, column in self.columns.items() if name != LABEL]
         return (sum(column.longest or math.prod(column.shape) for column in others),)
 
+    @property
+    def scales(self) -> bool:
+        """Whether pictures of any size are scaled to `shape`."""
+        image = self.columns.get("image")
+        return isinstance(image, ImageColumn) and image.scales
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of names, groups and columns, then, after a '-', of the content; a copy elsewhere has the same.
@@ -87,16 +93,20 @@ class TableSource:
         that were changed in place, outside the samples, and take as many bytes as before.
         """
         names = [name or os.path.basename(self.location) for name in self.files]
-        described = {name: column.describe() for name, column in self.columns.items()} if self.declared else self.shape
-        layout = json.dumps([names, self.groups, described])
-        ranges = zip(self.files, sample_ranges(self.sizes), strict=True)
+        image = self.columns.get("image")
+        described = {name: column.describe() for name, column in self.columns.items()}
+        layout = json.dumps([names, self.groups, image.describe() if isinstance(image, ImageColumn) else described])
+        parts = dict(zip(self.files, self.sizes, strict=True))
+        if PICTURES in parts:
+            parts = PictureFolder(join(self.location, PICTURES)).sizes
+        ranges = zip(parts, sample_ranges(list(parts.values())), strict=True)
         places = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             content = digest(self.tables.encode(), *pool.map(lambda place: read_range(*place), places))
         return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
-        return name_row(self._path_of(group), self.groups[group].first + row)
+        return open_table_file(self._path_of(group)).name_row(self.groups[group].first + row)
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
@@ -123,22 +133,22 @@ class TableSource:
     def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, Place]]:
         """Return name, values and place of each column, for some positions in a row group or all."""
         stored = {name: column.of or name for name, column in self.columns.items()}
-        path, table = self._path_of(group), self._read_table(group, list(dict.fromkeys(stored.values())))
+        file, table = self._read_table(group, list(dict.fromkeys(stored.values())))
         if rows is None:
             rows = np.arange(len(table))
         else:
             table = table.take(rows)
         in_file = rows + self.groups[group].first
-        return [(name, table[column], Place(name, path, in_file)) for name, column in stored.items()]
+        return [(name, table[column], Place(name, file, in_file)) for name, column in stored.items()]
 
-    def _read_table(self, group: int, columns: Sequence[str]) -> pa.Table:
+    def _read_table(self, group: int, columns: Sequence[str]) -> tuple[TableFile, pa.Table]:
         """Read some columns of a row group; raises `DataError` if its file has changed since it was opened."""
         place, path = self.groups[group], self._path_of(group)
         with parquet_errors(path):
             file = open_table_file(path)
-            if file_size(path) != self.sizes[place.file] or file.groups[place.number :][:1] != [place.rows]:
+            if file.size != self.sizes[place.file] or file.groups[place.number :][:1] != [place.rows]:
                 raise DataError(f"{path}: has changed since it was opened; start the run again")
-            return file.read(columns, place.number)
+            return file, file.read(columns, place.number)
 
     def _path_of(self, group: int) -> str:
         return join(self.location, self.files[self.groups[group].file])
@@ -157,15 +167,17 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
             f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
-            f"{', '.join(columns)}; set it to a path or URL of Parquet"
+            f"{', '.join(columns)}; set it to {TAKEN}"
         )
     train, test = (
         open_rows(location, find_files(location), dict(columns)) if location else None
         for location in locate_splits(settings.dataset, settings.test_dataset)
     )
     assert train
-    if test and train.classes:
-        check_labels_match(train, test)
+    if test:
+        test = name_alike(train, test)
+        if train.classes:
+            check_labels_match(train, test)
     return train, test
 
 
@@ -182,15 +194,24 @@ def locate_splits(dataset: str, test_dataset: str) -> tuple[str, str]:
 def find_files(location: str) -> list[str]:
     """Return the names of a dataset's files (`TableSource.files`), which are opened anew from now on."""
     forget_open_files()
-    forget_mapped_files()
+    forget_tables()
     return list_files(location)
 
 
 def open_rows(location: str, names: list[str], columns: dict[str, Column]) -> TableSource:
     """Open the files of a dataset and check them, as far as their types and labels tell."""
+    paths = [join(location, name) for name in names]
+    if PREDICTED_BY.get() and LABEL in columns:
+        with parquet_errors(paths[0]):
+            if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
+                columns = {name: column for name, column in columns.items() if name != LABEL}
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        paths = [join(location, name) for name in names]
         files = list(pool.map(functools.partial(_check_file, columns=columns), paths))
+    labels = merge_labels([file.labels for file in files if file.labels], location)
+    if labels.text:
+        columns = columns | {LABEL: TextLabels(columns[LABEL].dtype, of=columns[LABEL].of, names=labels.names)}
+        if not labels.names:
+            del columns[LABEL]
     return TableSource(
         location=location,
         files=tuple(names),
@@ -198,7 +219,8 @@ def open_rows(location: str, names: list[str], columns: dict[str, Column]) -> Ta
         sizes=tuple(file.size for file in files),
         tables=digest(*(file.digest.encode() for file in files)),
         columns=columns,
-        classes=max(file.classes for file in files),
+        classes=labels.classes,
+        class_names=labels.names,
     )
 
 
@@ -211,7 +233,8 @@ class _FileSummary(NamedTuple):
     "Bytes."
     digest: str
     "Digest of its labels and the sizes of its column chunks."
-    classes: int
+    labels: ClassLabels | None
+    "None without classes."
 
 
 def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
@@ -220,14 +243,32 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
             raise DataError(f"{path}: has no rows; remove the file")
-        labels = np.empty(0, np.int64)
+        labels = None
         for name, column in columns.items():
             if name == LABEL and column.is_class:
-                labels = read_labels(file.read([fields[name].name])[0], path)
+                labels = read_labels(column, file.read([fields[name].name])[0], file)
             else:
                 column.check_type(fields[name].type, f"{path}: {name}")
-        known = digest(digest_array(labels).encode(), json.dumps(file.chunks).encode())
-        return _FileSummary(file.groups, file_size(path), known, int(labels.max()) + 1 if len(labels) else 0)
+        known = digest((labels or NO_LABELS).digest, json.dumps(file.chunks).encode())
+        return _FileSummary(file.groups, file.size, known, labels)
+
+
+def name_alike(train: TableSource, test: TableSource) -> TableSource:
+    """Number the classes of held-out rows as those of the training rows; raises `DataError` for one that is none."""
+    ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
+    if PREDICTED_BY.get() or not (train.class_names and test.class_names):
+        return test
+    known = ", ".join(train.class_names)
+    if not isinstance(ours, TextLabels) or not isinstance(theirs, TextLabels):
+        if train.class_names != test.class_names:
+            raise DataError(
+                f"{test.location}: its classes are {', '.join(test.class_names)}, and those of the training rows "
+                f"{known}; name and number them alike"
+            )
+        return test
+    if more := sorted(set(theirs.names) - set(ours.names)):
+        raise DataError(f"{test.location}: label {more[0]!r} is no class of the training rows ({known})")
+    return replace(test, columns=test.columns | {LABEL: ours}, classes=train.classes, class_names=train.class_names)
 
 
 def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:

@@ -1,19 +1,48 @@
-"""Files of tables, opened alike: Parquet, and the Arrow files that Hugging Face's `datasets` saves."""
+"""Files of tables, opened alike: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and a folder of pictures."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from typing import Protocol
 
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
 
-from sunspot.data.parquet_files import OPEN_FILES, open_file
-from sunspot.errors import DataError
+from sunspot.data.fingerprint import digest
+from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, is_picture, open_checked
+from sunspot.data.parquet_files import (
+    OPEN_FILES,
+    PICTURES,
+    file_size,
+    join,
+    list_visible,
+    open_closing,
+    open_file,
+    read_range,
+)
+from sunspot.errors import DataError, shorten
+from sunspot.formatting import as_bytes
 
-ARROW = ".arrow"
+ARROW, CSV, JSON_LINES = ".arrow", ".csv", (".jsonl", ".ndjson", ".json")
+
+TEXT_GROUP_ROWS, PICTURE_GROUP_ROWS = 1024, 32
+"""Rows of a group where the files have none. Few pictures, as those of a class lie together and groups are shuffled."""
+
+MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
+"""Size of a file of text, which each process that reads from it keeps whole, and how many it keeps."""
+
+TEXT_BLOCK_BYTES = 16 << 20
+"""A single row may not be larger: Arrow parses a block at a time."""
+
+PICTURES_AT_ONCE = 16
+"""Pictures read at the same time: those in a bucket come one by one, each after some milliseconds."""
 
 
 class TableFile(Protocol):
     """An open file; its methods raise Arrow's errors (`parquet_errors`)."""
+
+    path: str
 
     @property
     def schema(self) -> pa.Schema: ...
@@ -23,17 +52,39 @@ class TableFile(Protocol):
         """The rows of each row group."""
 
     @property
-    def chunks(self) -> list[int]:
-        """The bytes of each column in each row group."""
+    def chunks(self) -> Sequence[object]:
+        """What tells it from others besides its labels: the bytes of each column in each row group, or a digest."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+    def name_row(self, row: int) -> str:
+        """Name a row, for messages."""
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
         """Read some columns of a row group, or of all."""
 
 
-class ParquetTable:
+class OneFile:
+    """What the files of all kinds have in common."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @property
+    def size(self) -> int:
+        return file_size(self.path)
+
+    def name_row(self, row: int) -> str:
+        return f"{self.path}, row {row}"
+
+
+class ParquetTable(OneFile):
     """A Parquet file; a `TableFile`."""
 
     def __init__(self, path: str) -> None:
+        super().__init__(path)
         self._file = open_file(path)
         self.schema: pa.Schema = self._file.schema_arrow
 
@@ -54,10 +105,11 @@ class ParquetTable:
         return self._file.read_row_group(group, columns=list(columns), use_threads=False)
 
 
-class ArrowTable:
+class ArrowTable(OneFile):
     """A stream of record batches, mapped into memory; a `TableFile`."""
 
     def __init__(self, path: str) -> None:
+        super().__init__(path)
         if "://" in path:
             raise DataError(
                 f"{path}: Arrow files are read from disks only; copy the dataset to one that all nodes see, or write "
@@ -80,16 +132,123 @@ class ArrowTable:
         return pa.Table.from_batches(batches, self.schema).select(list(columns))
 
 
+class TextTable(OneFile):
+    """A file of CSV or JSON lines, parsed into memory, its types inferred by Arrow; a `TableFile`."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        if self.size > MAX_TEXT_BYTES:
+            raise DataError(
+                f"{path}: {as_bytes(self.size)} of text, of which {as_bytes(MAX_TEXT_BYTES)} are the most: each worker "
+                "keeps all of it in memory; cut it into several files, or write it as Parquet"
+            )
+        content = read_range(path, 0, self.size)
+        self.chunks = [digest(content)]
+        if path.lower().endswith(CSV):
+            self._table = pa.csv.read_csv(
+                pa.BufferReader(content),
+                read_options=pa.csv.ReadOptions(block_size=TEXT_BLOCK_BYTES),
+                parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+            )
+        else:
+            options = pa.json.ReadOptions(block_size=TEXT_BLOCK_BYTES)
+            self._table = pa.json.read_json(pa.BufferReader(content), read_options=options)
+        self.schema: pa.Schema = self._table.schema
+
+    @property
+    def groups(self) -> list[int]:
+        return cut(len(self._table), TEXT_GROUP_ROWS)
+
+    def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
+        rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
+        return rows.select(list(columns))
+
+
+class PictureFolder:
+    """A folder with a folder of pictures for each class, in the order of their paths; a `TableFile`.
+
+    Its columns are `image`, the bytes of the file, and `label`, the name of the class.
+    """
+
+    schema = pa.schema({"image": pa.large_binary(), "label": pa.string()})
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._location = path.removesuffix("/" + PICTURES)
+        listed = list_visible(self._location)
+        self.sizes = {name: size for name, size in listed.items() if "/" in name and is_picture(name)}
+        self._names = list(self.sizes)
+
+    @property
+    def chunks(self) -> Sequence[object]:
+        return list(self.sizes.items())
+
+    @cached_property
+    def groups(self) -> list[int]:
+        return cut(len(self._names), PICTURE_GROUP_ROWS)
+
+    @cached_property
+    def size(self) -> int:
+        return sum(self.sizes.values())
+
+    def name_row(self, row: int) -> str:
+        return join(self._location, self._names[row])
+
+    def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
+        first = (group or 0) * PICTURE_GROUP_ROWS
+        names = self._names if group is None else self._names[first : first + PICTURE_GROUP_ROWS]
+        found: dict[str, pa.Array] = {}
+        if "image" in columns:
+            with ThreadPoolExecutor(PICTURES_AT_ONCE) as pool:
+                found["image"] = pa.array(pool.map(self._read_picture, names), pa.large_binary())
+        if "label" in columns:
+            found["label"] = pa.array([name.partition("/")[0] for name in names], pa.string())
+        return pa.table({name: found[name] for name in columns})
+
+    def find_dims(self, side: int) -> tuple[int, ...]:
+        """Find [H, W], or [H, W, 3] unless all are grey: `side`, or with 0 their own size, or USUAL_SIDE of several."""
+        with ThreadPoolExecutor(PICTURES_AT_ONCE) as pool:
+            sizes, modes = zip(*pool.map(self._read_header, self._names), strict=True)
+        height, width = (side, side) if side else sizes[0] if len(set(sizes)) == 1 else (USUAL_SIDE, USUAL_SIDE)
+        return (height, width) if GREY_MODES.issuperset(modes) else (height, width, 3)
+
+    def _read_picture(self, name: str) -> bytes:
+        with open_closing(join(self._location, name)) as file:
+            return bytes(file.read())
+
+    def _read_header(self, name: str) -> tuple[tuple[int, int], str]:
+        path = join(self._location, name)
+        with open_closing(path) as file:
+            try:
+                image = open_checked(file, FILE_FORMATS)
+            except Exception as error:  # Pillow's decoders raise all kinds
+                raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
+            return (image.height, image.width), image.mode
+
+
+def cut(rows: int, each: int) -> list[int]:
+    """Cut rows into groups of `each`, but the last."""
+    return [min(each, rows - first) for first in range(0, rows, each)]
+
+
 def open_table_file(path: str) -> TableFile:
-    """Open a file of either kind, by its name; Parquet readers have state, so each call gets its own."""
-    return _map_arrow(path) if path.endswith(ARROW) else ParquetTable(path)
+    """Open a file of any kind, by its name; Parquet readers have state, so each call gets its own."""
+    if path.endswith((ARROW, "/" + PICTURES)):
+        return _keep(path)
+    return _keep_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _map_arrow(path: str) -> ArrowTable:
-    return ArrowTable(path)
+def _keep(path: str) -> TableFile:
+    return ArrowTable(path) if path.endswith(ARROW) else PictureFolder(path)
 
 
-def forget_mapped_files() -> None:
-    """Map files anew from now on: they may have been rewritten."""
-    _map_arrow.cache_clear()
+@lru_cache(maxsize=TEXT_FILES)
+def _keep_text(path: str) -> TableFile:
+    return TextTable(path)
+
+
+def forget_tables() -> None:
+    """Read files anew from now on: they may have been rewritten."""
+    _keep.cache_clear()
+    _keep_text.cache_clear()

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from sunspot.command_line import CommandParser
-from sunspot.errors import run_and_exit
+from sunspot.errors import SettingsError, run_and_exit
 from sunspot.formatting import visible
 from sunspot.log import print_logs
 from sunspot.settings import Settings, load_settings
 
 DESCRIPTION = """\
-Predict images, or a whole dataset, with a run's model; or have it answer prompts.
+Predict images, or a dataset of any columns, with a run's model; or have it answer prompts.
 
 python -m sunspot.predict mnist digit.png more.npy                     a line for each image
 python -m sunspot.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed
@@ -59,21 +59,24 @@ def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Pat
     import numpy as np
 
     from sunspot.data.images import read_images
-    from sunspot.predict.actor import get_result, model_worker
+    from sunspot.predict.classifier import Classifier, print_warnings
 
-    with model_worker(run, checkpoint, settings.storage_path, settings.use_gpu) as worker:
-        model = get_result(worker.describe.remote(), None, "the model")
-        images = [read_images(file, model["shape"]) for file in files]  # here: the files are this machine's
-        predictions, probabilities = get_result(worker.predict.remote(np.concatenate(images)), None, "the prediction")
+    model = Classifier(run, checkpoint, settings.storage_path, settings.use_gpu)
+    print_warnings(model.warnings)
+    if len(model.shape) != 3:
+        raise SettingsError(f"{model.name}: its model takes no images; give rows with --dataset and --output")
+    images = [read_images(file, model.shape, model.data.scales) for file in files]
+    predictions, probabilities = model.predict(np.concatenate(images))
     places = [(file, index) for file, batch in zip(files, images, strict=True) for index in range(len(batch))]
     return {
-        "checkpoint": model["name"],
-        "step": model["step"],
+        "checkpoint": model.name,
+        "step": model.step,
         "images": [
             {
                 "file": str(file),
                 "index": index,
                 "prediction": int(predicted),
+                "class": model.data.name(int(predicted)),
                 "probability": float(row[predicted]),
                 "probabilities": [float(value) for value in row],
             }
@@ -89,9 +92,10 @@ def print_table(result: dict[str, Any]) -> None:
         counts[image["file"]] = counts.get(image["file"], 0) + 1
     names = [i["file"] + (f"[{i['index']}]" if counts[i["file"]] > 1 else "") for i in result["images"]]
     width = max(len("file"), *(len(name) for name in names))
-    print(f"{'file':<{width}}  prediction  probability")
+    said = max(len("prediction"), *(len(image["class"]) for image in result["images"]))
+    print(f"{'file':<{width}}  {'prediction':>{said}}  probability")
     for name, image in zip(names, result["images"], strict=True):
-        print(f"{name:<{width}}  {image['prediction']:>10}  {image['probability']:>11.4f}")
+        print(f"{name:<{width}}  {image['class']:>{said}}  {image['probability']:>11.4f}")
 
 
 def print_summary(result: dict[str, Any]) -> None:
@@ -115,7 +119,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
     parser.add_argument("--checkpoint", default="newest", help="newest (default), best, a name, or a directory's path")
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
-    parser.add_argument("--dataset", help="sample, mnist, or a path or URL of Parquet: predict all its rows")
+    parser.add_argument("--dataset", help="what SUNSPOT_DATASET takes: predict all its rows")
     parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
     parser.add_argument("--output", help="folder or URL of a bucket for the predictions of --dataset")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a text to answer; several: once for each")
@@ -127,6 +131,8 @@ def _parse() -> argparse.Namespace:
         parser.error("--dataset and --output go together")
     if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
         parser.error("give either files, or --dataset and --output, or --prompt")
+    if missing := [file for file in arguments.file if not Path(file).exists()]:
+        raise SettingsError(f"{missing[0]}: no such file")  # before torch is imported, which takes seconds
     if arguments.tokens < 1:
         parser.error(f"--tokens {arguments.tokens}: a whole number from 1")
     if arguments.workers < 0:

@@ -1,19 +1,17 @@
 """A Ray actor with the model of a verified checkpoint: starting it, getting its results, ending it."""
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 
 from sunspot.errors import GaveUpError, SettingsError, SunspotError, find_in, shorten
-from sunspot.predict.classifier import Classifier
-from sunspot.ray_session import ray_session
+from sunspot.predict.classifier import Classifier, print_warnings
+from sunspot.ray_session import enter_folder, ray_session
 from sunspot.settings import PREFIX
 from sunspot.storage.local import local_path
-
-log = logging.getLogger(__name__)
 
 START_S = 600
 """Time for a worker to start: a free core, a process, importing torch, reading the checkpoint twice."""
@@ -26,6 +24,10 @@ class ModelWorker(Classifier):
     `storage`, and files to predict, are paths on the actor's node. `Classifier` documents its methods; `model_worker`
     gives one that is cleaned up.
     """
+
+    def __init__(self, run: str, checkpoint: str, storage: str, use_gpu: str = "auto", folder: str = "") -> None:
+        enter_folder(folder)
+        super().__init__(run, checkpoint, storage, use_gpu)
 
 
 @contextmanager
@@ -50,6 +52,7 @@ def model_worker(
             absolute_path(checkpoint),
             absolute_path(storage, name=False),
             "true" if gpus else "false",
+            os.getcwd(),
         )
         try:
             print_warnings(get_result(worker.describe.remote(), limit_s, "a worker with the model")["warnings"])
@@ -80,9 +83,3 @@ def absolute_path(location: str, name: bool = True) -> str:
     """Make a local path absolute, as workers may run in another directory; with `name`, only if it has a '/'."""
     is_path = "://" not in location and ("/" in location or not name)
     return str(local_path(location)) if is_path else location
-
-
-def print_warnings(texts: Iterable[str]) -> None:
-    """Print each on stderr, apart from the result."""
-    for text in texts:
-        log.warning(text)

@@ -3,9 +3,10 @@
     <output>/
         _predictions.json           of which checkpoint and data: this folder takes no others
         rows-00000000-00002048.parquet
-                                    columns `row` (int64), `label` (int64, where the data has any), `prediction` (int64)
-                                    and `probabilities` (list of float); rows from the first id up to, not including,
-                                    the second
+                                    columns `row` (int64), `label` (where the data has any), `prediction` (int64),
+                                    `class` (its name, where classes have names) and `probabilities` (list of float);
+                                    without classes, `prediction` is what the model says; rows from the first id up to,
+                                    not including, the second
 
 A file has all of its rows or does not exist, so a killed command resumes with the missing files.
 """
@@ -13,6 +14,7 @@ A file has all of its rows or does not exist, so a killed command resumes with t
 import io
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +27,7 @@ import pyarrow.parquet as pq
 import ray.data
 
 from sunspot.checkpoint.parts import weights_digest
-from sunspot.data.source import Source, find_sources, read_rows, rows_in
+from sunspot.data.source import PREDICTED_BY, Source, find_sources, read_rows, rows_in
 from sunspot.errors import (
     ConflictError,
     DamageError,
@@ -36,15 +38,15 @@ from sunspot.errors import (
     find_in,
     shorten,
 )
-from sunspot.predict.actor import absolute_path, print_warnings, wants_gpu
-from sunspot.predict.classifier import Classifier, ModelCheckpoint
-from sunspot.ray_session import ray_session
+from sunspot.predict.actor import absolute_path, wants_gpu
+from sunspot.predict.classifier import Classifier, ModelCheckpoint, print_warnings
+from sunspot.ray_session import enter_folder, ray_session
 from sunspot.run import to_json
 from sunspot.run.objects import parse, read_content
 from sunspot.settings import Settings, differences
 from sunspot.storage import open_storage
 from sunspot.storage.base import Storage, map_parallel
-from sunspot.tasks import load_predict
+from sunspot.tasks import load_predict, load_task
 
 IDENTITY = "_predictions.json"
 
@@ -79,12 +81,26 @@ def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarr
 class PartPredictor(Classifier):
     """A model worker of the pool; predicts one part at a time."""
 
+    def __init__(self, folder: str, **arguments: str) -> None:
+        enter_folder(folder)
+        super().__init__(**arguments)
+
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
-        predictions, probabilities = self.predict(rows["image"])
-        columns: dict[str, Any] = {name: rows[name] for name in ("row", "label") if name in rows}
-        ends = np.arange(0, probabilities.size + 1, self.classes, dtype=np.int32)
-        lists = pa.ListArray.from_arrays(ends, probabilities.reshape(-1))
-        return pa.table(columns | {"prediction": predictions, "probabilities": lists})
+        predictions, probabilities = self.predict_rows(rows)
+        columns: dict[str, Any] = {name: to_lists(rows[name]) for name in ("row", "label") if name in rows}
+        columns["prediction"] = to_lists(predictions)
+        if self.class_names:
+            columns["class"] = [self.data.name(label) for label in predictions.tolist()]
+        return pa.table(columns | ({"probabilities": to_lists(probabilities)} if self.classes else {}))
+
+
+def to_lists(values: np.ndarray) -> pa.Array:
+    """Return numbers, [n], or lists of numbers, [n, ...], as a column."""
+    flat: pa.Array = pa.array(values.reshape(-1))
+    if values.ndim == 1:
+        return flat
+    each = math.prod(values.shape[1:])
+    return pa.ListArray.from_arrays(pa.array(range(0, values.size + 1, each), pa.int32()), flat)
 
 
 def predict_dataset(
@@ -103,14 +119,14 @@ def predict_dataset(
     load_predict(model.settings)  # fails here, early, if the task defines none
     source, split = choose_rows(settings, model, split)
     storage = open_storage(absolute_path(output, name=False))
-    parts = split_rows(rows_in(source), math.prod(source.shape) + 4 * model.classes)
+    parts = split_rows(rows_in(source), math.prod(source.shape) + 4 * model.data.classes)
     kept = open_output(storage, model, source, parts)
     missing = [part for part in parts if part not in kept]
     if missing:
         with ray_session():
             predictions = predict_parts(source, model, settings, missing, workers)
             write_parts(storage, predictions, missing, rows_in(source))
-    labelled, correct = count_correct(storage, parts)
+    labelled, correct = count_correct(storage, parts) if model.data.classes else (False, 0)
     return {
         "checkpoint": model.checkpoint.name,
         "step": model.checkpoint.step,
@@ -126,15 +142,21 @@ def predict_dataset(
 
 def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -> tuple[Source, str]:
     """Choose the rows to predict, and their split; raises `SettingsError` if none fit the model."""
-    train, test = find_sources(settings, labelled=False)
+    task: Any = load_task(model.settings)
+    chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
+    asked = PREDICTED_BY.set(model.data)
+    try:
+        train, test = getattr(task, "find_sources", find_sources)(model.settings.model_copy(update=chosen))
+    finally:
+        PREDICTED_BY.reset(asked)
     split = split or ("test" if test else "train")
     source = test if split == "test" else train
     if source is None:
         raise SettingsError(f"--split test: {settings.dataset} has no held-out rows; predict --split train")
-    if source.shape != model.shape:
+    if source.shape != model.data.shape:
         raise SettingsError(
             f"{source.where(0, 0)}: images of shape {list(source.shape)} (channels, height, width), but the model of "
-            f"{model.checkpoint.name} takes {list(model.shape)}"
+            f"{model.checkpoint.name} takes {list(model.data.shape)}"
         )
     return source, split
 
@@ -187,7 +209,7 @@ def predict_parts(
     rows = index.map_batches(read_part, fn_kwargs={"source": source}, batch_size=None, num_cpus=each)
     return rows.map_batches(
         PartPredictor,
-        fn_constructor_kwargs={**model.arguments, "use_gpu": "true" if gpu else "false"},
+        fn_constructor_kwargs={**model.arguments, "folder": os.getcwd(), "use_gpu": "true" if gpu else "false"},
         batch_size=None,
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=each,

@@ -1,7 +1,8 @@
 """A checkpoint's model, ready to classify images. Knows nothing of Ray."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ from sunspot.checkpoint.files import load_state, load_weights
 from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
-from sunspot.data.source import EmptySource
+from sunspot.data.source import Batch, EmptySource, ModelData
 from sunspot.errors import DamageError, NotFoundError, SettingsError
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
 from sunspot.settings import Settings, recorded_settings
 from sunspot.tasks import load_predict, load_task
+
+log = logging.getLogger(__name__)
 
 Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Images as an array or a tensor, uint8 [C, H, W] or [B, C, H, W], or as files: one or several (data/images.py)."""
@@ -30,9 +33,8 @@ class ModelCheckpoint(NamedTuple):
     checkpoint: Checkpoint
     settings: Settings
     "The run's, when it was written."
-    shape: tuple[int, int, int]
-    "Channels, height and width of an image."
-    classes: int
+    data: ModelData
+    "What its model was trained on, and takes."
     warnings: tuple[str, ...]
     "About checkpoints that were skipped to find it."
 
@@ -53,7 +55,8 @@ class Classifier:
         """
         loaded = open_checkpoint(run, checkpoint, storage)
         self.name, self.step, self.metrics = loaded.checkpoint.name, loaded.checkpoint.step, loaded.checkpoint.metrics
-        self.shape, self.classes, self._settings = loaded.shape, loaded.classes, loaded.settings
+        self.data, self._settings = loaded.data, loaded.settings
+        self.shape, self.classes, self.class_names = self.data.shape, self.data.classes, self.data.class_names
         self.warnings = loaded.warnings
         self._predict = load_predict(self._settings)
         self._device = choose_device(use_gpu)
@@ -61,32 +64,41 @@ class Classifier:
 
     def describe(self) -> dict[str, Any]:
         """Return the checkpoint's `name`, `step`, `metrics`; the `shape` of an image, [C, H, W]; how many `classes`;
-        the model's `device`; and `warnings` about checkpoints that were skipped.
+        their `class_names`, if any; the model's `device`; and `warnings` about checkpoints that were skipped.
         """
-        names = ("name", "step", "metrics", "shape", "classes", "warnings")
+        names = ("name", "step", "metrics", "shape", "classes", "class_names", "warnings")
         return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}
 
-    @torch.inference_mode()
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
         One image is a batch of one. No forward pass is larger than those of the run, and its precision is theirs.
         Raises `SettingsError` for images that the model does not take.
         """
+        return self.predict_rows({"image": self._as_batch(images).numpy()})
+
+    @torch.inference_mode()
+    def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Do as `predict` for rows of the task's columns; without classes, return what the model says, and [B, 0]."""
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.least, run.micro_batch_size)
-        scores = [self._score(part) for part in self._as_batch(images).split(largest)]
-        predictions = torch.cat([part.argmax(dim=1) for part in scores])
-        probabilities = torch.cat([part.float().softmax(dim=1) for part in scores])
-        return predictions.cpu().numpy(), probabilities.cpu().numpy()
+        # Copies: arrays from Ray's object store are read-only, and torch warns of that.
+        batch = {name: torch.from_numpy(rows[name].copy()) for name in rows if name not in ("row", "label")}
+        count = len(next(iter(batch.values())))
+        parts = [{name: column[at : at + largest] for name, column in batch.items()} for at in range(0, count, largest)]
+        scores = torch.cat([self._score(part) for part in parts]).float()
+        if not self.classes:
+            return scores.cpu().numpy(), np.empty((count, 0), np.float32)
+        return scores.argmax(dim=1).cpu().numpy(), scores.softmax(dim=1).cpu().numpy()
 
-    def _score(self, images: torch.Tensor) -> torch.Tensor:
+    def _score(self, batch: Batch) -> torch.Tensor:
+        rows = len(next(iter(batch.values())))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.precision == "bf16"):
-            scores = self._predict(self._model, images.to(self._device))
-        if scores.shape != (len(images), self.classes):
+            scores = self._predict(self._model, {name: column.to(self._device) for name, column in batch.items()})
+        if (scores.shape != (rows, self.classes)) if self.classes else (scores.shape[:1] != (rows,)):
             raise SettingsError(
                 f"SUNSPOT_TASK={self._settings.task}: predict returned scores of shape {list(scores.shape)}; they must "
-                f"be [images, classes], here {[len(images), self.classes]}"
+                f"be [rows, classes], here {[rows, self.classes]}, or without classes [rows, ...]"
             )
         return scores
 
@@ -95,7 +107,7 @@ class Classifier:
         if isinstance(images, (str, os.PathLike)):
             images = [images]
         if isinstance(images, Sequence) and images:
-            images = np.concatenate([read_images(Path(file), self.shape) for file in images])
+            images = np.concatenate([read_images(Path(file), self.shape, self.data.scales) for file in images])
         if not isinstance(images, (np.ndarray, torch.Tensor)):
             raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or names of files")
         shape, dtype = list(images.shape), str(images.dtype).removeprefix("torch.")
@@ -105,7 +117,6 @@ class Classifier:
                 f"images of {dtype} {shape}, but the model takes uint8 [{taken}], one image (channels, height, width) "
                 f"of pixels from 0 to 255, or uint8 [B, {taken}], B from 1"
             )
-        # A copy: arrays from Ray's object store are read-only, and torch warns of that.
         batch = torch.from_numpy(images.copy()) if isinstance(images, np.ndarray) else images
         return batch.reshape(-1, *self.shape)
 
@@ -137,13 +148,14 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
             f"{where}: written by a version that did not record what its model takes; train the run further with this "
             "version (more EPOCHS), and use a checkpoint that it writes"
         )
-    settings, data = recorded_settings(extra["settings"]), extra["data"]
-    return ModelCheckpoint(place, chosen, settings, tuple(data["shape"]), data["classes"], tuple(warnings))
+    data = ModelData.of_record(extra["data"])
+    return ModelCheckpoint(place, chosen, recorded_settings(extra["settings"]), data, tuple(warnings))
 
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
     """Build a checkpoint's model, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
-    model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(loaded.shape, loaded.classes))
+    source = EmptySource(loaded.data.shape, loaded.data.classes, loaded.data.class_names)
+    model = load_task(loaded.settings).build_model(loaded.settings, source)
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 
@@ -155,3 +167,9 @@ def choose_device(use_gpu: str) -> torch.device:
     if use_gpu == "true":
         raise SettingsError("SUNSPOT_USE_GPU=true: this process has no GPU; set it to auto")
     return torch.device("cpu")
+
+
+def print_warnings(texts: Iterable[str]) -> None:
+    """Print each on stderr, apart from the result."""
+    for text in texts:
+        log.warning(text)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from sunspot.data.source import Source, read_rows, rows_in
+from sunspot.data.source import ModelData, Source, read_rows, rows_in
 from sunspot.errors import GaveUpError, SettingsError, SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.plan import Plan, choose_resources
@@ -63,6 +63,8 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
+        if not plan.source.classes:
+            return
         if plan.source.classes > MAX_CLASSES:
             raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MAX_CLASSES}")
         print(f"  predicting {plural(rows, 'held-out row')}, for the report", flush=True)
@@ -84,7 +86,8 @@ def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) ->
 
     assert plan.test
     deadline = time.monotonic() + LIMIT_S
-    summary = Summary(plan.source.classes)
+    data = ModelData.of(plan.source)
+    summary = Summary(data)
     with ray_session():
         nodes = sum(node["Alive"] for node in ray.nodes())
         # A training worker's resources fit on a node.
@@ -92,7 +95,7 @@ def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) ->
         with model_worker(
             run.name, checkpoint.name, plan.settings.storage_path, resources=resources, limit_s=LIMIT_S
         ) as worker:
-            sent = ((part, worker.predict.remote(part["image"])) for part in read_parts(plan.test, rows))
+            sent = ((part, worker.predict_rows.remote(part)) for part in read_parts(plan.test, rows))
             in_flight = deque(itertools.islice(sent, PARTS_AT_ONCE))
             try:
                 while in_flight:
@@ -115,21 +118,24 @@ def read_parts(source: Source, rows: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 class Summary:
-    """Accumulates predictions, with the images of the few examples that the report shows."""
+    """Accumulates predictions, with the images of the few examples that the report shows, if rows have images."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, data: ModelData) -> None:
         self.rows = 0
-        self._classes = classes
+        self._data, self._classes = data, data.classes
+        classes = data.classes
         self._confusion = np.zeros((classes, classes), np.int64)
         self._mistakes: list[tuple[float, int, Example]] = []
         "A heap of (probability, -row, example), the least certain first."
         self._right: dict[int, list[Example]] = {}
 
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
-        """Add rows (`row`, `label`, `image`) with their predicted classes, [B], and probabilities, [B, classes]."""
+        """Add rows (`row`, `label`, maybe `image`), their predicted classes, [B], and probabilities, [B, classes]."""
         labels, certainty = part["label"], probabilities.max(axis=1)
         self.rows += len(labels)
         np.add.at(self._confusion, (labels, predictions), 1)
+        if "image" not in part:
+            return
 
         def example(index: np.intp) -> Example:
             return Example(
@@ -165,6 +171,7 @@ class Summary:
             mistakes=[example for _, _, example in sorted(self._mistakes, key=lambda one: one[:2], reverse=True)],
             right=right[:MAX_RIGHT],
             samples=samples,
+            names=list(self._data.class_names),
         )
 
 
@@ -177,6 +184,7 @@ def sample_rows(source: Source) -> list[Example]:
     return [
         Example(int(row), int(label), None, None, to_png(image))
         for part in parts
+        if "image" in part
         for row, label, image in zip(part["row"], part["label"], part["image"], strict=True)
     ]
 

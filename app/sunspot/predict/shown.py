@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from sunspot.plan import Plan, choose_resources
 from sunspot.predict.actor import get_result
 from sunspot.predict.classifier import choose_device, open_checkpoint, restore_model
 from sunspot.predict.held_out import to_png
-from sunspot.ray_session import ray_session
+from sunspot.ray_session import enter_folder, ray_session
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.shown import (
@@ -55,15 +56,18 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
             wanted = dict(choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker)
             cpus, gpus = wanted.pop("CPU", 0.0), wanted.pop("GPU", 0.0)
             task = ray.remote(show).options(num_cpus=cpus, num_gpus=gpus, resources=wanted)
-            parts = get_result(task.remote(plan, run.name, checkpoint.name), LIMIT_S, "what the task shows")
+            parts = get_result(
+                task.remote(plan, run.name, checkpoint.name, os.getcwd()), LIMIT_S, "what the task shows"
+            )
         if own_status(run, driver):
             write_exhibit(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
         log.warning(f"the task shows nothing in the report: {shorten(error)}")
 
 
-def show(plan: Plan, run: str, checkpoint: str) -> list[Exhibit]:
+def show(plan: Plan, run: str, checkpoint: str, folder: str) -> list[Exhibit]:
     """Return what the task shows of a checkpoint's model; runs in a task of Ray's."""
+    enter_folder(folder)
     settings = plan.settings
     device = choose_device("auto")
     model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path)).to(device).eval()

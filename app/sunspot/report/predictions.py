@@ -42,12 +42,14 @@ def show(report: Report) -> Html:
     mistakes, room = _fit(found.mistakes, MAX_IMAGE_BYTES)
     rights, room = _fit(found.right, room)
     samples, room = _fit(found.samples, room)
-    parts += [
-        _examples(f"Mistakes, the most certain first{most}", mistakes, "None is kept." if wrong else "There is none."),
-        _confusion(found),
-        _examples("Right predictions", rights, "None is kept."),
-        _examples("Sample rows that it trained on", samples, "None is kept."),
+    title = f"Mistakes, the most certain first{most}"
+    shows = [
+        _examples(title, mistakes, "None is kept." if wrong else "There is none.", found),
+        _examples("Right predictions", rights, "None is kept.", found),
+        _examples("Sample rows that it trained on", samples, "None is kept.", found),
     ]
+    has_images = found.mistakes or found.right or found.samples
+    parts += [shows[0], _confusion(found), *shows[1:]] if has_images else [_confusion(found)]
     kept, fitting = ([*found.mistakes, *found.right, *found.samples], [*mistakes, *rights, *samples])
     if len(fitting) < len(kept):
         left_out = plural(len(kept) - len(fitting), "image")
@@ -66,18 +68,19 @@ def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
     return fitting, room
 
 
-def _examples(title: str, examples: Sequence[Example], none: str) -> Html:
-    items = join(element("li", _example(example)) for example in examples)
+def _examples(title: str, examples: Sequence[Example], none: str, found: Predictions) -> Html:
+    items = join(element("li", _example(example, found)) for example in examples)
     return join([element("h3", title), element("ul", items, class_="examples") if examples else paragraph(none)])
 
 
-def _example(example: Example) -> Html:
+def _example(example: Example, found: Predictions) -> Html:
+    label = found.name(example.label)
     if example.predicted is None:
-        said, spoken = f"label {example.label}", f"Training row {example.row}: label {example.label}"
+        said, spoken = f"label {label}", f"Training row {example.row}: label {label}"
     else:
-        right = example.predicted == example.label
-        said = f"✓ {example.label}" if right else f"✗ {example.label} as {example.predicted}"
-        spoken = f"Held-out row {example.row}: label {example.label}, predicted {example.predicted}"
+        predicted = found.name(example.predicted)
+        said = f"✓ {label}" if example.predicted == example.label else f"✗ {label} as {predicted}"
+        spoken = f"Held-out row {example.row}: label {label}, predicted {predicted}"
     sure = element("small", percent(example.probability, 1)) if example.probability is not None else ""
     caption = element("figcaption", join([said, sure, element("small", f"row {example.row}")]))
     return element("figure", join([picture(example.image, spoken), caption]))
@@ -88,9 +91,9 @@ def _confusion(found: Predictions) -> Html:
         return _pairs(found)
     classes = range(found.classes)
     caption = "Confusion matrix: labels down, predictions across"
-    columns = ["label", *classes, "right"]
+    columns = ["label", *map(found.name, classes), "right"]
     head = join(element("th", name, scope="col") for name in columns)
-    rows = [element("tr", join(_row(found.confusion[label], label))) for label in classes]
+    rows = [element("tr", join(_row(found, label))) for label in classes]
     body = join([titled(caption), element("thead", element("tr", head)), element("tbody", join(rows))])
     return scrolled(caption, element("table", body, class_="confusion"))
 
@@ -105,12 +108,15 @@ def _pairs(found: Predictions) -> Html:
     most = sorted(pairs, key=lambda pair: (-pair[0], *pair[1:]))[:MAX_PAIRS]
     caption = f"The pairs that are confused most often, {len(most)} of {len(pairs):,}; {found.classes} classes"
     return table(
-        caption, ["label", "predicted", "rows"], [[str(label), str(said), whole(n)] for n, label, said in most]
+        caption,
+        ["label", "predicted", "rows"],
+        [[found.name(label), found.name(said), whole(n)] for n, label, said in most],
     )
 
 
-def _row(numbers: Sequence[int], label: int) -> Iterator[Html]:
-    yield element("th", label, scope="row")
+def _row(found: Predictions, label: int) -> Iterator[Html]:
+    numbers = found.confusion[label]
+    yield element("th", found.name(label), scope="row")
     for said, number in enumerate(numbers):
         yield _cell(number, sum(numbers), said == label)
     yield element("td", percent(numbers[label] / sum(numbers), 1) if sum(numbers) else "no row")

@@ -15,7 +15,7 @@ from sunspot.errors import NotFoundError, StorageError
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.log import warn_once
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, recorded_setting, step_of
+from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
@@ -293,11 +293,6 @@ class RunView:
     @property
     def rows_per_s(self) -> float | None:
         return self.status.rows_per_s if self.status and self.status.rows_per_s else self.last.get("rows_per_s")
-
-    @property
-    def of_a_cluster(self) -> bool:
-        """Whether a RayJob has begun it last, or may be about to begin it."""
-        return not self.attempts or bool(recorded_setting(self.attempts, "job_id"))
 
     @property
     def seconds_left(self) -> float | None:

@@ -54,6 +54,12 @@ class Predictions:
     "Spread over the classes."
     samples: list[Example] = field(default_factory=list)
     "Training rows, not predicted."
+    names: list[str] = field(default_factory=list)
+    "Of the classes, where they have any."
+
+    def name(self, label: int) -> str:
+        """Name a class."""
+        return self.names[label] if label < len(self.names) else str(label)
 
 
 def write_predictions(run: Run, predictions: Predictions) -> None:

@@ -1,6 +1,7 @@
 """A task is the module with a run's model, optimizer and loss, with a LightningModule, a Keras model, or trees."""
 
 import importlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ HOOKS = ("train", "augment", "augment_row")
 EXTRAS = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
     **dict.fromkeys(("keras", "tensorflow"), "tensorflow"),
+    **dict.fromkeys(("tokenizers", "transformers", "peft"), "hf"),
 }
 """The extra that brings each package."""
 
@@ -67,8 +69,9 @@ class Task(Protocol):
     # other than those of DATASET.
     # checkpoint_files(model, state) -> files, bytes by name, that each checkpoint holds besides, given the state_dict.
     # answer(model, prompts, tokens) -> a text for each prompt, of at most so many tokens, for `sunspot.predict`.
-    # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], on the model's
-    # device. Without it, `sunspot.predict` cannot use the task's models, and the report shows no predictions.
+    # predict(model, batch) -> scores, float [B, classes] before softmax, or without classes values [B, ...], of a batch
+    # without labels on the model's device; or predict(model, images), of images, uint8 [B, C, H, W]. Without it,
+    # `sunspot.predict` cannot use the task's models, and the report shows no predictions.
 
 
 class TrainingRun(Protocol):
@@ -141,20 +144,24 @@ class TrainingRun(Protocol):
         ...
 
 
-Predict = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
 """The optional `predict` of a task."""
 
 
 def load_predict(settings: Settings) -> Predict:
-    """Import the task's `predict`; raises `SettingsError` if it defines none."""
+    """Import the task's `predict`, made one that takes a batch; raises `SettingsError` if it defines none.
+
+    That of a task on images may take these alone.
+    """
     task = load_task(settings)
-    predict: Predict | None = getattr(task, "predict", None)
+    predict: Callable[..., torch.Tensor] | None = getattr(task, "predict", None)
     if predict is None:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: defines no predict(model, images) -> scores, so nothing can be predicted "
-            "with its models; sunspot/tasks/images.py has one to copy"
+            f"SUNSPOT_TASK={settings.task}: defines no predict(model, batch) -> scores, so nothing can be predicted "
+            "with its models; docs/predict.md has one to copy"
         )
-    return predict
+    takes_batch = list(inspect.signature(predict).parameters)[1:] == ["batch"]
+    return lambda model, batch: predict(model, batch if takes_batch or "image" not in batch else batch["image"])
 
 
 def place_of(error: Exception) -> str:

@@ -19,13 +19,14 @@ import math
 import warnings
 from typing import Any
 
+import tokenizers  # noqa: F401  of the extra: where it is missing, that is said here, and not by a worker
 import torch
 from torch import nn
 from torch.nn import functional
 
 from sunspot.data.columns import Column
 from sunspot.data.packing import open_packed
-from sunspot.data.source import Batch, Source
+from sunspot.data.source import Batch, ModelData, Source
 from sunspot.data.table import open_table
 from sunspot.data.tokens import Tokenizer, load_tokenizer
 from sunspot.errors import ConflictError, SettingsError, shorten
@@ -62,9 +63,9 @@ WRITTEN, WRITTEN_TOKENS = 3, 32
 class FineTuned(nn.Module):
     """A pretrained model, of which checkpoints hold what trains, and of a base that does not, the hash."""
 
-    def __init__(self, model: Any, base: Base, arguments: dict[str, Any]) -> None:
+    def __init__(self, model: Any, base: Base, arguments: dict[str, Any], data: ModelData) -> None:
         super().__init__()
-        self.model, self.base, self.arguments = model, base, arguments
+        self.model, self.base, self.arguments, self.data = model, base, arguments, data
         self.adapted = arguments["rank"] > 0
         self.config = model.config
         self.sha256 = base.sha256 if self.adapted else ""  # here, as it reads every byte
@@ -130,13 +131,12 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
         model = _adapt(model, base, arguments)
     if arguments["recompute"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return FineTuned(model, base, arguments)
+    return FineTuned(model, base, arguments, ModelData.of(source))
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     """Return the cross-entropy, in nats, of a text's class, or the mean over a row's tokens but each text's first."""
-    tokens, lengths = batch["tokens"].long(), batch["tokens_length"]
-    there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    tokens, there = batch["tokens"].long(), find_tokens(batch)
     if "label" in batch:
         scores = model(tokens, attention_mask=there.long())
         correct = scores.argmax(dim=1) == batch["label"]
@@ -148,6 +148,20 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     count = counted.sum(dim=1).clamp(min=1)
     right = (scores.argmax(dim=2) == targets) * counted
     return (each * counted).sum(dim=1) / count, {"accuracy": right.sum(dim=1) / count}
+
+
+def find_tokens(batch: Batch) -> torch.Tensor:
+    """Tell tokens from what fills rows up; bool [B, T]."""
+    tokens, lengths = batch["tokens"], batch["tokens_length"]
+    return torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+
+
+def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
+    """Return the scores of the classes of texts."""
+    if model.arguments["head"] != "classes":
+        raise SettingsError("a language model predicts no rows; ask it with --prompt")
+    scores: torch.Tensor = model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
+    return scores
 
 
 @torch.inference_mode()
@@ -201,7 +215,7 @@ def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
             raise SettingsError(f"the prompt {prompt!r} has no tokens; give it a text")
         if model.arguments["head"] == "classes":
             shares = model(ids).float().softmax(dim=1)[0]
-            answers.append(f"{int(shares.argmax())} ({float(shares.max()):.4f})")
+            answers.append(f"{model.data.name(int(shares.argmax()))} ({float(shares.max()):.4f})")
         else:
             mask = torch.ones_like(ids)
             written = model.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)

@@ -145,8 +145,8 @@ class KerasTask:
         outputs = model(batch)
         return model.losses(batch, outputs), rate(outputs, batch)
 
-    def predict(self, model: KerasModule, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = model({"image": images})
+    def predict(self, model: KerasModule, batch: Batch) -> torch.Tensor:
+        scores: torch.Tensor = model(batch)
         return scores
 
     def checkpoint_files(self, model: KerasModule, state: Mapping[str, Any]) -> dict[str, bytes]:

@@ -297,8 +297,8 @@ class TreesTask:
     def loss(self, model: Trees, batch: Batch) -> tuple[torch.Tensor, Batch]:
         return rate(model(batch), batch["label"])
 
-    def predict(self, model: Trees, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = model({"image": images})
+    def predict(self, model: Trees, batch: Batch) -> torch.Tensor:
+        scores: torch.Tensor = model(batch)
         return scores
 
     def show(self, model: Trees, rows: Batch) -> dict[str, Any]:

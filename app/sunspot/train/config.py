@@ -20,6 +20,8 @@ class WorkerConfig:
     warm_key: str
     "Identifies the nodes' servers of this training (sunspot/warm); empty: workers are not forked."
     collective_timeout_s: float
+    folder: str = ""
+    "The driver's working directory, which relative paths in TASK_ARGS mean."
 
     def claimant(self) -> Claimant:
         """Who claims the run, with a connection of this process to its storage."""

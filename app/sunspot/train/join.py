@@ -30,6 +30,7 @@ from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_internals.workers import launch_time, raylet_process
+from sunspot.ray_session import enter_folder
 from sunspot.run import Run
 from sunspot.run.attempts import record_error
 from sunspot.run.failures import record_failure
@@ -56,6 +57,7 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
     claimant = config.claimant()
     run = claimant.run
     print_logs()
+    enter_folder(config.folder)
     torch.set_num_threads(config.threads)
     round_products(settings.precision == "tf32")
     quiet_ray_train()

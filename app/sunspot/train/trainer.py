@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import tempfile
 import time
 from contextlib import nullcontext
@@ -163,6 +164,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident
             threads=resources.threads,
             warm_key=choose_warm_key(settings),
             collective_timeout_s=max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + WATCHDOG_GRACE_S),
+            folder=os.getcwd(),
         )
         trainer = make_trainer(config, resources, scratch)
         try:

@@ -1,5 +1,6 @@
 """Starts a run's RayJob, or says why it need not or must not start."""
 
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from sunspot.run import open_run
 from sunspot.run.requests import clear_stop
 from sunspot.run.status import RunState
 from sunspot.run.submissions import owner_of, record_submission
-from sunspot.settings import PREFIX, differences
+from sunspot.settings import PREFIX, Settings, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers
 from sunspot.submitter.cluster.preflight import check, check_identity
@@ -78,10 +79,19 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
     with progress_note("checking the cluster and the storage"):
         expected, warnings = check(cluster, access.run, rendered.manifest)
-    for text in warnings:
+    for text in [*warnings, *find_local_paths(settings)]:
         warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
     return start_job(access, PreparedJob(rendered.manifest, rendered.to_yaml(), expected), dry_run)
+
+
+def find_local_paths(settings: Settings) -> list[str]:
+    """Find the task's arguments that name what is in the working directory, which pods do not have."""
+    return [
+        f"{PREFIX}TASK_ARGS: {name}={value!r} is here on this machine; pods do not have it, unless the image does"
+        for name, value in settings.task_args.items()
+        if isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
+    ]
 
 
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -> Submission:

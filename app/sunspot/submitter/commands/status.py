@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> None:
     """
     access = reach_run(run_target(args))
     snapshot, view = gather(access)
-    if snapshot.cluster.trouble and (access.cluster or not view or view.of_a_cluster):
+    if snapshot.cluster.trouble:
         warn(f"from storage alone, without the cluster: {snapshot.cluster.trouble}")
     if snapshot.storage.trouble:
         seen = "of storage, its status alone" if snapshot.storage.status else "from the cluster alone, without storage"
@@ -63,8 +63,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("left", in_words(record["seconds_left"]))
     if view and record["attempt"]:
         age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
-        none = "none is whole" if view.passed_over else "none yet"
-        line("checkpoint", f"{record['checkpoint'] or none}{age}")
+        line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
         line("metrics", ", ".join(f"{name} {in_digits(value)}" for name, value in (record["metrics"] or {}).items()))
         for each in view.passed_over:
             line("skipped", str(each))

@@ -7,7 +7,6 @@ from sunspot.errors import StorageError
 from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
 from sunspot.run.history import newest_rank_records
-from sunspot.run.overview import RunView
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.run_record import gather
@@ -41,7 +40,7 @@ def examine(access: RunAccess) -> Report:
     snapshot, view = gather(access)
     state, reason = snapshot.state()
     findings = []
-    unseen = _unseen(access, snapshot, view)
+    unseen = _unseen(snapshot)
     if snapshot.job and "pods" not in snapshot.cluster.hidden:
         seen = JobInCluster(snapshot.job, snapshot.cluster.pods, snapshot.cluster.warnings, snapshot.time)
         findings += find_pending(seen, state)
@@ -67,12 +66,11 @@ def examine(access: RunAccess) -> Report:
     return Report(state, reason, most_explaining_first(findings), unseen)
 
 
-def _unseen(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) -> list[str]:
+def _unseen(snapshot: RunSnapshot) -> list[str]:
     """List what could not be examined, and why."""
     texts = []
     if snapshot.cluster.trouble:
-        if access.cluster or not view or view.of_a_cluster:
-            texts.append(f"the cluster: {snapshot.cluster.trouble}")
+        texts.append(f"the cluster: {snapshot.cluster.trouble}")
     elif not snapshot.job:
         texts.append("pods and their events: the run has no RayJob")
     texts += [f"its {what}: {refusal}" for what, refusal in snapshot.cluster.hidden.items()]

@@ -1,0 +1,127 @@
+"""Labels of classes: whole numbers from 0, or text, whose classes are numbered in sorted order."""
+
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sunspot.data.columns import Column, Place, first_true
+from sunspot.data.fingerprint import digest, digest_array
+from sunspot.data.source import PREDICTED_BY
+from sunspot.data.table_files import TableFile
+from sunspot.errors import DataError
+
+LABEL = "label"
+"""Whole numbers and text in a column of this name are classes; anything else there is a value like any other."""
+
+MAX_LABEL = 2**31 - 1
+"""A larger label is a mistake: no model has a score for each class up to it."""
+
+CLASS_NAMES, HUGGINGFACE = b"classes", b"huggingface"
+"""Keys of a file's metadata: the class names, a JSON list by label, of `sunspot.data.convert`, and of `datasets`."""
+
+
+class ClassLabels(NamedTuple):
+    """What the labels of a file, or of all files, say of the classes."""
+
+    classes: int
+    "How many there are."
+    names: tuple[str, ...]
+    "Of labels in text all that occur, in any order; of numbers those in the file's metadata, if any."
+    text: bool
+    "Whether they are text."
+    digest: bytes = b""
+
+
+NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)).encode())
+
+
+@dataclass(frozen=True)
+class TextLabels(Column):
+    """A column of class names in text, read as their numbers."""
+
+    names: tuple[str, ...] = ()
+
+    def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
+        """Return the number of each class; raises `DataError` for what is none."""
+        numbers = pc.index_in(as_text(values), pa.array(self.names, pa.string()))
+        if numbers.null_count:
+            row = first_true(pc.is_null(numbers))
+            raise place.refuse(row, f"{values[row]} is no class of the training rows")
+        return {"": numbers.to_numpy().astype(self.dtype)}
+
+
+def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> ClassLabels:
+    """Read the labels of a file; raises `DataError` naming the first bad row."""
+    if column.decode:
+        numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
+    elif values.null_count:
+        row = first_true(pc.is_null(values))
+        raise DataError(f"{file.name_row(row)}: label is null; it must be text or an integer from 0")
+    elif is_text(values.type):
+        encoded = as_text(values).combine_chunks().dictionary_encode()
+        names = tuple(encoded.dictionary.to_pylist())
+        content = digest(digest_array(encoded.indices.to_numpy()).encode(), json.dumps(names).encode())
+        return ClassLabels(len(names), names, True, content.encode())
+    elif not pa.types.is_integer(values.type):
+        raise DataError(
+            f"{file.name_row(0)}: label is {values.type} ({values[0]}); it must be text or an integer from 0 (for a "
+            "value to predict, the task declares it as float32)"
+        )
+    else:
+        numbers = values.to_numpy()
+    bad = (numbers < 0) | (numbers > MAX_LABEL)
+    if bad.any():
+        row = first_true(bad)
+        raise DataError(f"{file.name_row(row)}: label {numbers[row]}; it must be an integer from 0 to {MAX_LABEL}")
+    classes, names = int(numbers.max()) + 1, _stored_names(file.schema, column.of or LABEL)
+    if 0 < len(names) < classes:
+        raise DataError(f"{file.path}: label {classes - 1}, but its metadata names {len(names)} classes only")
+    content = digest_array(numbers.astype(np.int64, copy=False))
+    return ClassLabels(max(classes, len(names)), names, False, content.encode())
+
+
+def merge_labels(files: list[ClassLabels], location: str) -> ClassLabels:
+    """Merge what the files of a dataset say of its classes; raises `DataError`.
+
+    Classes in text are numbered in sorted order, or as the model has them that is to predict the rows: then there are
+    no labels if one is no class of the model's.
+    """
+    if not files:
+        return NO_LABELS
+    if not any(file.text for file in files):
+        return ClassLabels(max(file.classes for file in files), max((file.names for file in files), key=len), False)
+    if not all(file.text for file in files):
+        raise DataError(f"{location}: label is text in some files and numbers in others; write them all alike")
+    names, model = {name for file in files for name in file.names}, PREDICTED_BY.get()
+    known = tuple(sorted(names)) if model is None else model.class_names if names <= set(model.class_names) else ()
+    return ClassLabels(len(known), known, True)
+
+
+def is_text(stored: pa.DataType) -> bool:
+    """Tell whether labels of a type in the files are names: text, as it is or in a dictionary, and booleans."""
+    types = pa.types
+    if types.is_dictionary(stored):
+        return is_text(stored.value_type)
+    return any(
+        test(stored) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_boolean)
+    )
+
+
+def as_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return labels as text."""
+    return values.cast(pa.string())
+
+
+def _stored_names(schema: pa.Schema, name: str) -> tuple[str, ...]:
+    """Return the names of the classes of a column of numbers, where a file's metadata has them."""
+    metadata = schema.metadata or {}
+    try:
+        if CLASS_NAMES in metadata:
+            return tuple(map(str, json.loads(metadata[CLASS_NAMES])))
+        return tuple(map(str, json.loads(metadata[HUGGINGFACE])["info"]["features"][name]["names"]))
+    except (ValueError, KeyError, TypeError):
+        return ()

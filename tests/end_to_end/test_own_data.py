@@ -1,0 +1,98 @@
+"""Whole runs on data as people have them: trained in both loaders, resumed, audited, predicted, with class names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from sunspot.errors import ConflictError
+from sunspot.predict.__main__ import main
+from sunspot.run.predictions import read_predictions
+from tests.harness.program import Program
+from tests.harness.training import consumed, the_run
+
+Predict = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def predict(program: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Predict:
+    def ask(*words: str) -> dict[str, Any]:
+        storage = program.settings["STORAGE_PATH"]
+        monkeypatch.setattr("sys.argv", ["predict", "run", *words, "--storage", storage, "--json"])
+        capsys.readouterr()
+        assert main() == 0
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answer
+
+    return ask
+
+
+def write_table(folder: Path, suffix: str, rows: int) -> None:
+    folder.mkdir(parents=True)
+    values = np.random.default_rng(rows).normal(size=(rows, 2)).round(3)
+    named = [(a, b, "above" if a > b else "below") for a, b in values.tolist()]
+    if suffix == "csv":
+        lines = ["a,b,label", *(f"{a},{b},{label}" for a, b, label in named)]
+    else:
+        lines = [json.dumps({"a": a, "b": b, "label": label}) for a, b, label in named]
+    (folder / f"rows.{suffix}").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(("suffix", "loader"), [("csv", "torch"), pytest.param("jsonl", "ray", marks=pytest.mark.slow)])
+def test_a_table_of_text(
+    suffix: str, loader: str, program: Program, predict: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    for split, rows in (("train", 90), ("test", 40)):
+        write_table(data / split, suffix, rows)
+    (tmp_path / "start").write_text("0.5")
+    monkeypatch.chdir(tmp_path)  # what a relative path means in the shell, it means in the workers
+    settings = {"DATASET": "data", "LOADER": loader, "TASK": "tests.tasks.measured", "GLOBAL_BATCH_SIZE": 30}
+    settings |= {"TASK_ARGS": '{"start": "start"}', "PREDICT_ROWS": 100, "LEARNING_RATE": 0.3}
+    program.run(**settings, EPOCHS=1)
+    program.run(**settings, EPOCHS=3)
+    run = the_run(program, "run")
+    assert sorted(row for rows in consumed(run).values() for row in rows) == sorted([*range(90)] * 3)
+    kept = read_predictions(run)
+    assert kept
+    assert (kept.rows, kept.names, kept.accuracy > 0.9) == (40, ["above", "below"], True)
+    found = predict("--dataset", "data", "--output", "out")
+    assert (found["rows"], found["accuracy"]) == (40, kept.accuracy)
+    table = pq.read_table("out").to_pydict()
+    assert [kept.names[number] for number in table["prediction"]] == table["class"]
+    write_table(tmp_path / "other", suffix, 90)
+    (tmp_path / "other" / f"rows.{suffix}").rename(data / "train" / f"rows.{suffix}")
+    path = data / "train" / f"rows.{suffix}"
+    path.write_text(path.read_text().replace("above", "over"))
+    with pytest.raises(ConflictError, match="DATASET"):
+        program.run(**settings, EPOCHS=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["torch", "ray"])
+def test_a_folder_of_pictures(loader: str, program: Program, predict: Predict, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for split, count in (("train", 20), ("test", 5)):
+        for name, brightness in (("day", 160), ("night", 0)):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = brightness + random.integers(0, 90, (20 + number % 3, 24, 3), np.uint8)
+                Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "data" / split / name / f"{number}.png")
+    data = str(tmp_path / "data")
+    program.run(DATASET=data, LOADER=loader, IMAGE_SIZE=16, GLOBAL_BATCH_SIZE=10, EPOCHS=3, PREDICT_ROWS=100)
+    run = the_run(program, "run")
+    assert sorted(row for rows in consumed(run).values() for row in rows) == sorted([*range(40)] * 3)
+    kept = read_predictions(run)
+    assert kept
+    assert (kept.rows, kept.names) == (10, ["day", "night"])
+    Image.new("L", (300, 200), 220).save(tmp_path / "large.jpg")
+    [image] = predict(str(tmp_path / "large.jpg"))["images"]
+    assert image["class"] == kept.names[image["prediction"]]
+    assert predict("--dataset", data, "--output", str(tmp_path / "out"))["accuracy"] == kept.accuracy

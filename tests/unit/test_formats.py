@@ -1,0 +1,228 @@
+"""Datasets as people have them: folders of pictures, CSV, JSON lines, and what `datasets` saves, with named classes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from sunspot.data.columns import Column
+from sunspot.data.convert import convert_image_folder
+from sunspot.data.source import PREDICTED_BY, ModelData, find_sources
+from sunspot.data.table import TableSource, open_table
+from sunspot.errors import DataError
+from sunspot.settings import Settings
+from tests.harness.datasets import everything, random_images, refusal
+from tests.unit.test_table import png, save_dataset
+
+COLUMNS = {"x": Column(), "label": Column("int64")}
+LABELS = ["up", "down", "level", "down"]
+
+
+def write_rows(path: Path, labels: list[Any]) -> Path:
+    """Rows of CSV or JSON lines; the text has line breaks, quotes and commas."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"x": number / 2, "text": 'two\n"lines", \u00e9', "label": label} for number, label in enumerate(labels)]
+    if path.suffix == ".csv":
+        pa.csv.write_csv(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def open_rows(location: Path, **columns: Column) -> TableSource:
+    train, test = open_table(Settings(dataset=str(location)), columns or COLUMNS)
+    assert test is None
+    return train
+
+
+def put_picture(path: Path, height: int, width: int, mode: str = "RGB") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(height, width, mode))
+    return path
+
+
+def length(text: str) -> list[int]:
+    return [len(text)]
+
+
+def number_of(text: str) -> int:
+    return ["down", "level", "up"].index(text)
+
+
+# --------------------------------------------------------------------------------------------------- CSV and JSON lines
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "json"])
+def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
+    for split, labels in (("train", LABELS * 500), ("test", ["down", "up"])):
+        write_rows(tmp_path / split / f"rows.{suffix}", labels)
+    columns = {**COLUMNS, "text": Column("int64", (1,), decode=length)}
+    train, test = open_table(Settings(dataset=str(tmp_path)), columns)
+    assert test
+    assert (train.row_groups, train.classes, train.class_names) == ((1024, 976), 3, ("down", "level", "up"))
+    assert train.class_names == test.class_names
+    found = everything(pickle.loads(pickle.dumps(train)))
+    assert found["x"].tolist() == [number / 2 for number in range(2000)]
+    assert found["label"].tolist() == [2, 0, 1, 0] * 500
+    assert set(found["text"].flat) == {14}
+    assert everything(test)["label"].tolist() == [0, 2]
+    assert train.where(1, 3) == f"{tmp_path}/train/rows.{suffix}, row 1027"
+    before = train.fingerprint
+    write_rows(tmp_path / "train" / f"rows.{suffix}", [*LABELS * 499, "up", "down", "level", "up"])
+    with refusal(DataError, "rows", "has changed since it was opened"):
+        open_table(Settings(dataset=str(tmp_path)), columns)
+        train.read(1)
+    assert open_table(Settings(dataset=str(tmp_path)), columns)[0].fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("files", "columns", "said"),
+    [
+        ({"a.csv": LABELS, "b.csv": [0, 1]}, COLUMNS, ["text in some files and numbers in others"]),
+        ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["both CSV and JSON lines", "a folder of its own"]),
+        ({"a.csv": LABELS, "pictures/b.png": []}, COLUMNS, ["both CSV and pictures"]),
+        ({"a.csv": ["up", "down"], "val/b.csv": [], "train/b.csv": []}, COLUMNS, ["train/ and val/", "TEST_DATASET"]),
+        ({"train/a.csv": ["up"], "test/a.csv": ["left"]}, COLUMNS, ["'left' is no class of the training rows (up)"]),
+        ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv", "label is string"]),
+        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "double", "declares it as float32"]),
+        ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
+        ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1", "label is null"]),
+        ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "DATASET takes", "save_to_disk"]),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(
+    tmp_path: Path, files: dict[str, list[Any]], columns: dict[str, Column], said: list[str]
+) -> None:
+    for name, labels in files.items():
+        if labels:
+            write_rows(tmp_path / name, labels)
+        else:
+            put_picture(tmp_path / name, 3, 3)
+    with refusal(DataError, *said):
+        open_table(Settings(dataset=str(tmp_path)), columns)
+
+
+def test_images_are_not_looked_for_in_a_table(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.csv", LABELS)
+    with refusal(DataError, "no column 'image' among its columns (x, text, label)", "SUNSPOT_TASK"):
+        find_sources(Settings(dataset=str(path)))
+    with refusal(DataError, "a.txt: not a Parquet file", "DATASET takes", ".csv"):
+        find_sources(Settings(dataset=str(path.rename(tmp_path / "a.txt"))))
+
+
+def test_decoded_labels_are_counted(tmp_path: Path) -> None:
+    source = open_rows(write_rows(tmp_path / "a.csv", LABELS), label=Column("int64", decode=number_of))
+    assert (source.classes, source.class_names) == (3, ())
+    with refusal(DataError, "a.csv, row 1: label cannot be decoded", "'left' is not in list"):
+        open_rows(write_rows(tmp_path / "a.csv", ["up", "left"]), label=Column("int64", decode=number_of))
+
+
+def test_rows_to_predict_need_no_labels_and_take_those_of_the_model(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.csv", ["down", "up"])
+    asked = PREDICTED_BY.set(ModelData((1,), 3, ("down", "level", "up")))
+    try:
+        assert everything(open_rows(path))["label"].tolist() == [0, 2]
+        assert list(everything(open_rows(write_rows(path, ["down", "left"])))) == ["x"]
+        path.write_text("x\n1\n2\n")
+        assert everything(open_rows(path))["x"].tolist() == [1, 2]
+    finally:
+        PREDICTED_BY.reset(asked)
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+
+
+def test_a_folder_of_pictures_is_read_at_one_size(tmp_path: Path) -> None:
+    for name, size in (("cat/b.png", (30, 20)), ("cat/a.png", (9, 9)), ("bird/deep/c.png", (80, 70))):
+        put_picture(tmp_path / "train" / name, *size)
+    put_picture(tmp_path / "test/cat/0.png", 8, 8, "L")
+    (tmp_path / "train" / "cat" / "notes.txt").touch()
+    put_picture(tmp_path / "train" / ".thumbnails" / "a.png", 3, 3)
+    train, test = find_sources(Settings(dataset=str(tmp_path)))
+    assert isinstance(train, TableSource)
+    assert test
+    assert (train.shape, test.shape, train.class_names, train.scales) == (
+        (3, 64, 64),
+        (3, 64, 64),
+        ("bird", "cat"),
+        True,
+    )
+    found = everything(pickle.loads(pickle.dumps(train)))
+    assert (found["image"].shape, found["label"].tolist()) == ((3, 3, 64, 64), [0, 1, 1])
+    assert train.where(0, 2) == f"{tmp_path}/train/cat/b.png"
+    assert everything(test)["label"].tolist() == [1]
+    assert find_sources(Settings(dataset=str(tmp_path), image_size=10))[0].shape == (3, 10, 10)
+
+    # Exactly as `convert` does it, which keeps names and the rule in the files.
+    convert_image_folder(str(tmp_path / "train"), 64, str(tmp_path / "out"))
+    converted, _ = find_sources(Settings(dataset=str(tmp_path / "out")))
+    assert ModelData.of(converted) == ModelData.of(train)
+    same = everything(converted)["image"]
+    assert {image.tobytes() for image in same} == {image.tobytes() for image in found["image"]}
+
+
+def test_pictures_of_one_size_stay_as_they_are(tmp_path: Path) -> None:
+    pixels = random_images(40, 5, 7)
+    for number, image in enumerate(pixels):
+        (tmp_path / str(number % 2)).mkdir(exist_ok=True)
+        Image.fromarray(image).save(tmp_path / str(number % 2) / f"{number:02}.png")
+    source, _ = find_sources(Settings(dataset=str(tmp_path)))
+    assert (source.shape, source.row_groups) == ((1, 5, 7), (32, 8))
+    np.testing.assert_array_equal(everything(source)["image"][:, 0], np.concatenate([pixels[::2], pixels[1::2]]))
+    before = source.fingerprint
+    Image.fromarray(pixels[0]).save(tmp_path / "1" / "01.png")  # as many bytes
+    assert find_sources(Settings(dataset=str(tmp_path)))[0].fingerprint != before
+    (tmp_path / "1" / "01.png").unlink()
+    find_sources(Settings(dataset=str(tmp_path)))
+    with refusal(DataError, "has changed since it was opened"):
+        source.read(0)
+    (tmp_path / "1" / "03.png").write_bytes(b"no picture")
+    with refusal(DataError, "1/03.png", "not an image"):
+        find_sources(Settings(dataset=str(tmp_path)))
+
+
+def test_a_task_may_declare_the_pictures_of_a_folder(tmp_path: Path) -> None:
+    put_picture(tmp_path / "a" / "0.png", 4, 4)
+    source = open_rows(tmp_path, image=Column("int64", (1,), decode=length), label=Column("int64"))
+    assert everything(source)["image"].tolist() == [[(tmp_path / "a" / "0.png").stat().st_size]]
+
+
+def test_a_damaged_picture_is_named_when_it_is_read(tmp_path: Path) -> None:
+    path = put_picture(tmp_path / "a" / "0.png", 40, 40)
+    path.write_bytes(path.read_bytes()[:200])
+    source, _ = find_sources(Settings(dataset=str(tmp_path)))
+    with refusal(DataError, "a/0.png: image", "truncated"):
+        source.read(0)
+
+
+# --------------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def test_saved_pictures_and_class_names_are_read_as_they_are(tmp_path: Path) -> None:
+    images = [{"bytes": png(6, 5), "path": "a.png"}, {"bytes": png(6, 5), "path": None}]
+    names = {"info": {"features": {"label": {"names": ["cat", "dog", "cow"], "_type": "ClassLabel"}}}}
+    table = pa.table({"image": images, "label": [1, 0]}).replace_schema_metadata({"huggingface": json.dumps(names)})
+    save_dataset(tmp_path / "saved", [table])
+    source, _ = find_sources(Settings(dataset=str(tmp_path / "saved")))
+    data = ModelData.of(source)
+    assert (data.shape, data.classes, data.class_names, data.scales) == ((3, 6, 5), 3, ("cat", "dog", "cow"), False)
+    assert everything(source)["image"].shape == (2, 3, 6, 5)
+    scaled, _ = find_sources(Settings(dataset=str(tmp_path / "saved"), image_size=4))
+    assert everything(scaled)["image"].shape == (2, 3, 4, 4)
+    (tmp_path / "dictionary").mkdir()
+    (tmp_path / "saved").rename(tmp_path / "dictionary" / "all")
+    (tmp_path / "dictionary" / "dataset_dict.json").write_text("{}")
+    with refusal(DataError, "saved as all; set DATASET to one such as", "/dictionary/all"):
+        find_sources(Settings(dataset=str(tmp_path / "dictionary")))
+    pq.write_table(table.set_column(1, "label", pa.array([1, 3])), tmp_path / "a.parquet")
+    with refusal(DataError, "a.parquet: label 3, but its metadata names 3 classes"):
+        find_sources(Settings(dataset=str(tmp_path / "a.parquet")))
