@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.settings import load_settings
+from sunspot.submitter.commands import check as command
 from sunspot.train.task_check import Check, check
 
 TASK = """
@@ -142,3 +146,27 @@ def test_a_broken_part_of_a_task_is_named(
 def test_data_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SunspotError, match="nowhere"):
         check_task(tmp_path, TASK, monkeypatch, DATASET=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(("what", "passes"), [("", True), (', reduction="none"', False)])
+def test_the_command_prints_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, passes: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    (tmp_path / f"lies_here_{passes}.py").write_text("print('heard')\n" + (TASK.replace(what, "") if what else TASK))
+    arguments = argparse.Namespace(settings=[f"TASK=lies_here_{passes}"], storage=None, json=True)
+    if passes:
+        command.run(arguments)
+    else:
+        with pytest.raises(SettingsError, match="its loss"):
+            command.run(arguments)
+    said = json.loads(capsys.readouterr().out)
+    assert said["passed"] is passes
+    assert said["metrics"]["test_loss"] > 0 if passes else "its loss" in said["error"]
+
+
+def test_without_the_training_program_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sunspot.train.task_check", None)
+    with pytest.raises(SettingsError, match=r"install sunspot-train\[train\]"):
+        command.run(argparse.Namespace(settings=[], storage=None, json=False))

@@ -26,11 +26,8 @@ def run(args: argparse.Namespace) -> None:
         # By its name: the command does without torch, and this verb alone runs what trains.
         library: Any = importlib.import_module("sunspot.train.task_check")
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "ray", "numpy"):
-            raise
-        raise SettingsError(
-            f"{error.name} is not installed, which a task needs; install sunspot-train[train]"
-        ) from error
+        missing = error.name or "torch"  # whose absence Ray tells by an error without a name
+        raise SettingsError(f"a task needs {missing}, which is not here; install sunspot-train[train]") from error
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the task prints
             checked = library.check(settings)
