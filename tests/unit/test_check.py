@@ -106,7 +106,10 @@ def check_task(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **setti
 
 @pytest.mark.parametrize("loop", ["", OWN_LOOP], ids=["loss", "own loop"])
 def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    checked = check_task(tmp_path, TASK + loop, monkeypatch, AUDIT="true", EMA="0.9")
+    of_batch = TASK.replace("predict(model, images)", "predict(model, batch)").replace(
+        "model(images)", 'model(batch["image"])'
+    )
+    checked = check_task(tmp_path, (of_batch if loop else TASK) + loop, monkeypatch, AUDIT="true", EMA="0.9")
     assert {"loss at first", "hits", "test_loss", "test_hits"} <= checked.metrics.keys()
     assert checked.checkpoint_bytes > 10_000
     assert checked.not_checked == ["AUDIT=True"]

@@ -43,7 +43,7 @@ from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure
 from sunspot.run.history import in_digits, measured
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks import load_task
+from sunspot.tasks import load_predict, load_task
 from sunspot.tasks.optimizers import optimizers_in
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.build import build_learner
@@ -300,12 +300,13 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
 
 def predict(learner: Learner, checked: Check) -> None:
     """Have the task predict the rows that were read last; raises `SettingsError` for what are no scores."""
-    task, classes = cast(Any, learner.task), learner.plan.source.classes
-    if not hasattr(task, "predict") or "image" not in checked.batch:
+    if not hasattr(learner.task, "predict"):
         return
-    images = checked.batch["image"].to(learner.place.device)
+    batch = {name: column for name, column in checked.batch.items() if name not in ("row", "label")}
+    given = {name: column.to(learner.place.device) for name, column in batch.items()}
     with evaluation_mode(learner.model), torch.no_grad():
-        scores = task.predict(learner.model, images)
-    wanted, got = [len(images), classes], list(getattr(scores, "shape", [type(scores).__name__]))
-    if got != wanted:
+        scores: Any = load_predict(learner.plan.settings)(learner.model, given)
+    rows, classes = len(checked.batch["row"]), learner.plan.source.classes
+    wanted, got = [rows, classes] if classes else [rows], list(getattr(scores, "shape", [type(scores).__name__]))
+    if got[: len(got) if classes else 1] != wanted:
         raise SettingsError(f"{PREFIX}TASK={checked.task}: its predict returned {got}; return scores, {wanted}")
