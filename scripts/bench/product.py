@@ -15,6 +15,7 @@ from sunspot.run.attempts import new_owner
 from sunspot.run.claimant import Claimant
 from sunspot.run.history import read_journal
 from sunspot.run.identity import keep_identity
+from sunspot.run.requests import StopRequest
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
 from sunspot.train.driver import identify_rows
@@ -38,7 +39,7 @@ def train_ms(settings: Settings) -> float:
     run = open_run(settings.storage_path, settings.run_name)
     keep_identity(run, settings.environment(), IDENTITY, identify_rows(plan))
     with redirect_stdout(io.StringIO()):
-        fit(plan, Claimant(run, new_owner(run, "")))
+        fit(plan, Claimant(run, new_owner(run, "")), StopRequest())
     records = [record for record in read_journal(run, "metrics") if "rows_per_s" in record]
     return step_ms([(record["step"], record["time"]) for record in records])
 

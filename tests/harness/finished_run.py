@@ -119,7 +119,7 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
     run = finished.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sunspot.observe.output.SHIP_EVERY_S", 0.5)
-        patch.setattr("sunspot.elastic.stop.MARKER_READ_EVERY_S", 0.5)
+        patch.setattr("sunspot.run.outcome.DRIVER_CHECK_EVERY_S", 0.5)
         program = Program(finished.settings, ray_address, patch)
         with contextlib.redirect_stdout(io.StringIO()) as stopped:
             training = program.begin()

@@ -26,12 +26,14 @@ from sunspot.elastic import nodes as elastic_nodes
 from sunspot.elastic.control import COMMAND_EVERY_S, CommandPoller, ControlChannel, open_control
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.messages import Command, Incident
-from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
+from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room
+from sunspot.elastic.supervisor import supervised
 from sunspot.ray_internals import coordinator
 from sunspot.ray_internals.controller import end_groups_at_once, give_back, reserved_groups
 from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from sunspot.run.incidents import Cause
+from sunspot.run.requests import StopRequest
 from sunspot.settings import NodeGroup, WorkerRange
 from tests.harness.control import LocalControl
 from tests.harness.control import worker_group as group
@@ -286,7 +288,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
     control = LocalControl()
     with (
         start_node(ray_address, CPU=1, spot=1) as a,
-        watch_nodes(control, NodeMonitor(PER_WORKER, WorkerRange(1, 3), reachable_nodes)),
+        supervised(control, StopRequest(), NodeMonitor(PER_WORKER, WorkerRange(1, 3), reachable_nodes)),
     ):
         control.channel.begin_group(group(1, a.node_id))
         reserve("train-test", 3, PER_WORKER)

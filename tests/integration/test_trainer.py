@@ -12,11 +12,11 @@ from ray.train import TrainingFailedError
 
 from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.messages import Incident
-from sunspot.elastic.stop import StopRequest
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
 from sunspot.run import open_run
 from sunspot.run.claimant import Claimant
+from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train import trainer

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 from sunspot.background import TokenBucket
 from sunspot.elastic.claim import begin_attempt
 from sunspot.elastic.copies import NodeInventory
-from sunspot.elastic.stop import StopRequest, watch_stop
+from sunspot.elastic.supervisor import supervised
 from sunspot.errors import (
     ConflictError,
     EndAtOnceError,
@@ -46,7 +47,7 @@ from sunspot.run.logs import (
 )
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.overview import list_runs
-from sunspot.run.requests import clear_stop, request_stop, stop_requested
+from sunspot.run.requests import StopRequest, clear_stop, request_stop, stop_requested
 from sunspot.run.status import RunState, Status, new_driver, read_status, write_status
 from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.settings import Settings
@@ -205,9 +206,9 @@ def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control, request = LocalControl(), StopRequest()
-    monkeypatch.setattr("sunspot.elastic.stop.STOP_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
     usual = signal.getsignal(signal.SIGINT)
-    with pytest.raises(EndAtOnceError), watch_stop(run, control, request):  # noqa: PT012
+    with pytest.raises(EndAtOnceError), supervised(control, request):  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         wait_until(lambda: control.channel.command().stop, seconds=20)
         assert (request.interrupted, request.terminated, request.marked) == (True, False, False)
@@ -230,12 +231,12 @@ def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
     run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, job: str, error: type[BaseException], code: int
 ) -> None:
     """There it is a lost head, which the operator replaces."""
-    monkeypatch.setattr("sunspot.elastic.stop.STOP_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
 
     def train() -> int:
         control, request = LocalControl(), StopRequest()
         with recorded_outcome(Claimant(run, "me", new_driver()), None, 10):
-            with watch_stop(run, control, request):
+            with supervised(control, request):
                 signal.raise_signal(number)
                 wait_until(lambda: control.channel.command().stop, seconds=20)
             request.raise_signal("step 5 of 10 is kept", job)
@@ -248,6 +249,36 @@ def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
     assert ended.value.code == code
     status = read_status(run)
     assert status.state is (RunState.FAILED if error is SunspotError else RunState.STOPPED)
+
+
+def test_a_signal_reaches_the_workers_while_storage_hangs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, answers = threading.Event(), threading.Event()
+
+    def exists(key: str) -> bool:
+        hangs.set()
+        answers.wait(60)
+        return False
+
+    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("sunspot.run.outcome.DRIVER_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(run.storage, "exists", exists)
+    control, request = LocalControl(), StopRequest()
+    with recorded_outcome(Claimant(run, "me", new_driver()), None, 10, request), supervised(control, request):
+        assert hangs.wait(20), "nobody reads the stop marker"
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: control.channel.command().stop, seconds=20)
+        answers.set()
+
+
+def test_the_stop_marker_reaches_the_workers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("sunspot.run.outcome.DRIVER_CHECK_EVERY_S", 0.01)
+    control, request = LocalControl(), StopRequest()
+    with recorded_outcome(Claimant(run, "me", new_driver()), None, 10, request), supervised(control, request):
+        request_stop(run, "me")
+        wait_until(lambda: control.channel.command().stop, seconds=20)
+        clear_stop(run)  # a start that has stopped stays stopped
+    assert request.marked
 
 
 def test_a_stop_stays_until_it_is_cleared(run: Run) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from sunspot.elastic import nodes
+from sunspot.elastic import supervisor
 from sunspot.elastic.messages import Command
+from sunspot.elastic.nodes import NodeMonitor
 from sunspot.parallel.decisions import StepActions
+from sunspot.run.requests import StopRequest
 from sunspot.settings import WorkerRange
 from sunspot.train.worker import Worker
 from tests.harness.control import LocalControl
@@ -20,8 +22,8 @@ from tests.harness.waiting import wait_until
 def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(get_node_id=lambda: "head")
     answers = {"get_runtime_context": lambda: context, "nodes": lambda: []}
-    monkeypatch.setattr(nodes, "ray", SimpleNamespace(**answers))
-    monkeypatch.setattr(nodes, "NODE_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(supervisor, "ray", SimpleNamespace(**answers))
+    monkeypatch.setattr(supervisor, "NODE_CHECK_EVERY_S", 0.01)
     draining: dict[str, float | None] = {}
     looks = []
 
@@ -29,14 +31,14 @@ def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.append(1)
         return dict(draining)
 
-    monkeypatch.setattr(nodes, "draining_nodes", look)
+    monkeypatch.setattr(supervisor, "draining_nodes", look)
     control = LocalControl()
 
     def wait_for_looks() -> None:
         seen = len(looks)
         wait_until(lambda: len(looks) >= seen + 3, seconds=60)
 
-    with nodes.watch_nodes(control, nodes.NodeMonitor({"CPU": 1.0}, WorkerRange(1, 1), list)):
+    with supervisor.supervised(control, StopRequest(), NodeMonitor({"CPU": 1.0}, WorkerRange(1, 1), list)):
         draining["another"] = None
         wait_for_looks()
         assert not control.told

@@ -4,7 +4,7 @@ A preemption, from the notice to the first step of the new worker group:
 
  1. kubelet                               sends SIGTERM to the node's pods, and kills them `notice_s` (profile) later
  2. ray start                             marks the node as draining, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
- 3. nodes.NodeMonitor.check               reads ray_internals.nodes.draining_nodes twice a second -> find_preempted
+ 3. supervisor.Supervisor.tick            reads ray_internals.nodes.draining_nodes twice a second -> NodeMonitor.check
  4. control.ControlChannel.restart_group  notes the incident, and sets Command.restart with its deadline
  5. control.CommandPoller.poll            brings the command to rank 0, after a step (train.worker.Worker.wanted)
  6. parallel.decisions.StepDecisionBroadcast.agree  brings it to all ranks (train.worker.Worker.finish_step)

@@ -1,29 +1,21 @@
 """Watches the cluster's nodes for what matters to the workers: a preemption, a loss, better nodes, room to scale up."""
 
-import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
-from sunspot.background import Background
-from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.groups import GroupChoice, capacity_by_group, nodes_to_release
-from sunspot.elastic.messages import Incident, WorkerGroup
-from sunspot.errors import SunspotError, shorten
+from sunspot.elastic.messages import WorkerGroup
+from sunspot.errors import SunspotError
 from sunspot.formatting import in_words
 from sunspot.ray_internals.coordinator import ROUNDING, ask_of_groups
-from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, staying_nodes
+from sunspot.ray_internals.nodes import staying_nodes
 from sunspot.run.incidents import Cause
 from sunspot.settings import WorkerRange
 
-log = logging.getLogger(__name__)
-
 NODE_CHECK_EVERY_S = 0.5
-"""Seconds between two checks: a notice may be as short as 15 s."""
+"""Seconds between two looks at the nodes: a notice may be as short as 15 s."""
 
 SETTLED_S = 5.0
 """How long room for more workers must last before a restart, which stops all workers for several seconds: nodes that
@@ -32,9 +24,6 @@ were asked for together join within seconds of each other. The lag of Ray's own 
 BACKOFF_FACTOR = 4
 """How much longer room must last after each restart in which Ray did not make a larger group, as another job may hold
 those nodes. After one try alone they would never be used; trying all the time, nothing would be trained."""
-
-WARN_AFTER_S = 30.0
-"""How long checks may fail before the user is warned. One that fails now and then does no harm."""
 
 HEAD = "node:__internal_head__"
 """A resource that only the head has."""
@@ -200,59 +189,17 @@ def wait_for_nodes(
         if wanted != asked:
             asked = wanted
             ask_of_groups(resources_per_worker, asked)
-            print(f"there are {there}; asked for {_describe(asked)}", flush=True)
+            print(f"there are {there}; asked for {describe_asked(asked)}", flush=True)
         if sum(room.values()) >= workers.least:
             return
         if time.monotonic() - began > timeout_s:
             raise SunspotError(
-                f"after {in_words(timeout_s)} there are {there}, of {_describe(asked)}; `sunspot doctor` says what the "
-                "pods wait for, and the same command tries again"
+                f"after {in_words(timeout_s)} there are {there}, of {describe_asked(asked)}; `sunspot doctor` says "
+                "what the pods wait for, and the same command tries again"
             )
         time.sleep(NODE_CHECK_EVERY_S)
 
 
-def _describe(asked: dict[str, int]) -> str:
+def describe_asked(asked: dict[str, int]) -> str:
+    """Say how many workers are asked of each group: `2 in group spot, 1 in group on-demand`."""
     return ", ".join(f"{workers} in group {name}" for name, workers in asked.items())
-
-
-@contextmanager
-def watch_nodes(control: ControlClient, monitor: NodeMonitor) -> Iterator[None]:
-    """Restart the worker group, over the control channel, when nodes are preempted or added; while the context lasts.
-
-    A lost node is only noted: Ray Train restarts the group itself. When this node, the head, is to go, the group saves;
-    it trains on until the head takes everything with it.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    checked = time.monotonic()
-    warned = False
-    leaving = False
-    asked: dict[str, int] = {}
-
-    def check() -> None:
-        nonlocal checked, warned, leaving, asked
-        try:
-            group, draining = control.ask(ControlChannel.group), draining_nodes()
-            event = monitor.check(group, ray.nodes(), draining, time.monotonic())
-            if here in draining and not leaving:
-                leaving = True
-                control.tell(ControlChannel.request_save)
-                print("the head was told to go: the workers save, and a new head continues from there", flush=True)
-            if monitor.asked != asked:
-                ask_of_groups(monitor.per_worker, monitor.asked)
-                asked = monitor.asked
-                print(f"asked for {_describe(asked)}", flush=True)
-            if event:
-                drain_nodes(event.spare)
-                incident = Incident(event.cause, event.detail, noticed=time.time())
-                if event.cause is Cause.NODE_LOST:
-                    control.tell(ControlChannel.add_incident_facts, incident)
-                else:
-                    control.tell(ControlChannel.restart_group, incident, event.deadline)
-            checked = time.monotonic()
-        except Exception as error:  # the next check may do better
-            if not warned and time.monotonic() - checked > WARN_AFTER_S:
-                warned = True
-                log.warning(f"notices of nodes may be missed: {shorten(error)}")
-
-    with Background(NODE_CHECK_EVERY_S, check):
-        yield

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sunspot.background import Background
@@ -25,6 +26,7 @@ from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.claimant import Claimant
 from sunspot.run.failures import describe_failure, record_failure
+from sunspot.run.requests import StopRequest
 from sunspot.run.status import (
     SILENT_S,
     STATUS_EVERY_S,
@@ -50,15 +52,18 @@ RECORD_S = 60.0
 """Limit on each wait for storage to take how the driver began or ended, which does not depend on that."""
 
 DRIVER_CHECK_EVERY_S = 5.0
-"""Seconds between two looks of a driver at its status."""
+"""Seconds between two looks of a driver at what others leave for it in storage: its status, and the stop marker."""
 
 
 @contextmanager
-def recorded_outcome(claimant: Claimant, newest: Checkpoint | None, max_starts: int) -> Iterator[DriverStatusWriter]:
+def recorded_outcome(
+    claimant: Claimant, newest: Checkpoint | None, max_starts: int, stop_request: StopRequest | None = None
+) -> Iterator[DriverStatusWriter]:
     """Write the run's status when the driver begins, and again when the context ends, in success or with an error.
 
-    Raises `SunspotError` once the same owner has begun more than `max_starts` times in a row without a new checkpoint:
-    on a cluster the operator restarts the driver for every head that is lost, without a limit.
+    Meanwhile `stop_request` learns of the stop marker. Raises `SunspotError` once the same owner has begun more than
+    `max_starts` times in a row without a new checkpoint: on a cluster the operator restarts the driver for every head
+    that is lost, without a limit.
     """
     run = claimant.run
     known, before, status = with_deadline(RECORD_S, "writing the status", lambda: _begin(claimant, newest))
@@ -79,7 +84,8 @@ def recorded_outcome(claimant: Claimant, newest: Checkpoint | None, max_starts: 
                 f"{claimant.owner} was started {max_starts} times without a new checkpoint; the logs of those starts "
                 "say why. SUNSPOT_MAX_DRIVER_STARTS allows more"
             )
-        with Background(DRIVER_CHECK_EVERY_S, status.refresh):
+        stop_request = stop_request or StopRequest()
+        with Background(DRIVER_CHECK_EVERY_S, status.refresh, partial(stop_request.read_marker, run)):
             yield status
     except SupersededError:
         raise  # the run is another's

@@ -1,9 +1,9 @@
-"""The requests to stop a run, and to delete it: each a small object, there for as long as it holds."""
+"""The requests to stop a run, and to delete it: in storage each a small object, there for as long as it holds."""
 
 import time
 from dataclasses import asdict, dataclass
 
-from sunspot.errors import NotFoundError, SupersededError
+from sunspot.errors import NotFoundError, SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
 from sunspot.run.objects import Moment, read, read_or_default
 
@@ -18,6 +18,37 @@ class Request:
     by: str = ""
     "Empty: not known."
     time: Moment = 0.0
+
+
+class StopRequest:
+    """What this process knows of a request that its run stops."""
+
+    def __init__(self) -> None:
+        self.marked = False
+        "`sunspot stop` left its marker: later starts may not train either."
+        self.terminated = False
+        "This process got SIGTERM: a later start resumes the run."
+        self.interrupted = False
+        "It got SIGINT (Ctrl-C): likewise."
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to stop, for whatever reason."""
+        return self.marked or self.terminated or self.interrupted
+
+    def read_marker(self, run: Run) -> None:
+        """Look in storage for the marker of `sunspot stop`; one that was there counts for the rest of this start."""
+        self.marked = self.marked or stop_requested(run)
+
+    def raise_signal(self, kept: str, job: str) -> None:
+        """Raise, once all is saved, what a signal asked for: the run is stopped; `kept` says what is there.
+
+        A cluster's `job` has failed instead: its operator starts it again, elsewhere.
+        """
+        if self.interrupted:
+            raise KeyboardInterrupt(f"interrupted: {kept}")
+        if self.terminated:
+            raise (SunspotError if job else TerminatedError)(f"told to end by SIGTERM: {kept}")
 
 
 def request_stop(run: Run, by: str) -> None:

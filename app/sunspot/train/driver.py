@@ -20,7 +20,7 @@ from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
 from sunspot.run.overview import read_state
-from sunspot.run.requests import refuse_if_deleted, stop_requested
+from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
 from sunspot.run.status import RunState, new_driver, own_status, read_status
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.limits import with_deadline
@@ -30,7 +30,6 @@ from sunspot.tracking.process import tracked
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from sunspot.elastic.stop import StopRequest
     from sunspot.plan import Plan
 
 
@@ -51,6 +50,7 @@ def train_run(
     with_deadline(limit_s, "reading the run", lambda: refuse_if_deleted(run))
     with_deadline(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
     driver = new_driver()
+    stop_request = stop_request or StopRequest()
 
     def find_origin() -> tuple[str, Origin]:
         attempts = read_attempts(run)
@@ -67,7 +67,7 @@ def train_run(
         print(f"run {run.name} in {run.location}")
         for each in origin.skipped:
             log.warning(f"skipped {each}")
-        with recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts) as outcome:
+        with recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome:
             if may_train(claimant, limit_s):
                 plan = plan_run(run, settings, identity)
                 outcome.state = train(plan, claimant, origin, outcome, stop_request)
@@ -116,7 +116,7 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
 
 
 def train(
-    plan: Plan, claimant: Claimant, origin: Origin, outcome: DriverStatusWriter, stop_request: StopRequest | None
+    plan: Plan, claimant: Claimant, origin: Origin, outcome: DriverStatusWriter, stop_request: StopRequest
 ) -> RunState:
     """Train to the end of the plan, and predict with the last checkpoint; `outcome` shows how that goes."""
     # Here, as torch and Ray take seconds to import.

@@ -19,9 +19,9 @@ from sunspot.elastic.control import ControlChannel, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.messages import GroupEnd, Incident
-from sunspot.elastic.nodes import NodeMonitor, wait_for_nodes, watch_nodes
+from sunspot.elastic.nodes import NodeMonitor, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
-from sunspot.elastic.stop import StopRequest, watch_stop
+from sunspot.elastic.supervisor import supervised
 from sunspot.errors import SunspotError
 from sunspot.observe.progress import shown_progress
 from sunspot.observe.prometheus import exported_run
@@ -36,6 +36,7 @@ from sunspot.run.attempts import fatal_error, read_attempts
 from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
 from sunspot.run.claimant import Claimant
 from sunspot.run.incidents import Cause
+from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.storage.limits import retry_storage
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
@@ -69,13 +70,11 @@ def first_step(storage_path: str, run_name: str) -> int:
     return read_attempts(run)[-1].step
 
 
-def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest | None = None) -> Checkpoint:
+def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
-    The caller, too, may ask for a stop, through `stop_request`. Raises what ended the run: the workers' own
-    `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
+    Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
-    stop_request = StopRequest() if stop_request is None else stop_request  # falsy when nothing is asked
     incident = Incident()
     failure: Exception | None = None
     with ray_session():
@@ -86,7 +85,7 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest | None = None)
                 fit_once(plan, claimant, stop_request, incident)
             except ControllerError as error:
                 failure = error
-                if attempt < DRIVER_TRIES and not stop_request and not fatal_error(claimant):
+                if attempt < DRIVER_TRIES and not stop_request.asked and not fatal_error(claimant):
                     log.warning(f"Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}")
                     time.sleep(DRIVER_BACKOFF_S * attempt)
                     # One that fails while it ends its workers leaves their places reserved: no new group would start.
@@ -149,9 +148,10 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident
         exported_run(settings.run_name),
         open_control() as control,
         shown_progress(lambda: control.ask(ControlChannel.fetch_news), plan.total_steps, plan.steps.per_epoch),
-        watch_stop(claimant.run, control, stop_request),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
-        watch_nodes(control, NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice)),
+        supervised(
+            control, stop_request, NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice)
+        ),
         tempfile.TemporaryDirectory() as scratch,
     ):
         control.tell(ControlChannel.add_incident_facts, incident)

@@ -15,7 +15,7 @@ from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_at
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.run.claimant import Claimant
 from sunspot.run.identity import keep_identity
-from sunspot.run.requests import refuse_if_deleted, stop_requested
+from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, read_status, write_status
 from sunspot.search_space import Search, load_search
 from sunspot.storage.limits import retry_storage
@@ -63,7 +63,7 @@ def main() -> int:
             log.warning(f"skipped {each}")
         # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
         starts = settings.max_driver_starts * settings.trials
-        with recorded_outcome(running.claimant, promoted, starts) as outcome:
+        with recorded_outcome(running.claimant, promoted, starts, running.stop_request) as outcome:
             outcome.state = train_and_promote(running, promoted)
     return 0
 
@@ -75,6 +75,7 @@ class RunningSearch:
     search: Search
     claimant: Claimant
     progress: Progress = field(default_factory=Progress)
+    stop_request: StopRequest = field(default_factory=StopRequest)
 
     def end_trial(self, number: int, error: str) -> None:
         """Note and print how a trial has ended."""
@@ -97,7 +98,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
 
     from sunspot.background import Background
     from sunspot.elastic.control import ControlChannel, open_control
-    from sunspot.elastic.stop import StopRequest, watch_stop
+    from sunspot.elastic.supervisor import supervised
     from sunspot.ray_internals.nodes import reachable_nodes
     from sunspot.ray_session import ray_session
     from sunspot.run.attempts import fatal_error
@@ -115,14 +116,14 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     environment = {**search.settings.environment(), **search.given}
     keep_identity(run, environment, search.identity)
     attempt = begin_attempt(run, owner, environment, promoted)
-    stop_request = StopRequest()
+    stop_request = running.stop_request
     superseded: list[SupersededError] = []
     with ray_session():
         at_once, trials, concurrency = await_nodes(
             search.trials, lambda: (ray.cluster_resources(), len(reachable_nodes(ray.nodes())))
         )
         print_plan(search, concurrency)
-        with open_control() as control, watch_stop(run, control, stop_request):
+        with open_control() as control, supervised(control, stop_request):
 
             def update() -> None:
                 try:
@@ -135,7 +136,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
                 run_trials(
                     Trials(trials, search.identity, owner, control),
                     at_once,
-                    stopped=lambda: bool(stop_request or superseded),
+                    stopped=lambda: stop_request.asked or bool(superseded),
                     on_end=running.end_trial,
                 )
     fatal = superseded[0] if superseded else fatal_error(running.claimant)

@@ -18,14 +18,13 @@ from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
 from sunspot.elastic.control import CommandPoller, ControlClient
 from sunspot.elastic.nodes import HEAD
-from sunspot.elastic.stop import StopRequest
 from sunspot.errors import StorageError, SunspotError, shorten
 from sunspot.log import print_logs
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import HELD_OUT, each_record, list_journal
 from sunspot.run.identity import refuse_other_settings
-from sunspot.run.requests import clear_stop, request_stop, stop_requested
+from sunspot.run.requests import StopRequest, clear_stop, request_stop, stop_requested
 from sunspot.run.status import RunState, read_status
 from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX, Settings

@@ -1,0 +1,128 @@
+"""What the driver does twice a second while workers train: it tells them of nodes that come and go, and to stop.
+
+It waits for the control channel and for Ray, never for storage: one that hangs must not swallow a notice or a SIGTERM.
+What the driver reads in storage meanwhile, the stop marker too, it reads in a thread of `run.outcome`; and it prints
+the progress in one of `observe.progress`, as a terminal may keep who prints waiting.
+"""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import ray
+
+from sunspot.background import Background
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.messages import Incident
+from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, NodeMonitor, describe_asked
+from sunspot.errors import EndAtOnceError, shorten
+from sunspot.ray_internals.coordinator import ask_of_groups
+from sunspot.ray_internals.nodes import drain_nodes, draining_nodes
+from sunspot.run.incidents import Cause
+from sunspot.run.requests import StopRequest
+
+log = logging.getLogger(__name__)
+
+WARN_AFTER_S = 30.0
+"""How long looks at the nodes may fail before the user is warned. One that fails now and then does no harm."""
+
+INTERRUPTED = (
+    "interrupted: it saves and ends, and the same command goes on from there; Ctrl-C again ends it at once, unsaved"
+)
+
+
+class Supervisor:
+    """Passes on to the worker group, over the control channel, what it has to act on."""
+
+    def __init__(self, control: ControlClient, stop_request: StopRequest, monitor: NodeMonitor | None = None) -> None:
+        """Without a `monitor`, nodes are not looked at."""
+        self._control, self._stop_request, self._monitor = control, stop_request, monitor
+        self._stopping = False
+        "A signal has come, and the user was told what follows from it."
+        self._leaving = False
+        "This node, the head, is to go, and the workers were asked to save."
+        self._asked: dict[str, int] = {}
+        "Workers that were asked of each group of nodes."
+        self._looked = time.monotonic()
+        "When the nodes were last looked at without an error."
+        self._warned = False
+
+    def tick(self) -> None:
+        """Pass on what is new."""
+        self._pass_on_stop()
+        if self._monitor:
+            try:
+                self._look_at_nodes(self._monitor)
+                self._looked = time.monotonic()
+            except Exception as error:  # the next look may do better
+                if not self._warned and time.monotonic() - self._looked > WARN_AFTER_S:
+                    self._warned = True
+                    log.warning(f"notices of nodes may be missed: {shorten(error)}")
+
+    def _pass_on_stop(self) -> None:
+        request = self._stop_request
+        if request.asked:
+            self._control.tell(ControlChannel.request_stop)
+        if self._stopping or not (request.interrupted or request.terminated):
+            return
+        self._stopping = True
+        if request.interrupted:
+            print(INTERRUPTED, flush=True)
+        else:
+            print("told to end by SIGTERM: it saves, and ends", flush=True)
+
+    def _look_at_nodes(self, monitor: NodeMonitor) -> None:
+        """Restart the worker group when nodes are preempted or added.
+
+        A lost node is only noted: Ray Train restarts the group itself. When the head is to go, the group saves; it
+        trains on until the head takes everything with it.
+        """
+        group, draining = self._control.ask(ControlChannel.group), draining_nodes()
+        event = monitor.check(group, ray.nodes(), draining, time.monotonic())
+        if not self._leaving and ray.get_runtime_context().get_node_id() in draining:
+            self._leaving = True
+            self._control.tell(ControlChannel.request_save)
+            print("the head was told to go: the workers save, and a new head continues from there", flush=True)
+        if monitor.asked != self._asked:
+            ask_of_groups(monitor.per_worker, monitor.asked)
+            self._asked = monitor.asked
+            print(f"asked for {describe_asked(self._asked)}", flush=True)
+        if event:
+            drain_nodes(event.spare)
+            incident = Incident(event.cause, event.detail, noticed=time.time())
+            if event.cause is Cause.NODE_LOST:
+                self._control.tell(ControlChannel.add_incident_facts, incident)
+            else:
+                self._control.tell(ControlChannel.restart_group, incident, event.deadline)
+
+
+@contextmanager
+def supervised(control: ControlClient, stop_request: StopRequest, monitor: NodeMonitor | None = None) -> Iterator[None]:
+    """Supervise the workers while the context lasts, and let SIGTERM and SIGINT ask for a stop.
+
+    A second SIGINT raises `EndAtOnceError`.
+    """
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        stop_request.terminated = True  # and no more: a signal may interrupt anything
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if stop_request.interrupted:
+            raise EndAtOnceError
+        stop_request.interrupted = True
+
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with Background(NODE_CHECK_EVERY_S, Supervisor(control, stop_request, monitor).tick):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
