@@ -26,7 +26,7 @@ from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.order import Steps
 from sunspot.data.source import read_rows
 from sunspot.elastic.copies import NodeInventory, choose_copy, without_copies
-from sunspot.parallel.collectives import GroupMember, any_rank, gather_objects
+from sunspot.parallel.collectives import WorkerPlace, any_rank, gather_objects
 from sunspot.parallel.gradients import prepare
 from sunspot.parallel.sharding import shard_model
 from sunspot.plan import Plan
@@ -185,7 +185,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
         first,
         plan,
         SavedObjects(model, optimizer),
-        member=GroupMember(world, rank, ranks, list(nodes)),
+        place=WorkerPlace(world, rank, ranks, nodes=list(nodes)),
         memory=node_memory,
     )
 

@@ -25,7 +25,7 @@ from sunspot.data.source import Batch, read_rows, rows_in
 from sunspot.elastic.claim import LocalState, Readers, begin_attempt
 from sunspot.elastic.copies import NodeInventory
 from sunspot.elastic.restore import TrainingState, load_start
-from sunspot.parallel.collectives import GroupMember
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
@@ -35,7 +35,7 @@ from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
 from sunspot.train.build import build_model, build_optimizer, load_rest
-from sunspot.train.learner import Learner, WorkerPlace
+from sunspot.train.learner import Learner
 from sunspot.train.loop import train
 from sunspot.train.worker import Beginning, Worker
 from tests.harness.process_group import in_processes
@@ -84,8 +84,8 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
         task = load_task(plan.settings)
         more_files = getattr(task, "checkpoint_files", None)
         saved = SavedObjects(model, optimizer, average, functools.partial(more_files, model) if more_files else None)
-        member = GroupMember(group, dist.get_rank(group), len(nodes))
-        return CheckpointManager(run, start.attempt, plan, saved, member=member, windows=state.ledger)
+        place = WorkerPlace(group, dist.get_rank(group), len(nodes))
+        return CheckpointManager(run, start.attempt, plan, saved, place=place, windows=state.ledger)
 
     return _make_worker(plan, group, start.attempt, state, keep)
 
@@ -125,7 +125,7 @@ def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -
 def _make_worker(
     plan: Plan, group: dist.ProcessGroup, attempt: Attempt, state: TrainingState, keep: Callable[..., CheckpointManager]
 ) -> Worker:
-    place = WorkerPlace(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), group)
+    place = WorkerPlace(group, dist.get_rank(group), dist.get_world_size(group))
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
     optimizer, average = build_optimizer(plan.settings, task, model)

@@ -38,7 +38,7 @@ from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text
 from sunspot.elastic.restore import read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
-from sunspot.parallel.collectives import GroupMember
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.gradients import gradient_sync
 from sunspot.parallel.sharding import Place, find_blocks, part_of, shard_model
 from sunspot.plan import Plan, make_plan
@@ -354,7 +354,7 @@ class Halves:
                 attempt,
                 plan,
                 SavedObjects(model, torch.optim.SGD(model.parameters())),
-                member=GroupMember(None, rank, 2),
+                place=WorkerPlace(None, rank, 2),
                 journals={} if rank else journals,
             )
             for rank, model in enumerate(self.models)

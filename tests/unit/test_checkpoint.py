@@ -43,7 +43,7 @@ from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.restore import load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
-from sunspot.parallel.collectives import GroupMember
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.sharding import Place
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
@@ -588,7 +588,7 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
                 attempt,
                 plan,
                 SavedObjects(model, torch.optim.SGD(model.parameters())),
-                member=GroupMember(group, rank, 2),
+                place=WorkerPlace(group, rank, 2),
             )
             return act(Ranks(storage, checkpoints, model.weight), rank)
 
@@ -716,7 +716,7 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
     name = checkpoint_name(1, 1)
     snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
     for rank in (0, 1):
-        ShardWriter(run, GroupMember(None, rank, 2), [], Settings(), CommitOrder()).write_part(snapshot)
+        ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitOrder()).write_part(snapshot)
     _, pieces = read_indexes(run, name, 2)
     assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
     key = run.key("checkpoints", name, "__1_0.distcp")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from sunspot.data.order import WINDOW_ROWS, Order, run_order
 from sunspot.errors import ConflictError
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import make_plan
 from sunspot.run import Run
 from sunspot.run.identity import Rows, keep_identity
@@ -18,7 +17,6 @@ from sunspot.settings import IDENTITY, load_settings
 from sunspot.tasks import load_task
 from sunspot.train.build import make_loader
 from sunspot.train.driver import identify_rows
-from sunspot.train.learner import WorkerPlace
 
 ROWS = Rows("layout-content", 100, 10, "1a2b", "NumPy 2.4.6")
 NAMES = ("seed", "dataset")
@@ -77,7 +75,7 @@ def test_the_order_of_a_plan_changes_with_what_shuffles(loader: str, monkeypatch
     assert found.shuffled_by == f"NumPy {np.__version__}"
     monkeypatch.setattr(Order, "permutation", lambda self, epoch, window: np.arange(window.last - window.first))
     with pytest.raises(ConflictError, match="another order of the rows than the driver's"):
-        make_loader(plan, load_task(settings), WorkerPlace(0, 2, torch.device("cpu"), cast(Any, None)))
+        make_loader(plan, load_task(settings), WorkerPlace(None, 0, 2))
     other = identify_rows(make_plan(settings, load_task(settings)))
     assert (other.data, other.rows) == (found.data, found.rows)
     assert other.order != found.order

@@ -24,7 +24,7 @@ from sunspot.background import start_thread
 from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
-from sunspot.parallel.collectives import GroupMember, any_rank, run_on_all_ranks
+from sunspot.parallel.collectives import WorkerPlace, any_rank, run_on_all_ranks
 from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions, StepDecisionBroadcast
 from sunspot.parallel.sharding import build_without_values
 from sunspot.plan import Plan
@@ -77,7 +77,7 @@ def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monke
     def train(rank: int, group: dist.ProcessGroup) -> None:
         model = torch.nn.Linear(2, 2)
         saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
-        checkpoints = CheckpointManager(run, attempt, plan, saved, member=GroupMember(group, rank, 2))
+        checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(group, rank, 2))
         if rank == 0:
             checkpoints.save(10, {})
         checkpoints.close(finished=True)

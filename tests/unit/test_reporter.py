@@ -25,6 +25,7 @@ from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.progress import News, Progress, _Lines, _watch, epoch_line
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.run import open_run
@@ -33,7 +34,6 @@ from sunspot.run.history import Journal, each_rank_record, newest_record, read_j
 from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
-from sunspot.train.learner import WorkerPlace
 from sunspot.train.reporter import Reporter
 from sunspot.train.worker import Beginning, StepTaken, Worker
 from tests.harness.control import LocalControl
@@ -42,7 +42,7 @@ from tests.harness.runs import begin, consumed, record_audit, start
 
 def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
     """A worker alone; `own` are its checkpoints, commands, telemetry and reporter."""
-    place = WorkerPlace(0, 1, torch.device("cpu"), group)
+    place = WorkerPlace(group)
     learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock())
     checkpoints, commands, telemetry, reporter = own
     begun = Beginning(0, True, {})

@@ -24,12 +24,12 @@ from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
 from sunspot.elastic.messages import Command
 from sunspot.observe.metrics import MetricWindow
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
-from sunspot.train.learner import WorkerPlace
 from sunspot.train.loop import take_step
 from sunspot.train.run import TrainingRun
 from sunspot.train.seeds import seed_generators
@@ -56,7 +56,7 @@ def evaluating(
 
     return SimpleNamespace(
         plan=Plan(Settings(**settings), EmptySource((1,), 1), EmptySource((1,), 1), Steps(1000, 40), 25),
-        place=WorkerPlace(dist.get_rank(group), world_size, torch.device("cpu"), group),
+        place=WorkerPlace(group, dist.get_rank(group), world_size),
         model=torch.nn.Linear(1, 1),
         loader=SimpleNamespace(test=test),
         padding_batch={"row": torch.zeros(2, dtype=torch.int64)},

@@ -27,6 +27,7 @@ from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.errors import SettingsError
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt
@@ -47,7 +48,6 @@ from sunspot.train.build import (
 )
 from sunspot.train.config import WorkerConfig
 from sunspot.train.join import round_products
-from sunspot.train.learner import WorkerPlace
 from sunspot.train.probe import probe_here
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, Worker
 from tests.harness.control import LocalControl
@@ -199,7 +199,7 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={0: "node"})
     nothing: Any = None
-    place = WorkerPlace(0, 1, torch.device("cpu"), nothing)
+    place = WorkerPlace(nodes=["node"])
     joined = Joined(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
     build.build_worker(joined, TrainingState(), Phases())
     assert paused == dict.fromkeys(slow, True)
@@ -279,7 +279,7 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
     """A worker whose group restarts, with `left_s` of a notice."""
     deadline = None if left_s is None else time.time() + DEADLINE_MARGIN_S + left_s
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
-    place = WorkerPlace(0, 1, torch.device("cpu"), group)
+    place = WorkerPlace(group)
     plan = SimpleNamespace(settings=Settings(notice_s=60), steps=Steps(8, 2))
     learner: Any = SimpleNamespace(place=place, plan=plan)
     watchdog: Any = Watched()

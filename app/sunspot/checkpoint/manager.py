@@ -22,7 +22,7 @@ from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, S
 from sunspot.checkpoint.tensors import parameter_names
 from sunspot.checkpoint.weights import SafetensorsWeights, TaskFiles, refuse_other_than_tensors
 from sunspot.data.source import ModelData
-from sunspot.parallel.collectives import ALONE, GroupMember, run_on_all_ranks, sync_buffers
+from sunspot.parallel.collectives import ALONE, WorkerPlace, run_on_all_ranks, sync_buffers
 from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions
 from sunspot.plan import Plan
 from sunspot.run import Run
@@ -49,7 +49,7 @@ class CheckpointManager:
         plan: Plan,
         saved: SavedObjects,
         *,
-        member: GroupMember = ALONE,
+        place: WorkerPlace = ALONE,
         memory: NodeMemory | None = None,
         windows: Sequence[Any] = (),
         journals: Mapping[str, Journal] | None = None,
@@ -62,26 +62,26 @@ class CheckpointManager:
         self._plan = plan
         self._settings = plan.settings
         self._saved = saved
-        self._member = member
+        self._place = place
         self._sharded = self._settings.parallel == "fsdp"
         self._memory = memory or NodeMemory(None)
         exchange: PartExchange | None = None
-        if self._sharded and member.group and member.nodes and self._settings.snapshot_cost:
-            exchange = PartExchange(self._memory, member.nodes, member.group)
+        if self._sharded and place.group and place.nodes and self._settings.snapshot_cost:
+            exchange = PartExchange(self._memory, place.nodes, place.group)
         self._exchanges = exchange is not None
         self._stepped = OptimizerOnlyParameters(saved.optimizer)
         self._snapshots = Snapshots(self._memory, saved, self._stepped, exchange)
         self._loadable = False
         "Whether the state has been found to be what a restart can load."
-        self._ledger = Ledger(member.group, attempt.label, attempt.step, windows, self._settings.audit)
+        self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
         self._committer: CheckpointCommitter | None = None
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
-        if member.rank == 0 or self._sharded:
-            order = CommitOrder(member.group if self._sharded else None)
-            ledger = self._ledger if member.rank == 0 else None
+        if place.rank == 0 or self._sharded:
+            order = CommitOrder(place.group if self._sharded else None)
+            ledger = self._ledger if place.rank == 0 else None
             self._committer = CheckpointCommitter(
                 run, attempt, self._settings, self._writers(order), order, journals or {}, ledger
             )
@@ -119,7 +119,7 @@ class CheckpointManager:
         `evaluated` is false when an epoch ends here unevaluated. Call `wait_for_copy` before parameters change.
         """
         began = time.thread_time()  # waiting for slower workers is no cost: the next gradients would
-        if self._member.group and self._settings.snapshot_cost:
+        if self._place.group and self._settings.snapshot_cost:
             sync_buffers(self._saved.model)
         windows = self._ledger.gather(step)
         spent_s = time.thread_time() - began
@@ -152,7 +152,7 @@ class CheckpointManager:
 
         When the run has `finished`, wait for its commit too and remove the copies; the next group needs them otherwise.
         """
-        group = self._member.group
+        group = self._place.group
         if finished:  # other ranks may wait long for rank 0, which writes the model as one file in the end
             run_on_all_ranks(group, self._committer.close if self._committer else lambda: None)
         self._snapshots.wait_until_complete()
@@ -207,7 +207,7 @@ class CheckpointManager:
         run, saved = self._run, self._saved
         if self._sharded:
             names = parameter_names(saved.model, saved.optimizer)
-            return [ShardWriter(run, self._member, names, self._settings, order, saved.more_files)]
+            return [ShardWriter(run, self._place, names, self._settings, order, saved.more_files)]
         writers: list[SnapshotWriter] = [WholeState(run)]
         if self._settings.weights == "safetensors":
             writers.append(SafetensorsWeights(run))

@@ -39,7 +39,7 @@ from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
 from sunspot.checkpoint.weights import plan_shards, upload_index, upload_more, upload_shard
 from sunspot.errors import DamageError
-from sunspot.parallel.collectives import GroupMember
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.sharding import Place, parameters_of
 from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
@@ -71,7 +71,7 @@ class ShardWriter:
     def __init__(
         self,
         run: Run,
-        member: GroupMember,
+        worker: WorkerPlace,
         names: list[str],
         settings: Settings,
         order: CommitOrder,
@@ -79,7 +79,7 @@ class ShardWriter:
     ) -> None:
         """`names` are the parameters', in the optimizer's order (`parameter_names`); the last one has `more_files`."""
         self._run, self._order, self._names, self._more_files = run, order, names, more_files
-        self._rank, self._world_size = member.rank, member.world_size
+        self._rank, self._world_size = worker.rank, worker.world_size
         self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0

@@ -15,20 +15,23 @@ from sunspot.background import start_thread
 
 Result = TypeVar("Result")
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
-class GroupMember:
-    """A worker as a member of its group."""
+class WorkerPlace:
+    """A worker's place in its group."""
 
     group: dist.ProcessGroup | None = None
-    "Carries what workers agree on; None: a worker alone."
+    "Carries what workers agree on, on the CPU and apart from the gradients; None: a worker alone."
     rank: int = 0
     world_size: int = 1
+    device: torch.device = CPU
     nodes: Sequence[str] = ()
-    "The machine of each rank; empty: not known."
+    "Ray's id of each rank's node; empty: not known."
 
 
-ALONE = GroupMember()
+ALONE = WorkerPlace()
 
 ROUND_S = 5.0
 """Interval at which waiting ranks tell each other that they live: far below the time limit of any collective."""

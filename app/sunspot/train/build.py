@@ -30,7 +30,7 @@ from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.observe.prometheus import Telemetry
-from sunspot.parallel.collectives import GroupMember, gather_objects, run_on_all_ranks
+from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks
 from sunspot.parallel.sharding import build_without_values, has_several, shard_model, shard_optimizer_state
 from sunspot.plan import Plan
 from sunspot.run import Run
@@ -40,7 +40,7 @@ from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
 from sunspot.train.device_memory import await_device_memory
 from sunspot.train.forward import compile_model
-from sunspot.train.learner import Learner, Loader, WorkerPlace
+from sunspot.train.learner import Learner, Loader
 from sunspot.train.reporter import Reporter
 from sunspot.train.worker import Beginning, Worker
 
@@ -74,7 +74,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     attempt = start.attempt
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
         finish = partial(run_on_all_ranks, place.group)
-        await_device_memory(place.device, start.nodes[place.rank], joined.control, finish)
+        await_device_memory(place.device, place.nodes[place.rank], joined.control, finish)
         learner = build_learner(plan, place, attempt, state, make_loader)
     journals = open_journals(joined.run, start) if place.rank == 0 else {}
     left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
@@ -91,7 +91,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         attempt,
         plan,
         SavedObjects(learner.model, learner.optimizer, learner.average, more_files),
-        member=GroupMember(place.group, place.rank, place.world_size, list(start.nodes.values())),
+        place=place,
         memory=joined.memory,
         windows=state.ledger,
         journals=journals,

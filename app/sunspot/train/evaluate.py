@@ -34,6 +34,7 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
     if not learner.plan.test:
         return Evaluation({})
     model, group, sums = learner.model, learner.place.group, Sums()
+    assert group
     end = EvaluationEnd(group, together=learner.plan.settings.parallel == "fsdp")
     sync_buffers(model)  # a checkpoint has rank 0's
     # Not inference_mode: training cannot use what a model keeps of it, such as a table that it made there.

@@ -25,7 +25,7 @@ from sunspot.errors import StorageError, SunspotError, SupersededError, find_in
 from sunspot.log import print_logs, sent_warnings
 from sunspot.observe.output import shipped_worker_output
 from sunspot.observe.prometheus import EXPORT_EVERY_S
-from sunspot.parallel.collectives import listening_to_rounds
+from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
 from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.ray_internals.output import quiet_ray_train
@@ -38,7 +38,6 @@ from sunspot.run.hangs import Hang
 from sunspot.settings import Settings
 from sunspot.train.build import Joined, build_worker
 from sunspot.train.config import WorkerConfig
-from sunspot.train.learner import WorkerPlace
 from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.worker import Worker
 from sunspot.warm.fork_server import fork_server_running
@@ -73,7 +72,7 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
         yield None
         return
     context, device = ray.train.get_context(), ray.train.torch.get_device()
-    place = WorkerPlace(context.get_world_rank(), context.get_world_size(), device, group)
+    place = WorkerPlace(group, context.get_world_rank(), context.get_world_size(), device)
     with ExitStack() as stack:
         stack.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
         watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang)
@@ -91,7 +90,7 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
         if start is None:
             yield None
             return
-        attempt = start.attempt
+        attempt, place = start.attempt, replace(place, nodes=list(start.nodes.values()))
         watchdog.claimed(attempt)
         if memory:
             memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
@@ -149,14 +148,14 @@ def record_end(error: Exception, joined: Joined) -> None:
     One that no retry can fix goes to the control channel, as storage may be what failed, and to storage, for the job's
     next driver.
     """
-    run, control, start, rank = joined.run, joined.control, joined.start, joined.place.rank
+    run, control, place = joined.run, joined.control, joined.place
     fatal = find_in(error)
     if fatal:
         control.try_ask(ControlChannel.set_fatal_error, fatal)
     if isinstance(fatal, SupersededError):
         return
-    attempt = start.attempt
-    end = describe_end(error, attempt, rank, joined.watchdog.step, start.nodes[rank])
+    attempt = joined.start.attempt
+    end = describe_end(error, attempt, place.rank, joined.watchdog.step, place.nodes[place.rank])
     control.tell(ControlChannel.add_rank_error, end)
 
     def record() -> None:

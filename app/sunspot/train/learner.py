@@ -1,4 +1,4 @@
-"""What computes a step on one worker: its model, its optimizer and its rows, and where it stands among the others."""
+"""What computes a step on one worker: its model, its optimizer and its rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import MIN_ROWS
 from sunspot.data.source import Batch, Source
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
 
@@ -25,17 +25,6 @@ class Loader(Protocol):
     def test(self, batch_size: int) -> Iterator[Batch]:
         """Yield its part of the held-out rows, each row on exactly one worker."""
         ...
-
-
-@dataclass(frozen=True)
-class WorkerPlace:
-    """A worker's place in its group."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    group: dist.ProcessGroup
-    "Carries decisions and numbers between workers, on the CPU and apart from the gradients."
 
 
 @dataclass

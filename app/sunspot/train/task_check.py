@@ -33,7 +33,7 @@ from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError, SunspotError
 from sunspot.formatting import plural
 from sunspot.observe.prometheus import Telemetry
-from sunspot.parallel.collectives import GroupMember
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_session import RAY_ENVIRONMENT
@@ -49,7 +49,7 @@ from sunspot.tracking.process import refuse_unusable
 from sunspot.train.build import build_learner
 from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.forward import row_losses
-from sunspot.train.learner import Learner, WorkerPlace
+from sunspot.train.learner import Learner
 from sunspot.train.loop import train
 from sunspot.train.worker import Beginning, StepTaken, Worker
 
@@ -143,7 +143,7 @@ def check_plan(plan: Plan, checked: Check) -> None:
         workers = 1 if hasattr(load_task(plan.settings), "full_batch") else plan.settings.num_workers.least
         device = torch.device("cpu") if plan.settings.use_gpu == "false" else ray.train.torch.get_device()
         group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        place, checked.device = WorkerPlace(0, workers, device, group), str(device)
+        place, checked.device = WorkerPlace(group, 0, workers, device), str(device)
         rows = FewRows(plan, place, checked)
         attempt = Attempt(1, "check", None, 0, nonce="00000000")
         claim(open_run(plan.settings.storage_path, plan.settings.run_name), [], attempt)
@@ -176,7 +176,7 @@ def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWo
     task_files = getattr(learner.task, "checkpoint_files", None)
     more_files = partial(task_files, learner.model) if task_files else None
     saved = SavedObjects(learner.model, learner.optimizer, learner.average, more_files)
-    checkpoints = CheckpointManager(run, attempt, plan, saved, member=GroupMember(place.group))
+    checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(place.group))
     telemetry = Telemetry(plan.settings.run_name, 0, place.device, lambda: 0.0, None)
     commands: Any = SimpleNamespace(poll=Command)  # the driver asks nothing of a check
     watchdog = Watchdog(run, 0, 1, 0, lambda *_: None)

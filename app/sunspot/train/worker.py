@@ -5,10 +5,11 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import ray.train
 import torch
+import torch.distributed as dist
 
 from sunspot.background import CLOSE_TIMEOUT_S, start_thread
 from sunspot.checkpoint import CheckpointManager
@@ -87,7 +88,7 @@ class Worker:
         self.learner, self.beginning, self.checkpoints = learner, beginning, checkpoints
         self.commands, self.watchdog, self.telemetry = commands, watchdog, telemetry
         self.reporter, self._outputs = reporter, outputs
-        self._group = learner.place.group
+        self._group = cast(dist.ProcessGroup, learner.place.group)  # one that trains has a group, if only of one
         recent = RecentMeans(learner.plan.steps.rows, beginning.metrics)
         self.window = MetricWindow(self._group, learner.place.device, recent)
         "Metrics of the steps since the newest record."
