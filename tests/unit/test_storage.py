@@ -25,7 +25,7 @@ import sunspot.storage.local
 from sunspot.errors import NotFoundError, SettingsError, StorageError
 from sunspot.storage import bucket as module
 from sunspot.storage import multipart, open_storage
-from sunspot.storage.base import Storage, map_parallel
+from sunspot.storage.base import CHUNK, Storage, map_parallel
 from sunspot.storage.limits import MIN_RATE, ProgressDeadline, RetryWindow, operation, record_progress
 from sunspot.storage.local import LocalStorage
 from sunspot.storage.prove import prove
@@ -125,6 +125,14 @@ def test_writer_and_digest_agree_on_every_byte(storage: Storage, size: int) -> N
     assert storage.digest("run/model.pt") == (writer.size, writer.sha256)
     assert storage.read("run/model.pt") == content
     assert listed(storage, "run") == [("run/model.pt", size)]
+
+
+@pytest.mark.parametrize("size", [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
+def test_a_stream_is_read_to_the_very_end(storage: Storage, size: int) -> None:
+    content = pattern(size)
+    storage.write("run/log", content)
+    with storage.open("run/log") as stream:
+        assert stream.read() == content
 
 
 def test_one_write_of_several_parts_of_any_buffer(storage: Storage) -> None:
@@ -623,6 +631,12 @@ def test_an_object_is_read_in_parts_at_once_and_in_order(s3_storage: S3Storage, 
     s3_proxy.on(lambda request: "if-match" in request.headers, wait_for_the_others)  # all but the first
     assert b"".join(s3_storage.chunks("run/model.pt")) == content
     assert len(s3_proxy.seen("GetObject")) == 6
+
+
+def test_nobody_asks_for_what_lies_beyond_the_end(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+    s3_storage.write("run/log", pattern(3 * CHUNK))  # ranges of one and of two
+    assert s3_storage.read("run/log") == pattern(3 * CHUNK)
+    assert len(s3_proxy.seen("GetObject")) == 2
 
 
 def assert_nothing_left(storage: S3Storage) -> None:

@@ -231,24 +231,26 @@ class _RangeReader(io.RawIOBase):
     def __init__(self, ask: Callable[[int, int, str], Range | None], offset: int) -> None:
         super().__init__()
         self._ask, self._next, self._size = ask, offset, CHUNK
-        self._left, self._version, self._ended = memoryview(b""), "", False
-        self._read_range()  # so that an object that is not there is missed at once
+        self._left = memoryview(b"")
+        first = ask(offset, CHUNK, "")  # so that an object that is not there is missed at once
+        self._version, self._total = (first.version, first.total) if first else ("", 0)
+        if first:
+            self._take(first)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if not self._left and not self._ended:
-            self._read_range()
+        if not self._left and self._next < self._total:
+            begun = self._ask(self._next, self._size, self._version)
+            assert begun
+            self._take(begun)
         size = min(len(buffer), len(self._left))
         buffer[:size], self._left = self._left[:size], self._left[size:]
         return size
 
-    def _read_range(self) -> None:
-        begun = self._ask(self._next, self._size, self._version)
-        if begun:
-            self._left, self._version = memoryview(begun.read()), begun.version
-        self._ended = len(self._left) < self._size
+    def _take(self, begun: Range) -> None:
+        self._left = memoryview(begun.read())
         self._next += len(self._left)
         self._size = min(2 * self._size, multipart.PART)
 
