@@ -102,7 +102,7 @@ class Ours:
 
     def rank0(self) -> str:
         """The pod of rank 0, as the newest attempt recorded it; empty if unknown."""
-        return str(read_attempts(self.run)[-1].metadata.get("nodes", {}).get("0", ""))
+        return read_attempts(self.run)[-1].metadata.nodes.get("0", "")
 
     def end(self) -> None:
         """Stop it, so that it commits, and wait for its pods to go, also when it has finished; its storage stays."""

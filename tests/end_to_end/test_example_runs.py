@@ -73,7 +73,7 @@ def test_a_killed_example_goes_on_at_another_world_size(settings: dict[str, Any]
     kill_all(process)
     resumed_at = newest(run).step
     train(program, settings, NUM_WORKERS=3)
-    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 3]
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 3]
     assert read_attempts(run)[-1].step == resumed_at < newest(run).step == settings["MAX_STEPS"]
     assert sorted(consumed(run)) == list(range(1, newest(run).step + 1))
     assert_audit_clean(program)

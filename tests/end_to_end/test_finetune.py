@@ -77,7 +77,7 @@ def test_a_killed_adapter_goes_on_at_another_world_size(program: Program, tmp_pa
     open_base.cache_clear()
 
     program.run(NUM_WORKERS=3)
-    assert read_attempts(run)[-1].metadata["world_size"] == 3
+    assert read_attempts(run)[-1].metadata.world_size == 3
     assert read_attempts(run)[-1].step == resumed_at < newest(run).step == STEPS
     assert sorted(consumed(run)) == list(range(1, STEPS + 1))
     assert_audit_clean(program)

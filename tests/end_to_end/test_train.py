@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_at_another_world_size(
         kill_all(process)
     program.run(**settings, NUM_WORKERS=last)
     assert newest(run).step == 800
-    assert tuple(attempt.metadata["world_size"] for attempt in read_attempts(run)) == worlds
+    assert tuple(attempt.metadata.world_size for attempt in read_attempts(run)) == worlds
     assert_audit_clean(program)
     history = read_journal(run, "metrics", lineage(read_attempts(run)))
     assert sum(record["steps"] for record in history) == 800
@@ -130,7 +130,7 @@ def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
     assert process.returncode == 0, output
     assert f"skipped {damaged.name}" in output
     first, second = read_attempts(run)
-    assert (first.metadata["world_size"], second.metadata["world_size"]) == (2, 1)
+    assert (first.metadata.world_size, second.metadata.world_size) == (2, 1)
     assert second.starts_from == whole.name
     assert newest(run).step == 140
     assert_audit_clean(program)
@@ -159,7 +159,7 @@ def test_a_killed_run_goes_on_in_any_cloud(
     process = program.start(**settings, NUM_WORKERS=1)
     output = process.communicate(timeout=250)[0]
     assert process.returncode == 0, output
-    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 1]
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 1]
     assert newest(run).step == 800
     assert_audit_clean(program)
     for words in (["checkpoints", "verify", "run"], ["list"], ["delete", "run", "--yes"]):

@@ -12,7 +12,16 @@ import pyarrow as pa
 
 from sunspot.observe.ranks import RankHistory
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, attempt_of, checkpoint_name, claim, newest_number, read_attempts, step_of
+from sunspot.run.attempts import (
+    Attempt,
+    Metadata,
+    attempt_of,
+    checkpoint_name,
+    claim,
+    newest_number,
+    read_attempts,
+    step_of,
+)
 from sunspot.run.audit import AuditWriter
 from sunspot.run.checkpoints import Checkpoint, write_manifest
 from sunspot.run.history import Columns, Journal, Kind, list_journal
@@ -41,7 +50,7 @@ def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | N
     begun = {} if at is None else {"time": at}
     metadata = {"driver": f"{number:08x}", **metadata}
     attempt = Attempt(
-        number, owner, starts_from, step_of(starts_from) if starts_from else 0, metadata=metadata, **begun
+        number, owner, starts_from, step_of(starts_from) if starts_from else 0, metadata=Metadata(**metadata), **begun
     )
     assert claim(run, attempts, attempt)
     return attempt
@@ -88,7 +97,7 @@ def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.N
     """Write the receipt of an attempt whose first step was done 10 s after the last one that counts."""
     times = {"noticed": None, "save_began": None, "committed": None, "restarted": attempt.time}
     times |= {"left": attempt.time - 5, "first_step": attempt.time + 5}
-    tier = attempt.metadata.get("tier", "beginning")
+    tier = attempt.metadata.tier or "beginning"
     state = {"step": attempt.step, "last_step": attempt.step, "tier": tier, "detail": ""}
     world = {"world_before": 2 if since else 0, "world_after": 2}
     receipt = Receipt(attempt=attempt.number, since=since, cause=cause, **{**times, **state, **world, **fields})

@@ -109,7 +109,7 @@ def test_fsdp_has_the_weights_of_ddp(groups: Path) -> None:
 
 def test_parts_load_at_any_world_size(groups: Path) -> None:
     run, final = of(groups, "fsdp")
-    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 1, 3]
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 1, 3]
     assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
     ours = load_whole(run, final, read_contents(run, final))["optimizer"]
     theirs = load_state(*of(groups, "ddp"), "optimizer.pt")
@@ -490,7 +490,7 @@ def test_a_killed_run_goes_on_at_another_world_size_with_the_weights_of_ddp(prog
     wait_for_step(run, 10, process)
     kill_all(process)  # with everything: in the middle of the epoch
     program.run(**settings, PARALLEL="fsdp", NUM_WORKERS=3)
-    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 3]
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 3]
     resumed = read_attempts(run)[-1]
     assert 10 <= resumed.step < newest(run).step == 66
     assert_audit_clean(program)

@@ -91,7 +91,7 @@ def test_a_lightning_run_goes_on_after_kills_at_another_world_size(program: Prog
     kill_all(process)
     program.run(**settings, NUM_WORKERS=1)
     assert newest(run).step == 800
-    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 2, 1]
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 2, 1]
     assert sorted(consumed(run)) == list(range(1, 801))
     assert_audit_clean(program)
     assert newest(run).metrics["test_accuracy"] > 0.9

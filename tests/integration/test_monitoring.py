@@ -361,7 +361,7 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
 
     # Counters stay at their last value, which is the run's.
     [attempt] = read_attempts(open_run(program.settings["STORAGE_PATH"], "exported"))
-    assert attempt.metadata["world_size"] == 2
+    assert attempt.metadata.world_size == 2
     [steps] = {int(step) for step in re.findall(r"failed at step (\d+) of 40000", output)}
     while set(by_rank(series := scrape("exported")[0], "steps_total").values()) != {float(steps)}:
         assert time.time() - ended < FORGOTTEN_S, by_rank(series, "steps_total")

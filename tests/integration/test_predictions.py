@@ -85,7 +85,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
-    environment = read_attempts(finished_run.run)[0].metadata["settings"]
+    environment = read_attempts(finished_run.run)[0].metadata.settings
     chosen = load_settings({**environment, **{name: str(value) for name, value in settings.items()}})
     return make_plan(chosen, load_task(chosen))
 

@@ -15,7 +15,7 @@ import pytest
 
 from sunspot.errors import StorageError
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
+from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_checkpoints, write_manifest
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
@@ -176,7 +176,7 @@ def test_the_newest_goes_to_a_directory_of_its_name(
 
 def test_the_best_is_chosen_by_the_runs_own_metric(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     measure = {"SUNSPOT_CHECKPOINT_METRIC": "accuracy", "SUNSPOT_CHECKPOINT_ORDER": "max"}
-    attempt = Attempt(1, "job", None, 0, metadata={"settings": measure})
+    attempt = Attempt(1, "job", None, 0, metadata=Metadata(measure))
     claim(run, [], attempt)
     best, second, _ = (commit(run, attempt, step, accuracy=a) for step, a in [(2, 0.9), (4, 0.8), (6, 0.7)])
     out = str(tmp_path / "best")
@@ -322,7 +322,7 @@ def littered(run: Run) -> dict[str, str]:
     names = {"worst": commit(run, first, 2, loss=0.9).name, "best": commit(run, first, 4, loss=0.1).name}
     names["superseded"] = commit(run, first, 9, loss=0.01).name
     names["killed, old"] = leave_incomplete(run, first, 8)
-    claim(run, read_attempts(run), second := Attempt(2, "new", names["best"], 4, metadata={"settings": keep}))
+    claim(run, read_attempts(run), second := Attempt(2, "new", names["best"], 4, metadata=Metadata(keep)))
     names["second"] = commit(run, second, 6, loss=0.2).name
     names["damaged"] = commit(run, second, 7, loss=0.0).name
     run.storage.write(run.key("checkpoints", names["damaged"], "model.pt"), b"other bytes")

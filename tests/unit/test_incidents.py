@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sunspot.run.attempts import Attempt
+from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.incidents import Cause, Receipt, describe, find_gaps, goodput, read_receipts, worker_seconds
 
 
 def attempt(number: int, time: float, workers: int = 2) -> Attempt:
-    metadata = {"world_size": workers, "tier": "storage"}
-    return Attempt(number, "job", None, 0, time=time, metadata=metadata)
+    return Attempt(number, "job", None, 0, time=time, metadata=Metadata(world_size=workers, tier="storage"))
 
 
 def receipt(number: int, left: float, first_step: float, **fields: Any) -> Receipt:
@@ -153,7 +152,7 @@ def test_goodput_counts_every_second_of_every_worker_once(
     total = useful = 0
     for second in range(int(min(tail, *(r.left for r in receipts))) if receipts else 0, end):
         owner = [a for a in attempts if a.time <= second]
-        workers = owner[-1].metadata["world_size"] if owner else 0
+        workers = owner[-1].metadata.world_size if owner else 0
         total += workers
         useful += 0 if lost(second) else workers
     found = goodput(attempts, receipts, end)

@@ -23,10 +23,10 @@ from sunspot.elastic.receipts import FailureRecorder
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.run.attempts import Attempt
+from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure
 from sunspot.run.hangs import Hang
-from sunspot.run.incidents import TIER, Cause
+from sunspot.run.incidents import Cause
 from tests.harness.control import LocalControl, worker_group
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
@@ -237,7 +237,7 @@ def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None
     ],
 )
 def test_what_may_be_gone_the_next_time(error: Exception, from_outside: bool) -> None:
-    attempt = Attempt(1, "me", None, 40, metadata={"world_size": 2, TIER: "memory"})
+    attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2, tier="memory"))
     end = describe_end(error, attempt, 1, 50)
     assert (end.from_outside, end.taken, end.world_size, end.failure.rank) == (from_outside, 10, 2, 1)
     assert end.from_memory
@@ -268,7 +268,7 @@ def cuda_error(code: int | None, cause: Exception | None = None) -> Exception:
     ids=["a code", "none", "too little memory", "torch's own", "after too little memory", "words"],
 )
 def test_errors_of_cuda_are_told_apart_by_class_and_code(error: Exception, code: int | None) -> None:
-    attempt = Attempt(1, "me", None, 40, metadata={"world_size": 2})
+    attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2))
     end = describe_end(error, attempt, 1, 50, "a node")
     assert (end.cuda_error, end.node) == (code, "a node")
     wrapped = RuntimeError("cannot load")

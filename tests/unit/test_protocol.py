@@ -64,7 +64,6 @@ from sunspot.run.checkpoints import (
 )
 from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
-from sunspot.run.incidents import TIER
 from sunspot.run.requests import DELETION, deletion_begun, refuse_if_deleted
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.base import Storage
@@ -410,7 +409,7 @@ class Protocol(RuleBasedStateMachine):
     def base_is_held(self) -> None:
         """What the newest attempt starts from can be loaded until it has committed."""
         newest = next((attempt for attempt in reversed(read_attempts(self.run)) if attempt.chosen), None)
-        if not newest or newest.metadata[TIER] != "storage":
+        if not newest or newest.metadata.tier != "storage":
             return
         if any(label_of(name) == newest.label for name in self.committed):
             return

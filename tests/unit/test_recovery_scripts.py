@@ -20,7 +20,7 @@ from scripts.recovery import Fault, choose, inject, table
 from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, SunspotError
 from sunspot.run import open_run
-from sunspot.run.attempts import Attempt, checkpoint_name, claim
+from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.status import RunState
@@ -177,7 +177,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")
     assert ours.groups() == []
-    claim(ours.run, [], Attempt(2, "me", checkpoint_name(50, 1), 50, metadata={"nodes": {"0": "a", "1": "b"}}))
+    claim(ours.run, [], Attempt(2, "me", checkpoint_name(50, 1), 50, metadata=Metadata(nodes={"0": "a", "1": "b"})))
     events = Journal(ours.run, "events", 2)
     events.append(RECEIPT.record())
     events.flush()

@@ -32,7 +32,7 @@ from sunspot.elastic.receipts import Phases, first_incident, make_receipt
 from sunspot.elastic.restore import TrainingState, choose_init, load_init, load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
+from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
 from sunspot.run.checkpoints import (
     Checkpoint,
     delete_checkpoint,
@@ -81,14 +81,14 @@ def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
         checkpoint_name(9, 1),
         2,
     )
-    assert found.attempt.metadata["tier"] == "memory"
+    assert found.attempt.metadata.tier == "memory"
     assert found.checkpoint is None
     assert read_attempts(run)[-1] == found.attempt
     # What the second attempt did before it had a copy of its own is lost; the copy that it came from still leads on.
     found = begun(run, copy(1, 9), None)
     assert (found.attempt.number, found.attempt.step, found.copy and found.copy.rank) == (3, 9, 0)
     found = begun(run, None)
-    assert (found.attempt.step, found.attempt.metadata["tier"]) == (5, "storage")
+    assert (found.attempt.step, found.attempt.metadata.tier) == (5, "storage")
     # From here on, step 9 of the first attempt is outside the lineage.
     found = begun(run, copy(1, 9))
     assert (found.attempt.step, found.copy) == (5, None)
@@ -129,7 +129,7 @@ def test_a_state_in_parts_counts_when_all_parts_are_there(
 
     found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), readers=Readers(parts=read))
     assert (found.attempt.step, found.attempt.starts_from) == (step, checkpoint_name(step, 1))
-    assert found.attempt.metadata["tier"] == ("memory" if ranks else "storage")
+    assert found.attempt.metadata.tier == ("memory" if ranks else "storage")
     parts = found.copy.parts if found.copy else ()
     assert [each.rank for each in parts] == ranks
     assert {each.held.step for each in parts} <= {step}
@@ -178,7 +178,7 @@ def test_what_is_damaged_in_storage_does_not_beat_memory(run: Run) -> None:
     name = commit(run, first, 10).name
     Path(run.storage.locate(run.key("checkpoints", name, "model.pt"))).write_bytes(b"")
     found = begun(run, copy(1, 8))
-    assert (found.attempt.step, found.attempt.metadata["tier"]) == (8, "memory")
+    assert (found.attempt.step, found.attempt.metadata.tier) == (8, "memory")
     assert name in found.attempt.skipped[0]
 
 
@@ -346,7 +346,7 @@ def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
 def test_a_run_whose_checkpoints_are_damaged_goes_on_from_memory(run: Run) -> None:
     damaged_run(run)
     found = begun(run, None, copy(1, 8))
-    assert (found.attempt.step, found.attempt.metadata["tier"]) == (8, "memory")
+    assert (found.attempt.step, found.attempt.metadata.tier) == (8, "memory")
 
 
 def test_a_run_is_begun_anew_when_the_loss_of_its_checkpoints_is_accepted(run: Run) -> None:
@@ -472,7 +472,7 @@ def test_a_copy_that_no_group_gets_going_from_is_passed_over(ends: str, step: in
 
 
 def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
-    return Attempt(number, "me", None, step, time=time, metadata={"world_size": world_size})
+    return Attempt(number, "me", None, step, time=time, metadata=Metadata(world_size=world_size))
 
 
 def a_start(attempt: Attempt, *before: Attempt, events: list[dict[str, Any]] | None = None) -> StartPoint:
@@ -500,7 +500,7 @@ def test_a_pause_is_not_lost() -> None:
 
 
 def claimed_by(driver: str, attempt: Attempt) -> Attempt:
-    return replace(attempt, metadata={**attempt.metadata, "driver": driver})
+    return replace(attempt, metadata=replace(attempt.metadata, driver=driver))
 
 
 @pytest.mark.parametrize(

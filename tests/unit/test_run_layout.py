@@ -16,6 +16,7 @@ from sunspot.errors import DamageError, StorageError, SupersededError
 from sunspot.run import Run, open_run, to_json
 from sunspot.run.attempts import (
     Attempt,
+    Metadata,
     attempt_of,
     checkpoint_name,
     claim,
@@ -60,7 +61,7 @@ def run(tmp_path: Path) -> Run:
 
 def test_attempts_are_read_back_as_they_were_claimed(run: Run) -> None:
     assert read_attempts(run) == []
-    first = Attempt(1, "job", None, 0, metadata={"host": "a"})
+    first = Attempt(1, "job", None, 0, metadata=Metadata(host="a"))
     second = Attempt(2, "job", checkpoint_name(7, 1), 7, skipped=("one", "two"))
     assert claim(run, [], first)
     assert claim(run, [first], second)

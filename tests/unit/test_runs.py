@@ -16,7 +16,7 @@ import pytest
 
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import Attempt, checkpoint_name, claim, record_error
+from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim, record_error
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
@@ -191,12 +191,12 @@ def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
 def test_all_that_storage_has_to_say(run: Run) -> None:
     """Of 100 s with two workers, the first 5 were lost, and 10 between two attempts."""
     began = time.time() - 100
-    first = Attempt(1, "job", None, 0, time=began, metadata={"tier": "beginning", "world_size": 2})
+    first = Attempt(1, "job", None, 0, time=began, metadata=Metadata(tier="beginning", world_size=2))
     claim(run, [], first)
     write_receipt(run, first, 0, Cause.BEGIN)
     report(run, first, *({"step": step, "seconds": 5.0, "time": began + step, "loss": 1.0} for step in (2, 4)))
     origin = commit(run, first, 2)
-    second = Attempt(2, "job", origin.name, 2, time=began + 50, metadata={"tier": "storage", "world_size": 2})
+    second = Attempt(2, "job", origin.name, 2, time=began + 50, metadata=Metadata(tier="storage", world_size=2))
     claim(run, [first], second)
     write_receipt(run, second, 1, last_step=4)
     report(run, second, *({"step": step, "seconds": 5.0, "time": began + 50, "loss": 0.1} for step in (4, 6)))
@@ -331,7 +331,7 @@ def test_fifty_of_many_runs_cost_fifty_reads(
 
 
 def test_events_of_all_attempts_by_time(run: Run, sunspot: StorageCommand) -> None:
-    claim(run, [], first := Attempt(1, "job", None, 0, time=10.0, metadata={"world_size": 2}))
+    claim(run, [], first := Attempt(1, "job", None, 0, time=10.0, metadata=Metadata(world_size=2)))
     origin = commit(run, first, 4)
     journal = Journal(run, "events", 1)
     journal.append({"step": 9, "time": 30.0, "event": "commit failed", "detail": "no answer"})
@@ -362,8 +362,8 @@ def test_events_of_all_attempts_by_time(run: Run, sunspot: StorageCommand) -> No
 
 
 def test_receipts_and_stacks_are_readable(run: Run, sunspot: StorageCommand) -> None:
-    first = Attempt(1, "job", None, 0, time=10.0, metadata={"tier": "beginning", "world_size": 2})
-    second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, metadata={"tier": "memory", "world_size": 1})
+    first = Attempt(1, "job", None, 0, time=10.0, metadata=Metadata(tier="beginning", world_size=2))
+    second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, metadata=Metadata(tier="memory", world_size=1))
     assert claim(run, [], first)
     assert claim(run, [first], second)
     write_receipt(run, first, 0, Cause.BEGIN)

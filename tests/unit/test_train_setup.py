@@ -30,7 +30,7 @@ from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import Attempt
+from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.claimant import Claimant
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
@@ -67,7 +67,7 @@ def test_other_versions_than_before_are_an_event(tmp_path: Path, warned: list[st
     def events(*before: dict[str, str]) -> list[tuple[str, str]]:
         run = open_run(str(tmp_path / uuid.uuid4().hex), "run")
         versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
-        attempts = [Attempt(n, "me", None, 0, metadata={"versions": v}) for n, v in enumerate(versions, start=1)]
+        attempts = [Attempt(n, "me", None, 0, metadata=Metadata(versions=v)) for n, v in enumerate(versions, start=1)]
         start = StartPoint(attempts[-1], attempts[:-1])
         open_journals(run, start)["events"].flush()
         return [(record["event"], record["detail"]) for record in read_journal(run, "events")]

@@ -29,7 +29,6 @@ from sunspot.run import Run
 from sunspot.run.attempts import Attempt, checkpoint_name
 from sunspot.run.checkpoints import SINCE_BEST, Checkpoint
 from sunspot.run.history import Journal
-from sunspot.run.incidents import TIER
 
 COPIES_MEASURED = 3
 """Copies in memory after which their cost is reported."""
@@ -75,7 +74,7 @@ class CheckpointManager:
         "Whether the state has been found to be what a restart can load."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
-        self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
+        self._timer = Timer(overdue=attempt.metadata.tier == "memory")  # storage is behind what was recovered
         self._committer: CheckpointCommitter | None = None
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)

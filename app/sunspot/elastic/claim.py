@@ -18,10 +18,9 @@ from sunspot.errors import ConflictError, DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.run import Run
 from sunspot.run.attempts import (
-    AFTER,
     CLAIM_TRIES,
-    DRIVER,
     Attempt,
+    Metadata,
     claim,
     ensure_owner,
     lineage,
@@ -47,7 +46,6 @@ from sunspot.run.checkpoints import (
 from sunspot.run.claimant import Claimant
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
-from sunspot.run.incidents import FORKED, TIER
 from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.status import Status, read_other_status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
@@ -196,16 +194,16 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
             owner=owner,
             starts_from=None,
             step=0,
-            metadata={
-                "host": inventories[0].host,
-                "nodes": {str(rank): inventory.host for rank, inventory in enumerate(inventories)},
-                "world_size": len(inventories),
-                FORKED: sum(inventory.forked for inventory in inventories),
-                DRIVER: driver,
-                AFTER: list(status.after) if status else [],
-                "settings": settings.environment(),
-                "versions": versions(),
-            },
+            metadata=Metadata(
+                settings=settings.environment(),
+                versions=versions(),
+                host=inventories[0].host,
+                nodes={str(rank): inventory.host for rank, inventory in enumerate(inventories)},
+                world_size=len(inventories),
+                forked=sum(inventory.forked for inventory in inventories),
+                driver=driver,
+                after=status.after if status else (),
+            ),
             nonce=new_nonce(),
             chosen=False,
         )
@@ -244,7 +242,7 @@ def choose_start(
     if not copy and not checkpoint:
         try:
             ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
-            refuse_to_begin_anew(run, before, passed_over, attempt.metadata["settings"])
+            refuse_to_begin_anew(run, before, passed_over, attempt.metadata.settings)
         except SupersededError:
             return None
         except DamageError as error:
@@ -256,7 +254,7 @@ def choose_start(
         name, step, tier = checkpoint.name, checkpoint.step, "storage"
     else:
         name, step, tier = None, 0, "beginning"
-    metadata = {**attempt.metadata, TIER: tier}
+    metadata = replace(attempt.metadata, tier=tier)
     attempt = replace(attempt, starts_from=name, step=step, skipped=skipped, metadata=metadata, chosen=True)
     past = Past(
         heartbeats=[heartbeat for inventory in inventories for heartbeat in inventory.heartbeats],
@@ -304,7 +302,7 @@ def refuse_to_begin_anew(
 def find_gone(attempts: list[Attempt]) -> list[PassedOver]:
     """Find the checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
     counted = {span.label for span in lineage(attempts)}
-    began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.get(TIER) == "storage"]
+    began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]
     return [
         PassedOver(attempt.starts_from, Unusable.GONE, f"attempt {attempt.number} started from it")
         for attempt in began[-1:]

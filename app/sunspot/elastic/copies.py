@@ -8,7 +8,6 @@ from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.replicas import ranks_by_node
 from sunspot.run.attempts import Attempt, lineage
 from sunspot.run.checkpoints import leads_to_newest
-from sunspot.run.incidents import TIER
 
 RESTORES = 2
 """Groups that may come to no step from one copy in memory before it is passed over: one may have been unlucky."""
@@ -107,8 +106,8 @@ def without_crashing(
     copy that it started from.
     """
     last = [attempt for attempt in before if attempt.chosen][-RESTORES:]
-    names = {attempt.starts_from if attempt.metadata.get(TIER) == "memory" else None for attempt in last}
-    hosts = {host for attempt in last for host in attempt.metadata.get("nodes", {}).values()}
+    names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}
+    hosts = {host for attempt in last for host in attempt.metadata.nodes.values()}
     took_step = {attempt for inventory in inventories for attempt, _, _ in inventory.heartbeats}
     crashed = len(last) == RESTORES and hosts <= {inventory.host for inventory in inventories}
     if not crashed or len(names) > 1 or None in names or took_step & {attempt.number for attempt in last}:

@@ -21,7 +21,6 @@ from sunspot.errors import SunspotError, shorten
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure
 from sunspot.run.hangs import BRING_ROWS, blame, starved
-from sunspot.run.incidents import TIER
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
@@ -60,10 +59,10 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
     """Describe the error that ends a rank on `node` after `step`."""
     return RankError(
         failure=describe_failure(error, attempt.number, rank, step),
-        world_size=attempt.metadata["world_size"],
+        world_size=attempt.metadata.world_size,
         taken=step - attempt.step,
         from_outside=any(isinstance(one, FROM_OUTSIDE) for one in _chain(error)),
-        from_memory=attempt.metadata.get(TIER) == "memory",
+        from_memory=attempt.metadata.tier == "memory",
         node=node,
         cuda_error=find_cuda_error(error),
     )

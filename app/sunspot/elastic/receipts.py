@@ -13,7 +13,7 @@ from sunspot.elastic.messages import Incident
 from sunspot.elastic.restore import TrainingState
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
-from sunspot.run.incidents import FORKED, Cause, Receipt, read_receipts, worker_seconds
+from sunspot.run.incidents import Cause, Receipt, read_receipts, worker_seconds
 
 MAX_DETAIL = 500
 """Characters kept of all workers' errors."""
@@ -42,7 +42,7 @@ def make_receipt(
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
     paused_since = incident.paused_since
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
-    world_before = before[-1].metadata.get("world_size", 0) if before else 0
+    world_before = before[-1].metadata.world_size if before else 0
     spent = worker_seconds([*before, attempt], left, first_step)
     cause = _cause(before, incident)
     return Receipt(
@@ -60,8 +60,8 @@ def make_receipt(
         last_step=max(attempt.step, incident.last_step, *last_steps),
         tier=state.tier,
         world_before=world_before,
-        world_after=attempt.metadata["world_size"],
-        forked=attempt.metadata.get(FORKED, 0),
+        world_after=attempt.metadata.world_size,
+        forked=attempt.metadata.forked,
         **(phases or {}),
         paused_s=paused_s,
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),

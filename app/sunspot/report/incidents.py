@@ -6,7 +6,7 @@ from sunspot.formatting import plural
 from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, table, whole
 from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
-from sunspot.run.incidents import TIER, Cause, Receipt
+from sunspot.run.incidents import Cause, Receipt
 
 MAX_ROWS = 100
 """Rows of a table; `sunspot events` has all."""
@@ -49,7 +49,7 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
     began = [f"{attempt.number}", moment(attempt.time)]
     if receipt is None:
         why = "no receipt, though it took steps" if stepped else "no receipt: it took no step"
-        tier, world = attempt.metadata.get(TIER), attempt.metadata.get("world_size")
+        tier, world = attempt.metadata.tier or None, attempt.metadata.world_size or None
         return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None]
     label = f"incident: {receipt.cause}" if receipt.cause.incident else str(receipt.cause)
     label = "first start" if receipt.cause is Cause.BEGIN else label

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from sunspot.report.html import Html, element, join, paragraph, table
 from sunspot.report.model import Report
@@ -58,13 +58,9 @@ def _code(value: Any) -> Html:
     return element("code", value, class_="wide") if value != "" else Html("(empty)")
 
 
-def _recorded(attempts: Sequence[Attempt], what: str) -> list[tuple[int, dict[str, str]]]:
-    """Return what each attempt has recorded under `what`, as text."""
-    return [
-        (attempt.number, {str(name): str(value) for name, value in found.items()})
-        for attempt in attempts
-        if isinstance(found := attempt.metadata.get(what), dict) and found
-    ]
+def _recorded(attempts: Sequence[Attempt], what: Literal["settings", "versions"]) -> list[tuple[int, dict[str, str]]]:
+    """Return what each attempt has recorded of its settings or versions, if anything."""
+    return [(attempt.number, found) for attempt in attempts if (found := getattr(attempt.metadata, what))]
 
 
 def _default(name: str, value: str, defaults: dict[str, str]) -> Any:

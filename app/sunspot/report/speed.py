@@ -59,7 +59,7 @@ def _spread(title: str, report: Report, name: str) -> Html:
 
 def _ranks(report: Report) -> Html:
     every = report.history.ranks.totals
-    nodes = report.attempts[-1].metadata.get("nodes", {}) if report.attempts else {}
+    nodes = report.attempts[-1].metadata.nodes if report.attempts else {}
     slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MAX_RANKS]
     limits = [edge for rank in slowest for edge in (every[rank].fastest, every[rank].slowest) if math.isfinite(edge)]
     low, high = min(limits, default=0.0), max(limits, default=1.0)

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from annotated_types import Predicate
 
@@ -27,7 +27,7 @@ from sunspot.errors import ConflictError, DamageError, NotFoundError, Superseded
 from sunspot.formatting import as_time
 from sunspot.run import Run
 from sunspot.run.claimant import Claimant
-from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Workers, check, read_verified, with_checksum
+from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Workers, read_verified, with_checksum
 from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.submissions import owner_of
 from sunspot.storage.base import map_parallel
@@ -37,20 +37,33 @@ log = logging.getLogger(__name__)
 CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
 """A file of `attempts/` with which an attempt claimed its number."""
 
-DRIVER, AFTER = "driver", "after"
-"""Keys in `Attempt.metadata`: of `Attempt.driver`, and of the starts of drivers that had begun before that one."""
-
-METADATA = {
-    **dict.fromkeys(("settings", "versions", "nodes"), dict[str, str]),
-    **{"world_size": Workers, "host": str, "tier": str, DRIVER: str, AFTER: list[str]},
-}
-"""What must have its form in `Attempt.metadata`; later versions may add to it."""
-
 MAX_ATTEMPTS_CACHED = 10_000
 """Attempts that a process remembers, of all runs: a few kB each."""
 
 CLAIM_TRIES = 20
 """Claims lost in a row before a process gives up: each time, another one has won."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The worker group of an attempt, and what it trains with."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    "By variable."
+    versions: dict[str, str] = field(default_factory=dict)
+    host: str = ""
+    "Of rank 0."
+    nodes: dict[str, str] = field(default_factory=dict)
+    "The host of each rank."
+    world_size: Workers = 0
+    forked: Workers = 0
+    "How many of its processes were forked, and not begun anew."
+    driver: str = ""
+    "The start of the driver whose workers claimed it (`status.new_driver`)."
+    after: tuple[str, ...] = ()
+    "The starts of drivers that had begun before that one."
+    tier: str = ""
+    "Where the state came from that it continues from: memory, storage, or beginning; empty: it has not chosen."
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,7 @@ class Attempt:
     "Newer checkpoints that could not be used, each with the reason."
     time: Moment = field(default_factory=time.time)
     "Seconds since the epoch."
-    metadata: dict[str, Any] = field(default_factory=dict)
-    "Settings, versions, host, world size."
+    metadata: Metadata = Metadata()
     nonce: Annotated[str, Predicate(re.compile("([0-9a-f]{8})?").fullmatch)] = ""
     "Unique to this claim (`new_nonce`)."
     chosen: bool = True
@@ -77,8 +89,8 @@ class Attempt:
 
     @property
     def driver(self) -> str:
-        """The start of the driver whose workers claimed it (`status.new_driver`)."""
-        return str(self.metadata.get(DRIVER, ""))
+        """The start of the driver whose workers claimed it."""
+        return self.metadata.driver
 
     @property
     def label(self) -> str:
@@ -90,7 +102,7 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
     """Return a setting of the newest attempt, by its field in `Settings`, or else its default."""
     from sunspot.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
 
-    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
+    recorded = attempts[-1].metadata.settings if attempts else {}
     return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
 
 
@@ -182,9 +194,6 @@ def _read_version(run: Run, file: str, version: str) -> Attempt:
 def _read_attempt(run: Run, file: str) -> Attempt:
     """Return an attempt, which must be the one that its file is called after, and start from an earlier one."""
     attempt, place = read_verified(run, Attempt, "attempts", file), run.storage.locate(run.key("attempts", file))
-    for name, form in METADATA.items():
-        if name in attempt.metadata:
-            check(form, attempt.metadata[name], f"{place}: {name}")
     if file not in (f"{attempt.number:04d}.json", _start_file(attempt)):
         raise DamageError(
             f"{place} cannot be used: it is the record of attempt {attempt.number} {attempt.nonce}".rstrip()
@@ -263,7 +272,7 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
     newest = attempts[-1]
     lost = newest.owner != owner and any(attempt.owner == owner for attempt in attempts)
     restarted = driver and newest.driver != driver and any(attempt.driver == driver for attempt in attempts)
-    overtaken = driver and any(driver in attempt.metadata.get(AFTER, ()) for attempt in attempts)
+    overtaken = driver and any(driver in attempt.metadata.after for attempt in attempts)
     if lost or restarted or overtaken:
         raise _superseded(newest)
 

@@ -8,7 +8,6 @@ from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, Ended, read_attempts
 from sunspot.run.history import read_journal
-from sunspot.run.incidents import TIER
 from sunspot.run.objects import read_verified
 
 
@@ -20,9 +19,9 @@ def read_events(run: Run) -> list[dict[str, Any]]:
 
 
 def _began(attempt: Attempt) -> dict[str, Any]:
-    workers = attempt.metadata.get("world_size")
+    workers = attempt.metadata.world_size
     by = f"{plural(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
-    where = " in memory" if attempt.metadata.get(TIER) == "memory" else ""
+    where = " in memory" if attempt.metadata.tier == "memory" else ""
     return {
         "time": attempt.time,
         "attempt": attempt.number,

@@ -18,12 +18,6 @@ from sunspot.run.objects import Count, Measure, Moment, Workers, adapter
 RECOVERED = "recovered"
 """The `event` of a receipt, in the run's events."""
 
-TIER = "tier"
-"""Key in `Attempt.metadata`: where the state came from that the attempt continues from. """
-
-FORKED = "forked"
-"""Key in `Attempt.metadata`: how many of its processes were forked, and not begun anew."""
-
 
 class Cause(enum.StrEnum):
     """Why a worker group started."""
@@ -177,7 +171,7 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
     total = 0.0
     claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
-        total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.metadata.get("world_size", 0)
+        total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.metadata.world_size
     return total
 
 

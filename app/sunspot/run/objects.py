@@ -145,16 +145,6 @@ def parse_verified(form: Any, content: bytes, place: str) -> Any:
     return found
 
 
-def check(form: Any, value: Any, what: str) -> None:
-    """Raise `DamageError` unless `value`, a part of an object, has its form."""
-    from pydantic import ValidationError
-
-    try:
-        adapter(form).validate_python(value, strict=True)
-    except ValidationError as error:
-        raise DamageError(f"{what} cannot be used: {_describe(error)}") from error
-
-
 def is_count(value: Any) -> bool:
     """Return whether it is a `Count`."""
     return type(value) is int and 0 <= value <= MAX_NUMBER

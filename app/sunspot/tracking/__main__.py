@@ -149,7 +149,7 @@ class Outage:
 def _recorded_service(run: Run, settings: Settings) -> Settings:
     """Return the settings with the tracking service of the run's last attempt."""
     attempts = read_attempts(run)
-    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
+    recorded = attempts[-1].metadata.settings if attempts else {}
     service = recorded.get(f"{PREFIX}TRACKING", "")
     if attempts and not service:
         raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow or wandb")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -144,11 +143,10 @@ class Delivery:
         newest = attempts[-1]
         if self._described == newest.number:
             return
-        settings: Mapping[str, str] = newest.metadata.get("settings", {})
-        named = {name.removeprefix(PREFIX): value for name, value in settings.items()}
+        named = {name.removeprefix(PREFIX): value for name, value in newest.metadata.settings.items()}
         parameters = {name.lower(): value for name, value in named.items() if value and name not in NO_PARAMETERS}
-        parameters |= {f"version.{name}": str(value) for name, value in newest.metadata.get("versions", {}).items()}
-        workers = [attempt.metadata.get("world_size", 0) for attempt in attempts]
+        parameters |= {f"version.{name}": value for name, value in newest.metadata.versions.items()}
+        workers = [attempt.metadata.world_size for attempt in attempts]
         sizes = [size for size, before in zip(workers, [None, *workers], strict=False) if size != before]
         tags = {"sunspot.attempts": str(len(attempts)), "sunspot.workers": ", ".join(map(str, sizes))}
         try:

@@ -228,8 +228,8 @@ def open_journals(run: Run, start: StartPoint) -> dict[str, Journal]:
     for text in attempt.skipped:
         record("checkpoint skipped", text)
         log.warning(f"skipped {text}")
-    before = start.before[-1].metadata.get("versions", {}) if start.before else {}
-    now = attempt.metadata.get("versions", {})
+    before = start.before[-1].metadata.versions if start.before else {}
+    now = attempt.metadata.versions
     if changed := differences(before, {name: now[name] for name in before if name in now}):
         record("versions changed", ", ".join(changed))
         log.warning(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")

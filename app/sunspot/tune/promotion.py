@@ -12,6 +12,7 @@ from sunspot.run import Run
 from sunspot.run.attempts import (
     CLAIM_TRIES,
     Attempt,
+    Metadata,
     attempt_of,
     checkpoint_name,
     claim,
@@ -41,14 +42,12 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
             owner=owner,
             starts_from=origin.name if origin else None,
             step=origin.step if origin else 0,
-            metadata={
-                "host": socket.gethostname(),
-                "nodes": {},
-                "world_size": 0,
-                "tier": "storage" if origin else "beginning",
-                "settings": dict(environment),
-                "versions": versions(),
-            },
+            metadata=Metadata(
+                settings=dict(environment),
+                versions=versions(),
+                host=socket.gethostname(),
+                tier="storage" if origin else "beginning",
+            ),
             nonce=new_nonce(),
         )
         if claim(run, attempts, attempt):

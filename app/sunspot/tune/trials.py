@@ -148,7 +148,7 @@ def has_ended(run: Run, settings: Settings) -> bool:
         return stop_requested(run)
     if not status or status.state is not RunState.SUCCEEDED:
         return False
-    trained, wanted = read_attempts(run)[-1].metadata.get("settings", {}), settings.environment()
+    trained, wanted = read_attempts(run)[-1].metadata.settings, settings.environment()
     return all(trained.get(name) == wanted[name] for name in (PREFIX + "EPOCHS", PREFIX + "MAX_STEPS"))
 
 

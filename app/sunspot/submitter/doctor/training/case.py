@@ -44,8 +44,7 @@ class Case:
 
     def host(self, attempt: int, rank: int) -> str:
         """Return the machine or pod of a rank; empty when unknown."""
-        metadata = next((a.metadata for a in self.view.attempts if a.number == attempt), {})
-        return str(metadata.get("nodes", {}).get(str(rank), ""))
+        return next((a.metadata.nodes.get(str(rank), "") for a in self.view.attempts if a.number == attempt), "")
 
     def place(self, attempt: int, rank: int) -> dict[str, Any]:
         """Return where a rank is, for programs."""

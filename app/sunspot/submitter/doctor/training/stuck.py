@@ -21,7 +21,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     number = max(hang.attempt for hang in hung)
     its = sorted((hang for hang in hung if hang.attempt == number), key=lambda hang: hang.rank)
     starting = any(hang.starting for hang in its)  # of the group after that attempt, whose hosts are not known
-    claimed = next((a.metadata.get("world_size", 0) for a in case.view.attempts if a.number == number), 0)
+    claimed = next((a.metadata.world_size for a in case.view.attempts if a.number == number), 0)
     of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = suspects(its, world)
     words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
