@@ -26,7 +26,7 @@ from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, claim, read_attempts
 from sunspot.run.checkpoints import find_faults, find_newest_good, list_checkpoints
-from sunspot.run.history import Journal
+from sunspot.run.history import Journals
 from sunspot.settings import Settings
 from sunspot.storage.base import Entry, Writer
 from sunspot.storage.local import LocalStorage
@@ -93,12 +93,12 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters())
     plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((4,), 4), None, Steps(20, 2), 10)
-    journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    journals = Journals(run, 1)
     checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer), journals=journals)
     for step in range(1, 1 + SAVES):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        journals["metrics"].append({"step": step, "loss": float(step)})
+        journals.metrics.append({"step": step, "loss": float(step)})
         checkpoints.save(step, {"loss": float(step)})
         checkpoints.drain()  # each is committed before the next, so that none is skipped
         if step == SAVES - 1:

@@ -45,7 +45,7 @@ from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
-from sunspot.run.history import Journal, read_journal
+from sunspot.run.history import Journals, read_journal
 from sunspot.run.incidents import Cause
 from sunspot.settings import Settings
 from sunspot.submitter.commands.checkpoints.gc import ABANDONED_S
@@ -346,7 +346,7 @@ class Halves:
         self.weight = torch.arange(12.0).view(6, 2)
         settings = Settings(parallel="fsdp", checkpoints_to_keep=9, storage_timeout_s=30)
         plan = Plan(settings, EmptySource((2,), 3), None, Steps(1000, 10), 100)
-        journals: dict[str, Any] = {"events": Journal(run, "events", 1)}
+        journals = Journals(run, 1)
         self.models = [nn.Linear(2, 3, bias=False) for _ in range(2)]
         self.checkpoints = [
             CheckpointManager(
@@ -355,7 +355,7 @@ class Halves:
                 plan,
                 SavedObjects(model, torch.optim.SGD(model.parameters())),
                 place=WorkerPlace(None, rank, 2),
-                journals={} if rank else journals,
+                journals=None if rank else journals,
             )
             for rank, model in enumerate(self.models)
         ]

@@ -59,7 +59,7 @@ from sunspot.run.checkpoints import (
     list_checkpoints,
     list_directories,
 )
-from sunspot.run.history import Journal, read_journal
+from sunspot.run.history import Journals, read_journal
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
 from sunspot.storage.limits import CURRENT
@@ -89,7 +89,7 @@ class Trainee:
         assert claim(run, read_attempts(run), self.attempt)
         self.model = model or torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.journals = {"metrics": Journal(run, "metrics", number), "events": Journal(run, "events", number)}
+        self.journals = Journals(run, number)
         plan = Plan(Settings(**settings), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
         self.checkpoints = CheckpointManager(
             run,
@@ -801,7 +801,7 @@ def test_a_directory_that_refuses_is_reported_once_and_training_continues(
     trainee.save()
     trainee.checkpoints.close(finished=True)
     assert newest(run).step == 4
-    trainee.journals["events"].flush()
+    trainee.journals.events.flush()
     failed, regained = read_journal(run, "events")
     assert (failed["event"], failed["step"], regained["event"]) == ("commit failed", 1, "commits go on")
     fix = "free space" if number == errno.ENOSPC else "check that STORAGE_PATH can be read and written"
@@ -884,7 +884,7 @@ def test_a_fault_that_passes_is_survived(fault: str, s3_run: Run, s3_proxy: Faul
     checkpoint = newest(s3_run)
     assert checkpoint.step == 1
     assert trainee.warnings, "the user heard of it"
-    trainee.journals["events"].flush()
+    trainee.journals.events.flush()
     assert [event["event"] for event in read_journal(s3_run, "events")] == ["commit failed", "commits go on"]
 
 

@@ -30,7 +30,7 @@ from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, lineage
-from sunspot.run.history import Journal, each_rank_record, newest_record, read_journal
+from sunspot.run.history import Journals, each_rank_record, newest_record, read_journal
 from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
@@ -64,7 +64,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     begun = StartPoint(attempt, nodes={0: "node"})
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     checkpoints.due.return_value = StepActions()
-    journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    journals = Journals(run, 1)
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
@@ -115,7 +115,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 4)
     begun = StartPoint(attempt, nodes={0: "node"})
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
-    journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    journals = Journals(run, 1)
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())

@@ -475,13 +475,13 @@ def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
     return Attempt(number, "me", None, step, time=time, metadata=Metadata(world_size=world_size))
 
 
-def a_start(attempt: Attempt, *before: Attempt, events: list[dict[str, Any]] | None = None) -> StartPoint:
-    return StartPoint(attempt, before, past=Past([(1, 14, 99.0)], events or []))
+def a_start(attempt: Attempt, *before: Attempt, receipts: Sequence[Receipt] = ()) -> StartPoint:
+    return StartPoint(attempt, before, past=Past([(1, 14, 99.0)], receipts))
 
 
 def test_a_receipt_says_what_a_restart_cost() -> None:
     begin_receipt = Receipt(1, 0, Cause.BEGIN, "", None, None, None, 10, 12, 10, 0, 0, "beginning", 0, 2)
-    now = a_start(at(2, 105, 1, step=12), at(1, 10), events=[{**begin_receipt.record(), "attempt": 1}])
+    now = a_start(at(2, 105, 1, step=12), at(1, 10), receipts=[replace(begin_receipt, attempt=1)])
     incident = Incident(Cause.PREEMPTED, "node x", noticed=100.0, committed=101.0, last_step=13)
     receipt = make_receipt(now, TrainingState(taken=98.0, tier="memory"), incident, first_step=110.0)
     assert (receipt.since, receipt.cause, receipt.replayed) == (1, Cause.PREEMPTED, 2)

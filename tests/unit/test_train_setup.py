@@ -69,7 +69,7 @@ def test_other_versions_than_before_are_an_event(tmp_path: Path, warned: list[st
         versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
         attempts = [Attempt(n, "me", None, 0, metadata=Metadata(versions=v)) for n, v in enumerate(versions, start=1)]
         start = StartPoint(attempts[-1], attempts[:-1])
-        open_journals(run, start)["events"].flush()
+        open_journals(run, start).events.flush()
         return [(record["event"], record["detail"]) for record in read_journal(run, "events")]
 
     same = {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}

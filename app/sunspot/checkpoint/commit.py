@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ from sunspot.run.checkpoints import (
     why_abandoned,
     write_manifest,
 )
-from sunspot.run.history import Journal
+from sunspot.run.history import Journals
 from sunspot.settings import Settings
 from sunspot.storage.limits import RetryWindow
 
@@ -105,7 +105,7 @@ class CheckpointCommitter:
         settings: Settings,
         writers: Sequence[SnapshotWriter],
         order: CommitOrder,
-        journals: Mapping[str, Journal],
+        journals: Journals | None,
         ledger: Ledger | None,
     ) -> None:
         """`writers` write the files of a snapshot. A checkpoint relies on `journals` and on the rows in the `ledger`
@@ -260,8 +260,8 @@ class CheckpointCommitter:
 
     def _write_history(self) -> None:
         """Make durable what a checkpoint relies on: journals, and the rows consumed up to it."""
-        for journal in self._journals.values():
-            journal.flush()
+        if self._journals:
+            self._journals.flush()
         if self._ledger:
             self._ledger.write(self._run)
 
@@ -299,5 +299,5 @@ class CheckpointCommitter:
 
     def _record(self, event: str, step: int, detail: str) -> None:
         log.warning(f"{event} at step {step}: {detail}")
-        if events := self._journals.get("events"):
-            events.append({"step": step, "time": time.time(), "event": event, "detail": detail})
+        if self._journals:
+            self._journals.events.note(event, step, detail)

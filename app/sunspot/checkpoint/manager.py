@@ -3,7 +3,7 @@
 import dataclasses
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, checkpoint_name
 from sunspot.run.checkpoints import SINCE_BEST, Checkpoint
-from sunspot.run.history import Journal
+from sunspot.run.history import Journals
 
 COPIES_MEASURED = 3
 """Copies in memory after which their cost is reported."""
@@ -51,7 +51,7 @@ class CheckpointManager:
         place: WorkerPlace = ALONE,
         memory: NodeMemory | None = None,
         windows: Sequence[Any] = (),
-        journals: Mapping[str, Journal] | None = None,
+        journals: Journals | None = None,
     ) -> None:
         """`memory` outlives this process (None: nothing does); `windows` are those of consumed rows that came with the
         state; `journals` are flushed before each commit.
@@ -82,7 +82,7 @@ class CheckpointManager:
             order = CommitOrder(place.group if self._sharded else None)
             ledger = self._ledger if place.rank == 0 else None
             self._committer = CheckpointCommitter(
-                run, attempt, self._settings, self._writers(order), order, journals or {}, ledger
+                run, attempt, self._settings, self._writers(order), order, journals, ledger
             )
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:

@@ -4,7 +4,7 @@ import functools
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import ray
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from sunspot.run.checkpoints import (
 from sunspot.run.claimant import Claimant
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
+from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.status import Status, read_other_status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
@@ -81,7 +82,7 @@ class Past:
 
     heartbeats: Sequence[tuple[int, int, float]] = ()
     "The last steps that earlier processes are known to have taken: attempt, step, seconds since the epoch."
-    events: Sequence[dict[str, Any]] = ()
+    receipts: Sequence[Receipt] = ()
     status: Status | None = None
     "Of this start of the driver."
     other: Status | None = None
@@ -258,7 +259,7 @@ def choose_start(
     attempt = replace(attempt, starts_from=name, step=step, skipped=skipped, metadata=metadata, chosen=True)
     past = Past(
         heartbeats=[heartbeat for inventory in inventories for heartbeat in inventory.heartbeats],
-        events=read_journal(run, "events"),
+        receipts=read_receipts(read_journal(run, "events")),
         status=read_status(run, attempt.driver),
         other=read_other_status(run, attempt.driver),
     )

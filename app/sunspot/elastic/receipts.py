@@ -13,7 +13,7 @@ from sunspot.elastic.messages import Incident
 from sunspot.elastic.restore import TrainingState
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
-from sunspot.run.incidents import Cause, Receipt, read_receipts, worker_seconds
+from sunspot.run.incidents import Cause, Receipt, worker_seconds
 
 MAX_DETAIL = 500
 """Characters kept of all workers' errors."""
@@ -36,7 +36,7 @@ def make_receipt(
     `incident` is what ended the group before (`ControlChannel.begin_group`).
     """
     attempt, before = start.attempt, start.before
-    since = max((receipt.attempt for receipt in read_receipts(start.past.events)), default=0)
+    since = max((receipt.attempt for receipt in start.past.receipts), default=0)
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
     last_steps = [step for number, step, _ in start.past.heartbeats if number >= since and before]
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)

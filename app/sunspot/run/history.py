@@ -7,6 +7,7 @@ and has the time and step of the last of them.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -71,9 +72,25 @@ class Journal:
         """Add a record; it is durable after the next `flush`."""
         self._stream.append(dump_json({"attempt": self._attempt, **record}).encode())
 
+    def note(self, event: str, step: int, detail: str, at: float | None = None) -> None:
+        """Add an event after `step`, which happened now or `at` a time, in seconds since the epoch."""
+        self.append({"step": step, "time": time.time() if at is None else at, "event": event, "detail": detail})
+
     def flush(self) -> None:
         """Write the new records; raises `StorageError`, and can then be called again."""
         self._stream.flush()
+
+
+class Journals:
+    """The metric history and the events of an attempt, as its rank 0 writes them."""
+
+    def __init__(self, run: Run, attempt: int) -> None:
+        self.metrics, self.events = Journal(run, "metrics", attempt), Journal(run, "events", attempt)
+
+    def flush(self) -> None:
+        """Write the new records of both; raises `StorageError`, and can then be called again."""
+        self.metrics.flush()
+        self.events.flush()
 
 
 def tidy_journals(run: Run, before: int) -> None:
@@ -185,8 +202,8 @@ def _is_event(record: dict[str, Any]) -> bool:
 
 def _is_placed(record: dict[str, Any]) -> bool:
     """Return whether the fields that are reckoned with are what they must be."""
-    steps, time = record.get("steps", 0), record.get("time", 0)
-    return is_count(record.get("attempt")) and is_count(record.get("step")) and is_count(steps) and is_moment(time)
+    counts = (record.get("attempt"), record.get("step"), record.get("steps", 0))
+    return all(map(is_count, counts)) and is_moment(record.get("time", 0))
 
 
 USABLE: dict[Kind, Callable[[dict[str, Any]], bool]] = {

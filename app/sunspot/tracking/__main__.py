@@ -140,7 +140,7 @@ class Outage:
             if self._journal is None or number != self._number:
                 self._number = number
                 self._journal = Journal(self._delivery.run, "events", number)
-            self._journal.append({"step": step, "time": time.time(), "event": what, "detail": detail})
+            self._journal.note(what, step, detail)
             self._journal.flush()
         except StorageError:
             pass  # it is in the driver's output

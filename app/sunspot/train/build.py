@@ -35,7 +35,7 @@ from sunspot.parallel.sharding import build_without_values, has_several, shard_m
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt
-from sunspot.run.history import Journal
+from sunspot.run.history import Journal, Journals
 from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
 from sunspot.train.device_memory import await_device_memory
@@ -76,11 +76,11 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         finish = partial(run_on_all_ranks, place.group)
         await_device_memory(place.device, place.nodes[place.rank], joined.control, finish)
         learner = build_learner(plan, place, attempt, state, make_loader)
-    journals = open_journals(joined.run, start) if place.rank == 0 else {}
+    journals = open_journals(joined.run, start) if place.rank == 0 else None
     left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
-    if place.rank == 0:
+    if journals:
         if left_out:
-            record_left_out(attempt.step, journals["events"])
+            record_left_out(attempt.step, journals.events)
         change = describe_new_length(learner.task, attempt.step, state.total_steps, plan.total_steps)
         if change:
             log.warning(change)
@@ -97,7 +97,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         journals=journals,
     )
     reporter, gauges = None, None
-    if place.rank == 0:
+    if journals:
         phases = Phases(**phases, loaded=time.time())
         reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
         gauges = reporter.gauges
@@ -217,21 +217,17 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
 # ------------------------------------------------------------------------------------------- what differs from before
 
 
-def open_journals(run: Run, start: StartPoint) -> dict[str, Journal]:
+def open_journals(run: Run, start: StartPoint) -> Journals:
     """Open the attempt's metric history and its events, which begin with skipped checkpoints and changed versions."""
     attempt = start.attempt
-    journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
-
-    def record(event: str, detail: str) -> None:
-        journals["events"].append({"step": attempt.step, "time": time.time(), "event": event, "detail": detail})
-
+    journals = Journals(run, attempt.number)
     for text in attempt.skipped:
-        record("checkpoint skipped", text)
+        journals.events.note("checkpoint skipped", attempt.step, text)
         log.warning(f"skipped {text}")
     before = start.before[-1].metadata.versions if start.before else {}
     now = attempt.metadata.versions
     if changed := differences(before, {name: now[name] for name in before if name in now}):
-        record("versions changed", ", ".join(changed))
+        journals.events.note("versions changed", attempt.step, ", ".join(changed))
         log.warning(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
     return journals
 
@@ -264,5 +260,5 @@ def record_left_out(step: int, events: Journal) -> None:
         f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
         "before its evaluation did, and training goes on"
     )
-    events.append({"step": step, "time": time.time(), "event": "evaluation left out", "detail": detail})
+    events.note("evaluation left out", step, detail)
     log.warning(detail)

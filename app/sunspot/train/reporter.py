@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from sunspot.background import Background, Timer
@@ -26,8 +26,8 @@ from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import ensure_owner, step_of
 from sunspot.run.audit import tidy_audit
-from sunspot.run.history import Columns, Journal, tidy_journals
-from sunspot.run.incidents import Cause, describe, goodput, read_receipts
+from sunspot.run.history import Columns, Journals, tidy_journals
+from sunspot.run.incidents import Cause, describe, goodput
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
 from sunspot.storage.limits import with_deadline
 
@@ -50,7 +50,7 @@ class Reporter:
         start: StartPoint,
         state: TrainingState,
         control: ControlClient,
-        journals: dict[str, Journal],
+        journals: Journals,
         checkpoints: CheckpointManager,
         phases: Phases,
     ) -> None:
@@ -71,7 +71,7 @@ class Reporter:
         )
         if start.attempt.step >= plan.total_steps:  # of its last epoch, the evaluation is missing
             self._finishing(start.attempt.step)
-        self._receipts = read_receipts(start.past.events)
+        self._receipts = list(start.past.receipts)
         self._interval_s: float | None = None
         self._goodput: float | None = None
         self._goodput_of: tuple[int, float] | None = None
@@ -83,7 +83,7 @@ class Reporter:
         group = WorkerGroup(start.attempt.number, workers, start.nodes)
         self._incident = control.ask(ControlChannel.begin_group, group)
         for node in self._incident.left_out:
-            journals["events"].append({"event": "node left out", "step": start.attempt.step, **asdict(node)})
+            journals.events.note("node left out", start.attempt.step, node.detail, node.time)
 
     def due(self) -> bool:
         """Tell whether a record of the metric history is due."""
@@ -116,7 +116,7 @@ class Reporter:
         Status and terminal show the `recent` means (`RecentMeans`), as checkpoints have them: a record may be of one
         step.
         """
-        self._journals["metrics"].append(record)
+        self._journals.metrics.append(record)
         self._ranks.append(record, ranks)
         self._control.tell(ControlChannel.add_metrics, {**record, **recent})
         self._summarize_copies()
@@ -139,7 +139,7 @@ class Reporter:
 
     def add_evaluation(self, record: dict[str, Any]) -> None:
         """Add the evaluation of an epoch whose steps another worker group took."""
-        self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
+        self._journals.metrics.append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._status = replace(self._status, test_loss=record.get("test_loss"))
         self._control.tell(ControlChannel.add_metrics, record)
         self._close_incident()
@@ -164,8 +164,7 @@ class Reporter:
         """
         ensure_owner(self._run, self._start.attempt)
         refuse_if_ended(self._run, self._status)
-        for journal in self._journals.values():
-            journal.flush()
+        self._journals.flush()
         self._ranks.flush()
         committed = self._checkpoints.newest
         if committed:
@@ -207,7 +206,7 @@ class Reporter:
     def _close_incident(self) -> None:
         self._recovered = True
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
-        self._journals["events"].append(receipt.record())
+        self._journals.events.append(receipt.record())
         self._receipts.append(receipt)
         self._control.tell(ControlChannel.close_incident)
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
@@ -226,8 +225,7 @@ class Reporter:
         if text and not self._warned:
             self._warned = True
             log.warning(text)
-            event = {"event": "save exceeds notice", "step": self._status.step, "time": time.time(), "detail": text}
-            self._journals["events"].append(event)
+            self._journals.events.note("save exceeds notice", self._status.step, text)
         return text
 
 
