@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sunspot.elastic import gpu
-from sunspot.elastic.gpu import find_gpu_problem, try_gpus
 from sunspot.storage.prove import Result
+from sunspot.train import gpu
+from sunspot.train.gpu import find_gpu_problem, try_gpus
 
 
 class Driver:

@@ -15,8 +15,7 @@ from ray.exceptions import RayError
 
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.copies import RESTORES
-from sunspot.elastic.gpu import OUT_OF_MEMORY
-from sunspot.elastic.messages import GroupEnd, RankError
+from sunspot.elastic.messages import OUT_OF_MEMORY, GroupEnd, RankError
 from sunspot.errors import SunspotError, shorten
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure

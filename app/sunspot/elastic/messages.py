@@ -12,6 +12,9 @@ from sunspot.run.failures import Failure
 from sunspot.run.hangs import Hang
 from sunspot.run.incidents import Cause
 
+OUT_OF_MEMORY = 2
+"""CUDA's code. Such a GPU works: others have its memory, or have not given it back yet."""
+
 
 @dataclass(frozen=True)
 class Command:

@@ -15,11 +15,11 @@ import ray
 from sunspot.background import Background
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import Suspects
-from sunspot.elastic.gpu import find_gpu_problem
 from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, find_room
 from sunspot.errors import SunspotError
 from sunspot.formatting import plural
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes, staying_nodes
+from sunspot.train.gpu import find_gpu_problem
 from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, count_nodes, list_problems
 
 log = logging.getLogger(__name__)

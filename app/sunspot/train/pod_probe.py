@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from sunspot.command_line import CommandParser
-from sunspot.elastic.gpu import try_gpus
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
 from sunspot.settings import load_settings
 from sunspot.storage.prove import probe_path
+from sunspot.train.gpu import try_gpus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import runpy
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
+from sunspot.elastic.messages import OUT_OF_MEMORY
 from sunspot.errors import SunspotError, shorten
 from sunspot.storage.prove import Check, Result, failure
 
@@ -17,9 +18,6 @@ SIDE = 1024
 
 WRITTEN = 0x5A5AA5A5
 """The number that each GPU is to keep for a moment."""
-
-OUT_OF_MEMORY = 2
-"""CUDA's code. Such a GPU works: others have its memory, or have not given it back yet."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
