@@ -1,4 +1,4 @@
-"""Work in threads beside the training: periodic tasks, and single ones. All threads are daemons."""
+"""Runs work in threads: once, for each of many items, or again and again. All threads are daemons."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -17,6 +18,10 @@ from sunspot.errors import SunspotError
 CLOSE_TIMEOUT_S = 30
 """How long a task may take once the context ends; one that hangs, maybe since before, is then abandoned."""
 
+AT_ONCE = 16
+"""Items that are worked on at once: most wait for an answer of storage, and not for bytes."""
+
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -38,6 +43,29 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE) -> list[Result]:
+    """Return what `act` returns for each item, in their order. After the first error, no further item is started."""
+    todo, results = deque(enumerate(items)), {}
+
+    def work() -> None:
+        while todo:
+            try:
+                number, item = todo.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                results[number] = act(item)
+            except BaseException:
+                todo.clear()
+                raise
+
+    workers = [start_thread(work, "parallel") for _ in range(min(at_once, len(todo)))]
+    wait(workers)
+    for worker in workers:
+        worker.result()
+    return [results[number] for number in sorted(results)]
 
 
 class Background:

@@ -16,11 +16,11 @@ from functools import partial
 
 from scripts.bench import Figures, in_turns
 from scripts.bench.checkpoint import BUCKET
+from sunspot.background import map_parallel
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import Attempt, checkpoint_name, claim, step_of
 from sunspot.run.checkpoints import Checkpoint, list_directories, write_manifest
 from sunspot.run.status import RunState, Status, write_status
-from sunspot.storage.base import map_parallel
 from sunspot.storage.s3 import S3Storage
 from sunspot.submitter.commands.checkpoints.ls import list_all as list_checkpoints
 from sunspot.submitter.commands.list import list_all as list_runs

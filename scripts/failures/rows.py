@@ -13,9 +13,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from scripts.subjects import Stock, Subject, Torchft, begins_anew
+from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError
 from sunspot.storage import Storage, open_storage
-from sunspot.storage.base import Entry, map_parallel
+from sunspot.storage.base import Entry
 from sunspot.submitter.proof import Data, Epoch, count_rows, prove
 
 NAME = re.compile(r".*/rows/(?P<start>[0-9.]+)-after-(?P<parent>none|[0-9.]+)-at-(?P<at>\d+)/\d+-\d+\.json")

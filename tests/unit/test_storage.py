@@ -22,10 +22,11 @@ import torch
 
 import sunspot.storage.limits
 import sunspot.storage.local
+from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, SettingsError, StorageError
 from sunspot.storage import bucket as module
 from sunspot.storage import multipart, open_storage
-from sunspot.storage.base import CHUNK, Storage, map_parallel
+from sunspot.storage.base import CHUNK, Storage
 from sunspot.storage.limits import MIN_RATE, ProgressDeadline, RetryWindow, operation, record_progress
 from sunspot.storage.local import LocalStorage
 from sunspot.storage.prove import prove
@@ -323,7 +324,7 @@ def test_a_process_ends_though_its_storage_hangs() -> None:
     program = """
 import threading
 from sunspot.errors import run_and_exit
-from sunspot.storage.base import map_parallel
+from sunspot.background import map_parallel
 from sunspot.storage.limits import retry_storage
 hang = lambda number: threading.Event().wait()
 run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "reading a checkpoint"))

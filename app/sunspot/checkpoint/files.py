@@ -7,12 +7,13 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from sunspot.background import map_parallel
 from sunspot.checkpoint.snapshot import Snapshot
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.errors import ConflictError, DamageError, SettingsError, shorten
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.storage.base import Writer, map_parallel
+from sunspot.storage.base import Writer
 
 Files = dict[str, dict[str, Any]]
 """The files of a manifest (`Checkpoint.files`)."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from sunspot.background import map_parallel
 from sunspot.checkpoint.files import load_checked
 from sunspot.checkpoint.memory import LoadedSnapshot, MemorySnapshot, Sidecar, as_bytes, read_if_good
 from sunspot.checkpoint.parts import Contents, is_sharded, load_pieces
@@ -26,7 +27,6 @@ from sunspot.parallel.sharding import Place
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
 from sunspot.shared_pages import Pages, map_pages
-from sunspot.storage.base import map_parallel
 
 STATES = ("model.pt", "optimizer.pt")
 """The files of a checkpoint that a worker group loads; others are only verified."""

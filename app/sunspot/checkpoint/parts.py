@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sunspot.background import map_parallel
 from sunspot.checkpoint.commit import CommitOrder
 from sunspot.checkpoint.files import Files, load_state, load_weights, upload, upload_state
 from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
@@ -44,7 +45,7 @@ from sunspot.parallel.sharding import Place, parameters_of
 from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
-from sunspot.storage.base import Writer, map_parallel
+from sunspot.storage.base import Writer
 
 log = logging.getLogger(__name__)
 

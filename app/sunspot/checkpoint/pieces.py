@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 
+from sunspot.background import map_parallel
 from sunspot.checkpoint.files import read_file
 from sunspot.errors import DamageError
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.storage.base import CHUNK, Writer, map_parallel
+from sunspot.storage.base import CHUNK, Writer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

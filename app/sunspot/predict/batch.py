@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.data
 
+from sunspot.background import map_parallel
 from sunspot.checkpoint.parts import weights_digest
 from sunspot.data.source import PREDICTED_BY, Source, find_sources, read_rows, rows_in
 from sunspot.errors import (
@@ -45,7 +46,7 @@ from sunspot.run import to_json
 from sunspot.run.objects import parse, read_content
 from sunspot.settings import Settings, differences
 from sunspot.storage import open_storage
-from sunspot.storage.base import Storage, map_parallel
+from sunspot.storage.base import Storage
 from sunspot.tasks import load_predict, load_task
 
 IDENTITY = "_predictions.json"

@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 
 from annotated_types import Predicate
 
+from sunspot.background import map_parallel
 from sunspot.errors import ConflictError, DamageError, NotFoundError, SupersededError, by_name
 from sunspot.formatting import as_time
 from sunspot.run import Run
@@ -30,7 +31,6 @@ from sunspot.run.claimant import Claimant
 from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Workers, read_verified, with_checksum
 from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.submissions import owner_of
-from sunspot.storage.base import map_parallel
 
 log = logging.getLogger(__name__)
 

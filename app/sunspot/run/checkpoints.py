@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from sunspot.background import AT_ONCE, map_parallel
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.formatting import in_words
 from sunspot.run import Run
@@ -39,7 +40,7 @@ from sunspot.run.objects import (
     with_checksum,
 )
 from sunspot.storage import open_storage
-from sunspot.storage.base import READS_IN_FLIGHT, Entry, map_parallel
+from sunspot.storage.base import Entry
 from sunspot.storage.local import local_path
 
 MANIFEST = "manifest.json"
@@ -267,7 +268,7 @@ def verify(
         faults = find_faults(run, checkpoint, None if directories is None else directories[name])
         return (checkpoint, faults) if not faults or run.storage.exists(_key(run, name, MANIFEST)) else None
 
-    checked = map_parallel(check, names, 1 if directories is None else READS_IN_FLIGHT)
+    checked = map_parallel(check, names, 1 if directories is None else AT_ONCE)
     return [each for each in checked if each]
 
 

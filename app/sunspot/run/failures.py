@@ -11,11 +11,11 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sunspot.background import map_parallel
 from sunspot.errors import DamageError, format_trace, without_secrets
 from sunspot.run import Run, to_json
 from sunspot.run.logs import STREAM, driver_stream, rank_stream
 from sunspot.run.objects import Count, Moment, read, tell_damage
-from sunspot.storage.base import map_parallel
 
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
 """Code that a user looks at last."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.log import warn_once
@@ -34,7 +35,7 @@ from sunspot.run.status import (
     usable_status,
 )
 from sunspot.run.submissions import SUBMISSION, list_submissions
-from sunspot.storage.base import Entry, Storage, map_parallel
+from sunspot.storage.base import Entry, Storage
 from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
 
 log = logging.getLogger(__name__)

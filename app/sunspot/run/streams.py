@@ -16,8 +16,9 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
+from sunspot.background import AT_ONCE, map_parallel
 from sunspot.errors import DamageError, NotFoundError, StorageError
-from sunspot.storage.base import READS_IN_FLIGHT, Entry, Storage, map_parallel
+from sunspot.storage.base import Entry, Storage
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 """Bytes of merged segments. One of the last size is not written again, and not kept in memory."""
@@ -82,7 +83,7 @@ def read_segments(
     todo = find() if listed is None else list(listed)
     tries, given = READ_TRIES, dict[str, int]()
     while todo:
-        part = todo[:READS_IN_FLIGHT]
+        part = todo[:AT_ONCE]
         contents = map_parallel(functools.partial(_read, storage), part)
         for segment, content in zip(part, contents, strict=True):
             if content is None:

@@ -10,27 +10,17 @@ import contextlib
 import hashlib
 import io
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
-from sunspot.background import start_thread
 from sunspot.errors import StorageError
 from sunspot.storage.limits import record_progress
 
 CHUNK = 1 << 20
 """Bytes of a large object that are read or written at a time."""
 
-READS_IN_FLIGHT = 16
-"""Small objects read at once: each waits for an answer, not for bytes."""
-
 RACE_TRIES, RACE_PAUSE_S = 5, 0.2
 """Tries of a write that collides with another process's write, or with its delete of a neighbouring object."""
-
-Item = TypeVar("Item")
-
-Result = TypeVar("Result")
 
 Errors = Callable[[], contextlib.AbstractContextManager[None]]
 """Turns a backend's errors into `StorageError` for one object. It wraps the backend's own calls only: a caller's
@@ -210,29 +200,6 @@ class Storage(ABC):
             if copy:
                 copy(chunk)
         return size, sha.hexdigest()
-
-
-def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = READS_IN_FLIGHT) -> list[Result]:
-    """What `act` returns for each item, in their order. After the first error, no further item is started."""
-    todo, results = deque(enumerate(items)), {}
-
-    def work() -> None:
-        while todo:
-            try:
-                number, item = todo.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                results[number] = act(item)
-            except BaseException:
-                todo.clear()
-                raise
-
-    workers = [start_thread(work, "storage") for _ in range(min(at_once, len(todo)))]
-    wait(workers)
-    for worker in workers:
-        worker.result()
-    return [results[number] for number in sorted(results)]
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
-from sunspot.background import start_thread
+from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import multipart
-from sunspot.storage.base import CHUNK, RACE_PAUSE_S, RACE_TRIES, Entry, Storage, Writer, completed, map_parallel
+from sunspot.storage.base import CHUNK, RACE_PAUSE_S, RACE_TRIES, Entry, Storage, Writer, completed
 from sunspot.storage.limits import OPERATION_S, operation
 from sunspot.storage.multipart import PartUpload, PartWriter
 

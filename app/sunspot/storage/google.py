@@ -16,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import Entry, Errors, Unfinished, map_parallel
+from sunspot.storage.base import Entry, Errors, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range
 from sunspot.storage.limits import record_progress
 from sunspot.storage.multipart import Part, PartUpload

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
-from sunspot.background import start_thread
+from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import CHUNK, Entry, Errors, ObjectReader, Unfinished, map_parallel
+from sunspot.storage.base import CHUNK, Entry, Errors, ObjectReader, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
 from sunspot.storage.multipart import Part, PartUpload
 

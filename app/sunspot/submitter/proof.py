@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from sunspot.background import map_parallel
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.formatting import plural
 from sunspot.run import Run
@@ -21,7 +22,6 @@ from sunspot.run.history import list_journal, newest_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.objects import MAX_NUMBER
-from sunspot.storage.base import map_parallel
 from sunspot.submitter.printing import progress_note, warn
 
 if TYPE_CHECKING:

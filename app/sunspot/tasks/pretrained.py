@@ -12,10 +12,10 @@ from typing import Any
 
 from filelock import FileLock
 
+from sunspot.background import map_parallel
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX
 from sunspot.storage import open_storage
-from sunspot.storage.base import map_parallel
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 """Files of a model that are taken: its configuration, weights and tokenizer. Pickled weights are none of them."""

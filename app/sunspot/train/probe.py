@@ -9,10 +9,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from sunspot.background import map_parallel
 from sunspot.errors import StorageError, SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.run import open_run
-from sunspot.storage.base import map_parallel
 from sunspot.storage.prove import prove
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from sunspot.background import map_parallel
 from sunspot.errors import StorageError, shorten
 from sunspot.formatting import columns, visible
 from sunspot.report import FILE
@@ -13,7 +14,6 @@ from sunspot.run import Run, open_run
 from sunspot.run.search import Results, Trial, read_trial, write_results
 from sunspot.run.status import own_status
 from sunspot.search_space import Search, in_words
-from sunspot.storage.base import map_parallel
 
 log = logging.getLogger(__name__)
 
