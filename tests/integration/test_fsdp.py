@@ -44,11 +44,10 @@ from sunspot.parallel.sharding import Place, find_blocks, part_of, shard_model
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
-from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
+from sunspot.run.checkpoints import ABANDONED_S, MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
 from sunspot.run.history import Journals, read_journal
 from sunspot.run.incidents import Cause
 from sunspot.settings import Settings
-from sunspot.submitter.commands.checkpoints.gc import ABANDONED_S
 from sunspot.tasks import gpt
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command

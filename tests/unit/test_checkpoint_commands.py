@@ -19,6 +19,7 @@ from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim, read
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_checkpoints, write_manifest
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
+from sunspot.submitter import garbage
 from sunspot.submitter.commands.checkpoints import gc as checkpoints_gc
 from sunspot.submitter.commands.checkpoints import get as checkpoints_get
 from tests.harness import s3
@@ -403,7 +404,7 @@ def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: Storage
     sunspot("checkpoints", "gc", "run", "--yes")
     ended = state in (RunState.STOPPED, RunState.SUCCEEDED)
     assert left(run) == ({good.name} if ended else {good.name, begun})
-    age(run, checkpoints_gc.ABANDONED_S - 60, "checkpoints", begun)
+    age(run, garbage.ABANDONED_S - 60, "checkpoints", begun)
     sunspot("checkpoints", "gc", "run", "--yes")
     assert (begun in left(run)) == (not ended)
     age(run, 120, "checkpoints", begun)
@@ -423,14 +424,12 @@ def test_gc_leaves_files_whose_manifest_would_still_count(run: Run, sunspot: Sto
 def test_gc_ends_when_a_new_attempt_begins(
     run: Run, sunspot: StorageCommand, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = checkpoints_gc.plan
-
-    def plan_then_lose(*arguments: Any) -> list[Any]:
-        removals = list(plan(*arguments))
+    def find_then_lose(*arguments: Any) -> list[Any]:
+        removals = list(garbage.find_removals(*arguments))
         start(run, "another", littered["newest"])
         return removals
 
-    monkeypatch.setattr(checkpoints_gc, "plan", plan_then_lose)
+    monkeypatch.setattr(checkpoints_gc, "find_removals", find_then_lose)
     before = left(run)
     answer = sunspot("checkpoints", "gc", "run", "--yes")
     assert (answer.code, left(run)) == (6, before)
@@ -462,7 +461,7 @@ def test_gc_removes_no_checkpoint_while_an_attempt_chooses_one(run: Run, sunspot
 def test_gc_says_what_it_had_removed_when_storage_fails(
     run: Run, sunspot: StorageCommand, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delete, deleted = checkpoints_gc.delete_checkpoint, []
+    delete, deleted = garbage.delete_checkpoint, []
 
     def fail_at_the_third(run: Run, name: str) -> None:
         if len(deleted) == 2:
@@ -470,7 +469,7 @@ def test_gc_says_what_it_had_removed_when_storage_fails(
         deleted.append(name)
         delete(run, name)
 
-    monkeypatch.setattr(checkpoints_gc, "delete_checkpoint", fail_at_the_third)
+    monkeypatch.setattr(garbage, "delete_checkpoint", fail_at_the_third)
     answer = sunspot("checkpoints", "gc", "run", "--yes")
     assert (answer.code, "removed 2 of 5: " in answer.out) == (4, True)
 
@@ -483,7 +482,7 @@ def test_gc_removes_what_killed_writers_left_on_a_disk(run: Run, sunspot: Storag
     old, young = (folder / f".attempt-0001-00000.jsonl.{digit * 32}.tmp" for digit in "ab")
     for path in (old, young):
         path.write_bytes(b"12345")
-    moment = time.time() - checkpoints_gc.ABANDONED_S - 60
+    moment = time.time() - garbage.ABANDONED_S - 60
     os.utime(old, (moment, moment))
     removed = sunspot("checkpoints", "gc", "run", "--yes", "--json").json
     assert [(line["name"], line["bytes"]) for line in removed] == [("run/metrics/attempt-0001-00000.jsonl", 5)]
@@ -501,7 +500,7 @@ def test_gc_aborts_uploads_that_were_never_finished(
         upload = client.create_multipart_upload(Bucket=s3_bucket, Key=key)["UploadId"]
         client.upload_part(Bucket=s3_bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"12345")
     assert sunspot("checkpoints", "gc", "run", "--json").json == [], "it may be going on"
-    monkeypatch.setattr(checkpoints_gc, "ABANDONED_S", -60)
+    monkeypatch.setattr(garbage, "ABANDONED_S", -60)
     [shown] = sunspot("checkpoints", "gc", "run", "--json").json
     assert (shown["name"], shown["bytes"]) == ("run/checkpoints/x/model.pt", 5)
     assert sunspot("checkpoints", "gc", "run", "--yes").code == 0

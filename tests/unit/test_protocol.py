@@ -70,7 +70,7 @@ from sunspot.storage.base import Storage
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import delete_run
-from sunspot.submitter.commands.checkpoints.gc import plan
+from sunspot.submitter.garbage import find_removals
 from sunspot.submitter.proof import Epoch, prove
 from tests.harness.interleaving import FAULTS, Fate, MemoryStorage, Operation, Process, World, run_inline
 from tests.harness.runs import BATCH, ROWS, STEPS_PER_EPOCH
@@ -350,7 +350,7 @@ class Protocol(RuleBasedStateMachine):
     def collect(self, process: Process) -> None:
         """`sunspot checkpoints gc`."""
         with contextlib.suppress(ConflictError, StorageError, NotFoundError):
-            for removal in list(plan(Run(process.storage, RUN), None, time.time())):
+            for removal in list(find_removals(Run(process.storage, RUN), None, time.time())):
                 removal.remove()
 
     def prove(self, process: Process) -> None:
