@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import sunspot.checkpoint.memory
+import sunspot.checkpoint.memory_files
 import sunspot.checkpoint.weights
 from sunspot.checkpoint import CheckpointManager, NodeMemory, SavedObjects
-from sunspot.checkpoint.memory import Sidecar, as_bytes, find_parts, find_snapshot
+from sunspot.checkpoint.memory_files import Sidecar, as_bytes, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.order import Steps
 from sunspot.data.source import read_rows
@@ -96,8 +96,8 @@ def share_copy(root: str, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/share", rank=rank, world_size=3)
     world, places = dist.group.WORLD, ["a", "a", "b"]
     assert world
-    sunspot.checkpoint.memory.SHARED_MEMORY = Path(root, places[rank])
-    sunspot.checkpoint.memory.SHARED_MEMORY.mkdir(exist_ok=True)
+    sunspot.checkpoint.memory_files.SHARED_MEMORY = Path(root, places[rank])
+    sunspot.checkpoint.memory_files.SHARED_MEMORY.mkdir(exist_ok=True)
     content = bytes(range(256)) * 16
     if rank == 0:
         memory = NodeMemory("run")
@@ -156,7 +156,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     world = dist.group.WORLD
     assert world
     memory.mkdir(parents=True, exist_ok=True)
-    sunspot.checkpoint.memory.SHARED_MEMORY = memory
+    sunspot.checkpoint.memory_files.SHARED_MEMORY = memory
     first = Attempt(1, "me", None, 0)
     node_memory, node_parts = NodeMemory("run"), NodeParts(world, list(nodes))
     dist.barrier()

@@ -29,7 +29,7 @@ import sunspot.checkpoint.pieces
 import sunspot.checkpoint.snapshot
 from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.files import load_state
-from sunspot.checkpoint.memory import find_parts
+from sunspot.checkpoint.memory_files import find_parts
 from sunspot.checkpoint.parts import ShardWriter, load_model, load_parts, load_whole, read_contents
 from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_into
 from sunspot.checkpoint.weights import refuse_other_than_tensors

@@ -34,13 +34,14 @@ from hypothesis.stateful import (
 )
 
 import sunspot.checkpoint.commit
-import sunspot.checkpoint.memory
+import sunspot.checkpoint.memory_files
 import sunspot.elastic.claim
 import sunspot.run
 from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
 from sunspot.checkpoint.files import read_file, upload
 from sunspot.checkpoint.ledger import Ledger
-from sunspot.checkpoint.memory import LoadedSnapshot, NodeMemory, Sidecar, find_snapshot
+from sunspot.checkpoint.memory import NodeMemory
+from sunspot.checkpoint.memory_files import LoadedSnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
 from sunspot.elastic.claim import StartPoint, begin_attempt
 from sunspot.elastic.copies import NodeInventory
@@ -268,7 +269,7 @@ class Protocol(RuleBasedStateMachine):
     def train(self, process: Process, owner: str, node: int) -> None:
         """One start of a worker group with one worker: as train/join.py and train/loop.py have it."""
         run = Run(process.storage, RUN)
-        sunspot.checkpoint.memory.SHARED_MEMORY = self.folder / str(node)
+        sunspot.checkpoint.memory_files.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location)
         process.at_end.append(memory._lock.close)
         found = find_snapshot(run.location)
@@ -493,7 +494,8 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.storage.base, "start_thread", run_inline)
     monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
-    monkeypatch.setattr(sunspot.checkpoint.memory, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY)  # changed by each start
+    # Each start changes it.
+    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY)
 
 
 def explore(machine: type[Protocol], examples: int, **options: Any) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import sunspot.checkpoint.node_state
 import sunspot.checkpoint.replicas
-from sunspot.checkpoint.memory import LoadedSnapshot, MemorySnapshot, NodeMemory, Sidecar, Slot, list_snapshots
+from sunspot.checkpoint.memory import NodeMemory, Slot
+from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, list_snapshots
 from sunspot.checkpoint.node_state import NodeState
 from sunspot.checkpoint.replicas import PartExchange, find_keepers
 from sunspot.run import open_run

@@ -19,10 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sunspot.checkpoint.memory
+import sunspot.checkpoint.memory_files
 import sunspot.elastic.claim
 import sunspot.elastic.restore
-from sunspot.checkpoint.memory import MemorySnapshot, NodeMemory, Sidecar, find_snapshot
+from sunspot.checkpoint.memory import NodeMemory
+from sunspot.checkpoint.memory_files import MemorySnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
 from sunspot.elastic.claim import LocalState, Past, Readers, StartPoint, begin_attempt
@@ -415,7 +416,7 @@ def test_what_came_with_the_state_comes_back(
     tier: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That its epoch is not evaluated yet, its metrics, and in memory the rows that no audit in storage has."""
-    monkeypatch.setattr(sunspot.checkpoint.memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", tmp_path)
     first = start(run, "me")
     values = {"model": {"weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}}
     name, metrics, windows = checkpoint_name(7, 1, first.nonce), {"loss": 0.5}, ((1, 1, 7, [3]),)

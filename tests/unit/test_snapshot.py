@@ -21,14 +21,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sunspot.checkpoint.memory
+import sunspot.checkpoint.memory_files
 import sunspot.checkpoint.snapshot
 from sunspot.checkpoint.interval import SnapshotInterval
-from sunspot.checkpoint.memory import (
-    MAX_SLOTS,
+from sunspot.checkpoint.memory import MAX_SLOTS, NodeMemory, Slot
+from sunspot.checkpoint.memory_files import (
     STALE_S,
-    NodeMemory,
-    Slot,
     as_bytes,
     find_heartbeats,
     find_parts,
@@ -47,7 +45,7 @@ RUN = "s3://bucket/runs/run"
 
 @pytest.fixture(autouse=True)
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(sunspot.checkpoint.memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -301,7 +299,7 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
 
 
 def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.checkpoint.memory, "memory_left", lambda: 1000)
+    monkeypatch.setattr(sunspot.checkpoint.memory_files, "memory_left", lambda: 1000)
     trainee = Trainee()
     trainee.train()
     assert trainee.take(1) is None
@@ -320,7 +318,7 @@ def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypa
     def free() -> int:
         return round(size / 0.23) - sum(file.stat().st_size for file in shared_memory.rglob("*.data"))
 
-    monkeypatch.setattr(sunspot.checkpoint.memory, "memory_left", free)
+    monkeypatch.setattr(sunspot.checkpoint.memory_files, "memory_left", free)
     for attempt in range(1, 5):
         trainee = Trainee(attempt)
         trainee.train()
@@ -638,7 +636,7 @@ def test_heartbeats_outlive_the_process() -> None:
 
 
 def _train_and_kill_yourself(root: str) -> None:
-    sunspot.checkpoint.memory.SHARED_MEMORY = Path(root)
+    sunspot.checkpoint.memory_files.SHARED_MEMORY = Path(root)
     trainee = Trainee()
     trainee.train()
     trainee.take(7)

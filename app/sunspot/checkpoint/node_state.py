@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sunspot.background import map_parallel
 from sunspot.checkpoint.files import load_checked
-from sunspot.checkpoint.memory import LoadedSnapshot, MemorySnapshot, Sidecar, as_bytes, read_if_good
+from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, as_bytes, read_if_good
 from sunspot.checkpoint.parts import Contents, is_sharded, load_pieces
 from sunspot.checkpoint.pieces import Piece, Reads
 from sunspot.checkpoint.replicas import CHUNK, TIMEOUT_S

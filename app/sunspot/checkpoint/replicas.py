@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from sunspot.checkpoint.memory import Changed, MemorySnapshot, NodeMemory, Slot, Use
+from sunspot.checkpoint.memory import Changed, NodeMemory, Slot, Use
+from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.errors import DamageError, shorten
 from sunspot.parallel.collectives import any_rank
 from sunspot.run.checkpoints import Checkpoint

@@ -18,7 +18,8 @@ import torch
 from sunspot.background import start_thread
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.copying import Pairs, QueueWait, copy, mark_queue
-from sunspot.checkpoint.memory import NodeMemory, Sidecar, Slot, Use
+from sunspot.checkpoint.memory import NodeMemory, Slot, Use
+from sunspot.checkpoint.memory_files import Sidecar
 from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.tensors import ALIGNMENT, in_buffer, map_tensors, parameter_names, size_of, tensors_in
 from sunspot.parallel.sharding import Place, find_places, parameters_of, part_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import sunspot.warm
 from sunspot.checkpoint import versions
-from sunspot.checkpoint.memory import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
+from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, without_copies, without_crashing
 from sunspot.errors import ConflictError, DamageError, SupersededError

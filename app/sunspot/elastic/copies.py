@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sunspot.checkpoint.memory import MemorySnapshot
+from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.replicas import ranks_by_node
 from sunspot.run.attempts import Attempt, lineage
