@@ -1,4 +1,4 @@
-"""What is trained, in how many steps and with which resources; every value chosen for the user has its reason."""
+"""Works out what is trained, in how many steps and with which resources, with a reason for each value it chooses."""
 
 import json
 import math
@@ -38,8 +38,8 @@ class Plan:
     def pass_limit(self) -> int:
         """The most rows in one forward pass of a worker: MICRO_BATCH_SIZE; 0: no limit.
 
-        Without one, an elastic run makes none larger than on its most workers: fewer would need more memory each, just
-        when nodes are lost.
+        Where that sets none, an elastic run makes no pass larger than it is with all its workers: fewer of them would
+        need more memory each, just when nodes are lost.
         """
         workers, limit = self.settings.num_workers, self.settings.micro_batch_size
         if limit or not workers.elastic:
@@ -48,21 +48,21 @@ class Plan:
         return max(largest, MIN_ROWS + 1)  # or else 3 rows would be cut into 2 and 1
 
     def passes(self, world_size: int) -> int:
-        """The most forward passes of a worker in one step."""
+        """Return how many forward passes a worker makes in one step, at most."""
         return max(forward_passes(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
 
     def pass_rows(self, world_size: int) -> int:
-        """The rows of every forward pass under COMPILE, as many as of the largest; 0: passes differ."""
+        """Return the rows of every forward pass under COMPILE, which are those of the largest; 0: passes differ."""
         if self.settings.compile == "off":
             return 0
         return max(largest_pass(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
 
     def _rows_of_steps(self) -> set[int]:
-        """The numbers of rows that steps have: the last one of an epoch may have its own."""
+        """Return how many rows a step may have: the last one of an epoch may have fewer."""
         return {end - begin for begin, end in map(self.steps.bounds, (0, self.steps.per_epoch - 1))}
 
     def find_order(self) -> str:
-        """The checksum of the order of the rows in this process, whose NumPy may be another one."""
+        """Return the checksum of the order of the rows in this process, whose NumPy may be of another version."""
         return run_order(self.settings.loader, self.source.row_groups, self.settings.seed).checksum()
 
 
@@ -139,7 +139,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
 
 
 def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:
-    """What one worker gets of the resources of a cluster of `nodes` nodes, as Ray counts them, with the reasons."""
+    """Choose what one worker gets of the resources of a cluster of `nodes` nodes, as Ray counts them."""
     workers = settings.num_workers.most
     gpus, cores = cluster.get("GPU", 0), cluster.get("CPU", 0)
     given = settings.resources_per_worker
@@ -174,7 +174,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
 
 
 def with_absolute_paths(settings: Settings) -> Settings:
-    """The settings with absolute local paths, as workers run in another directory."""
+    """Return the settings with absolute local paths, as workers run in another directory."""
     paths = {name: getattr(settings, name) for name in ("storage_path", "test_dataset", "data_root", "init_from")}
     if settings.dataset not in ("sample", "mnist"):
         paths["dataset"] = settings.dataset

@@ -469,7 +469,7 @@ def test_a_rank_that_froze_as_a_group_started(run: Run, sunspot: Command) -> Non
     assert hung["ranks"] == [1, 2]
     assert hung["places"] == [{"rank": rank, "host": None, "node": None} for rank in (1, 2)]
     assert hung["evidence"].startswith(
-        "as the group after attempt 1 began, rank 1: no log entry: stopped, or lost with"
+        "as the group after attempt 1 began, rank 1: left no stacks: it was stopped, or lost with"
     )
 
 

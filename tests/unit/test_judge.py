@@ -135,7 +135,7 @@ def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> 
 def test_a_rank_that_left_no_word_is_named(control: Control) -> None:
     control.end = told([], hangs=[hung(0, waiting=True)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
-    assert control.said[0].startswith("rank 1: recorded nothing, after step 53")
+    assert control.said[0].startswith("rank 1: left no stacks: it was stopped, or lost with its node, after step 53")
 
 
 def test_groups_without_rows_are_counted_apart(control: Control) -> None:
@@ -277,7 +277,7 @@ def test_errors_of_cuda_are_told_apart_by_class_and_code(error: Exception, code:
 
 
 def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
-    """Asked of are those whose ranks met an error of CUDA, and those whose ranks were lost and left no word."""
+    """Asked of are those whose ranks met an error of CUDA, and those whose ranks were lost without one."""
     seen: dict[str, Any] = {"type": "AcceleratorError", "message": "CUDA error", "from_outside": True}
     met, other = (replace(error, node=f"node {error.failure.rank}") for error in failed(1, 2, world_size=4, **seen))
     nodes = {rank: f"node {rank}" for rank in range(4)}

@@ -44,7 +44,7 @@ FROM_OUTSIDE = (
 
 
 Suspects = dict[str, int | None]
-"""Nodes whose GPU may have ended a rank, with CUDA's code (0: not known); None: the rank left no word."""
+"""Nodes whose GPU may have ended a rank, with CUDA's code (0: not known); None: the rank was lost without one."""
 
 LeaveOut = Callable[[Suspects], list[str]]
 """Leaves out those of these nodes whose GPU is broken, and returns a line on each."""

@@ -38,7 +38,8 @@ FIRST_STEP_S = 600
 """Added to the timeout of the first step, which waits for imports, compilation, and Ray Data's first rows."""
 
 START_S = 10
-"""Added to the timeout until an attempt is claimed: ranks that wait say each ROUND_S that they live (parallel/)."""
+"""Added to the timeout until an attempt is claimed: ranks that wait tell each other every ROUND_S that they live
+(parallel/collectives.py)."""
 
 CHECK_EVERY_S = 1.0
 """Seconds between two checks of the last heartbeat."""
@@ -47,20 +48,21 @@ REPORT_S = 20
 """Limit on the wait for storage and the control channel: either may be what is gone."""
 
 LINGER_S = 5
-"""Between a rank's report and its exit, which ends the others too: they hang since the same step, and report now."""
+"""Seconds between a rank's report and its exit. That ends the others, too, which have hung since the same step and are
+reporting at the same time."""
 
 FILES = "sunspot-hang-"
 """How the name of the file of each rank begins."""
 
 STARTS, STALE_S = "start", 60
-"""In the names of files of ranks whose group has claimed no attempt; their age at which their processes are gone, which
-write them each second."""
+"""What stands in the name of a file for the attempt while the group has claimed none; and the age at which such a file
+is that of a dead process, as a living one writes its own each second."""
 
 FORGOTTEN_S = 86_400
 """The age of a file at which nobody asks for it any more: its run was killed, and has not begun again here."""
 
 MAX_STACKS = 20_000
-"""Characters of stacks in an event, for the sake of the journal; the training thread comes first."""
+"""Characters of stacks kept in an event, so that the journal stays small; the training thread comes first."""
 
 COLLECTIVES = (
     "/torch/distributed/",
@@ -69,25 +71,24 @@ COLLECTIVES = (
     "/ray/train/",
     "/sunspot/parallel/",
 )
-"""In the paths of code that waits for other ranks; DDP exchanges gradients inside backward()."""
+"""Parts of the paths of code that waits for other ranks; DDP exchanges gradients inside backward()."""
 
 LOADING = "/ray/data/"
-"""In the paths of code that waits for rows which Ray Data reads."""
+"""Part of the paths of code that waits for rows from Ray Data."""
 
 BENEATH = re.compile(r"/ray/_private/|/(threading|queue)\.py$")
-"""The paths of code that waits for anything."""
-
+"""The paths of code that waits for others' sake: what called it says for what."""
 
 OnHang = Callable[[Hang, bool], Any]
-"""Gets what is known of a rank that hung, and whether it is of the attempt before, and so comes late."""
+"""Takes what is known of a rank that hung, and whether that comes late, as the rank is of the attempt before."""
 
 
 class Watchdog:
     """Ends this process when the thread that made it has taken no step for `timeout_s` seconds (0: never).
 
-    Before that, an event goes to this rank's journal and to `on_hang`, which is also called for a rank of the attempt
-    before that left only its stacks on this node. Until the group has claimed an attempt, in which no rank takes a step
-    either, a word of the others counts as one.
+    Before that, it records an event in this rank's journal and calls `on_hang`; it also does so for a rank of the
+    attempt before that left only its stacks on this node. Until the group has claimed an attempt, when no rank takes
+    steps yet, hearing from the others counts as one.
     """
 
     def __init__(self, run: Run, rank: int, world_size: int, timeout_s: float, on_hang: OnHang) -> None:
@@ -107,7 +108,7 @@ class Watchdog:
         return self._step
 
     def claimed(self, attempt: Attempt) -> None:
-        """Record what the group has agreed on: from here on its first step is waited for."""
+        """Record the attempt that the group has claimed: from here on, its first step is expected."""
         with contextlib.suppress(SunspotError):
             dumps = functools.partial(upload_dumps, self._run, attempt.number, self._on_hang)
             with_deadline(REPORT_S, "recording an earlier hang", dumps)
@@ -120,7 +121,7 @@ class Watchdog:
         self._attempt = attempt.number
 
     def heartbeat(self, step: int | None = None) -> None:
-        """Record progress: `step` optimizer steps are taken, or (None) some rows evaluated, or others heard of."""
+        """Record progress: the number of optimizer steps taken, or None for rows evaluated or ranks heard from."""
         self._last_heartbeat = time.monotonic()
         if step is not None:
             self._step, self._started = step, True
@@ -207,7 +208,7 @@ class Watchdog:
 
 
 def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
-    """Where a rank hung, from the `dump` that `faulthandler` wrote of all its threads."""
+    """Describe where a rank hung, from the `dump` that `faulthandler` wrote of all its threads."""
     parts = re.split(r"^(Current t|T)hread (0x[0-9a-f]+) \(most recent call first\):\n", dump, flags=re.MULTILINE)
     threads: dict[int, str] = {}
     for kind, number, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -277,7 +278,7 @@ def _record(run: Run, hang: Hang, path: Path) -> None:
 
 
 def _folder() -> Path:
-    """Shared memory where there is some, as the disk may be full."""
+    """Return where the stacks are kept: in shared memory where there is some, as the disk may be full."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -17,6 +17,10 @@ BRING_ROWS = (
 """Why ranks got no rows, and what helps."""
 
 
+NO_STACKS = "left no stacks: it was stopped, or lost with its node"
+"""What is known of a rank that the others waited for and whose watchdog reported nothing."""
+
+
 @dataclass(frozen=True)
 class Hang:
     """A rank that stopped taking steps, and ended itself."""
@@ -57,8 +61,8 @@ def _read(event: dict[str, Any]) -> Hang | None:
 def suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
     """Return the ranks of one attempt that probably blocked the others; empty when its hangs point at none.
 
-    A hung rank makes all others wait in a collective: it is one that was not waiting, or that recorded nothing because
-    its process is stopped or its node is lost.
+    A hung rank makes all others wait in a collective: it is one that was not waiting, or that left no stacks, as its
+    process is stopped or its node is lost.
     """
     waiting = {hang.rank: hang.waiting for hang in hangs}
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []
@@ -76,5 +80,5 @@ def blame(hangs: Sequence[Hang], world_size: int) -> str:
     ordered = sorted(hangs, key=lambda hang: hang.rank)
     blamed = suspects(ordered, world_size)
     details = [hang.detail for hang in ordered if hang.rank in blamed or not blamed]
-    silent = [f"rank {rank}: recorded nothing" for rank in blamed if rank not in {hang.rank for hang in ordered}]
+    silent = [f"rank {rank}: {NO_STACKS}" for rank in blamed if rank not in {hang.rank for hang in ordered}]
     return "; ".join([*details, *silent])

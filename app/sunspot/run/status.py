@@ -57,7 +57,7 @@ class RunState(enum.StrEnum):
     FINISHING = "finishing"
     "All steps are taken: it evaluates, commits the last checkpoint, predicts or writes its report."
     SILENT = "silent"
-    "It should train, and gives no sign of life: its processes are frozen, cut off, or gone without a word."
+    "It should train, and gives no sign of life: its processes are frozen, cut off, or gone without reporting."
     RETRYING = "retrying"
     "A try failed, and the cluster starts the next one."
     STOPPING = "stopping"

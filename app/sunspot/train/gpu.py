@@ -1,4 +1,4 @@
-"""Whether torch can compute on the GPUs that a node or pod promises: Kubernetes and Ray do not ask their driver."""
+"""Checks that torch can compute on the GPUs that a node or pod promises: Kubernetes and Ray do not ask their driver."""
 
 import ctypes
 import os
@@ -14,18 +14,18 @@ MIN_DRIVER = {12: 525, 13: 580}
 """The oldest NVIDIA driver for each major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility)."""
 
 SIDE = 1024
-"""Of the matrices that are multiplied."""
+"""Rows and columns of the matrices that are multiplied."""
 
 WRITTEN = 0x5A5AA5A5
-"""The number that each GPU is to keep for a moment."""
+"""The number that each GPU has to keep for a moment."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 def find_gpu_problem(promised: int = 1) -> str:
-    """Why torch could not use each of the `promised` GPUs; empty if it could, or is not made for NVIDIA's.
+    """Say why torch cannot use each of the `promised` GPUs; empty if it can, or is not built for NVIDIA's.
 
-    It asks the driver itself, and imports no torch: about a third of a second for each GPU.
+    This asks the driver itself and imports no torch, and so takes about a third of a second for each GPU.
     """
     try:
         built: dict[str, Any] = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
@@ -61,7 +61,7 @@ def find_gpu_problem(promised: int = 1) -> str:
 
 
 def find_device_problem(driver: Any, number: int) -> str:
-    """Why NVIDIA's driver cannot use one GPU, which is to keep a number in its memory; empty if it can."""
+    """Say why NVIDIA's driver cannot use one GPU, which has to keep a number in its memory; empty if it can."""
     device, context, place, read = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint32()
     calls: list[tuple[Any, ...]] = [
         ("cuDeviceGet", ctypes.byref(device), number),
@@ -81,7 +81,7 @@ def find_device_problem(driver: Any, number: int) -> str:
 
 
 def try_gpus(promised: int) -> Check:
-    """Multiply matrices on each GPU and compare with what must come out."""
+    """Multiply matrices on each GPU, and compare the product with the right one."""
     name = "GPU"
     if problem := find_gpu_problem(promised):
         return failure(name, SunspotError(problem))

@@ -49,7 +49,7 @@ from sunspot.warm import fork_server
 log = logging.getLogger(__name__)
 
 DRIVER_TRIES = 3
-"""Starts of the trainer when Ray's own controller fails: no fault of a worker, so MAX_FAILURES is not charged."""
+"""Starts of the trainer when Ray's own controller fails, which MAX_FAILURES does not count: no worker has failed."""
 
 DRIVER_BACKOFF_S = 5
 
@@ -60,11 +60,11 @@ WATCHDOG_GRACE_S = 60
 """Added to HANG_TIMEOUT_S: no collective fails before the watchdogs have reported (sunspot/elastic/watchdog.py)."""
 
 NO_RESIZE_S = 1e9
-"""Ray would resize a worker group without asking it, and lose the steps since its last checkpoint: we scale up."""
+"""Ray would resize a worker group without telling it, and lose the steps since its last checkpoint: we scale up."""
 
 
 def first_step(storage_path: str, run_name: str) -> int:
-    """The step that the newest worker group starts from; called by Ray when it makes the group's streams."""
+    """Return the step that the newest worker group starts from; Ray calls it when it makes the group's streams."""
     run = open_run(storage_path, run_name)
     run.storage.refresh(run.key("attempts"))  # this node may have looked there for the group before
     return read_attempts(run)[-1].step
@@ -101,7 +101,7 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint
 def outcome_of_training(
     plan: Plan, claimant: Claimant, stop_request: StopRequest, failure: Exception | None
 ) -> Checkpoint:
-    """The newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
+    """Return the newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
     run = claimant.run
 
     def read_end() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
@@ -182,9 +182,9 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident
 
 
 def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> Any:
-    """Ray's trainer for the plan. Ray keeps nothing that a run needs, only its own files in `scratch`.
+    """Make Ray's trainer for the plan, which keeps nothing that a run needs, only Ray's own files in `scratch`.
 
-    Its uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
+    Ray's uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
     resuming are ours (sunspot/checkpoint).
     """
     plan, settings, workers = config.plan, config.plan.settings, config.plan.settings.num_workers
@@ -214,7 +214,7 @@ def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> An
 
 
 def choose_warm_key(settings: Settings) -> str:
-    """The key of this training's fork servers (sunspot/warm); empty: workers are not forked."""
+    """Choose the key of this training's fork servers (sunspot/warm); empty: workers are not forked."""
     if not settings.warm_restart_after_s:
         return ""
     reason = fork_server.why_unsupported(ray.get_runtime_context().runtime_env)
@@ -225,7 +225,7 @@ def choose_warm_key(settings: Settings) -> str:
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:
-    """What gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
+    """Make what gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
     settings = plan.settings
     return StepStreams(
         plan.data,

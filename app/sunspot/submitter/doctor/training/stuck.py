@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from sunspot.formatting import in_words
-from sunspot.run.hangs import BRING_ROWS, read_hangs, starved, suspects
+from sunspot.run.hangs import BRING_ROWS, NO_STACKS, read_hangs, starved, suspects
 from sunspot.run.status import RunState
 from sunspot.submitter.doctor.training.case import Case, cut
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -25,10 +25,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = suspects(its, world)
     words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
-    said = [
-        f"{case.name(of, rank)}: {words.get(rank, 'no log entry: stopped, or lost with its node')}"
-        for rank in blamed or words
-    ]
+    said = [f"{case.name(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
     others = f"; rank{'s' * (len(waiting) != 1)} {', '.join(map(str, waiting))} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
