@@ -1,11 +1,17 @@
-"""Executes a notebook's cells in this process, as far as a page of docs/ needs it: text, values, no kernel."""
+"""Executes a notebook's cells in this process, as far as a page of docs/ needs it: text, values, pictures, no kernel.
+
+`python -m tests.harness.notebook PAGE COPY` executes a page in a process of its own, and writes it with its outputs.
+"""
 
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import io
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +19,18 @@ from typing import Any
 def execute(path: Path) -> dict[str, Any]:
     """The notebook with the outputs of its code cells, run in their order in one namespace; raises their errors."""
     notebook: dict[str, Any] = json.loads(path.read_text())
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "__main__"}  # as in a kernel: so Ray sends functions by value
     count = 0
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             count += 1
             cell["execution_count"], cell["outputs"] = count, _run("".join(cell["source"]), names, count)
     return notebook
+
+
+def kinds(cell: dict[str, Any]) -> list[str]:
+    """What a cell has shown: `stream`, `execute_result`."""
+    return [output["output_type"] for output in cell.get("outputs", ())]
 
 
 def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -33,15 +44,24 @@ def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
     outputs: list[dict[str, Any]] = []
-    if printed.getvalue():
-        outputs.append({"output_type": "stream", "name": "stdout", "text": _lines(printed.getvalue())})
+    # On a busy machine Ray adds its own warnings to what a cell prints.
+    text = [line for line in _lines(printed.getvalue()) if "(raylet)" not in line]
+    if text:
+        outputs.append({"output_type": "stream", "name": "stdout", "text": text})
     if value is not None:
-        data = {"text/plain": _lines(repr(value))}
-        if hasattr(value, "_repr_html_"):
-            data["text/html"] = _lines(value._repr_html_())
+        data = {"text/plain": _lines(re.sub(r" at 0x\w+", "", repr(value)))}
+        for method, kind in (("_repr_html_", "text/html"), ("_repr_svg_", "image/svg+xml")):
+            if hasattr(value, method):
+                data[kind] = _lines(getattr(value, method)())
+        if hasattr(value, "_repr_png_"):
+            data["image/png"] = [base64.b64encode(value._repr_png_()).decode()]
         outputs.append({"output_type": "execute_result", "execution_count": count, "metadata": {}, "data": data})
     return outputs
 
 
 def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(execute(Path(sys.argv[1])), indent=1, ensure_ascii=False) + "\n")

@@ -22,7 +22,7 @@ from sunspot.settings import load_settings
 from sunspot.tasks import load_task
 from tests.harness import REPOSITORY
 from tests.harness.kubernetes import FakeCluster
-from tests.harness.notebook import execute
+from tests.harness.notebook import execute, kinds
 from tests.harness.runs import begin, report, set_status, start
 from tests.harness.s3 import plain_client
 
@@ -101,8 +101,3 @@ def test_every_cell_runs(operated: None, s3_bucket: str) -> None:
         NOTEBOOK.write_text(json.dumps(notebook, indent=1) + "\n")
     else:
         assert [kinds(cell) for cell in notebook["cells"]] == [kinds(cell) for cell in kept["cells"]]
-
-
-def kinds(cell: dict[str, list[dict[str, str]]]) -> list[str]:
-    """What a cell has shown: `stream`, `execute_result`."""
-    return [output["output_type"] for output in cell.get("outputs", ())]

@@ -1,0 +1,105 @@
+"""docs/tutorial.ipynb: it runs from top to bottom, and what it keeps of that is for any reader."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sunspot.settings import PREFIX, Settings
+from tests.harness import REPOSITORY
+from tests.harness.notebook import execute, kinds
+
+TUTORIAL = REPOSITORY / "docs/tutorial.ipynb"
+
+WRITE = "WRITE_NOTEBOOK" in os.environ
+"""Whether to keep the outputs."""
+
+WORK = re.compile(r"[\w./-]*/tutorial-\w+")
+"""The folder it works in, whose name is another one every time."""
+
+MAX_BYTES = 400_000
+
+
+def sources(kind: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in json.loads(TUTORIAL.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, str]:
+    """The code of every function in it."""
+    code = ast.parse("\n".join(sources("code")))
+    return {node.name: ast.unparse(node) for node in code.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.slow
+def test_every_cell_runs(tmp_path: Path) -> None:
+    copy = tmp_path / "tutorial.ipynb"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
+    environment |= {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}  # other tests run beside it
+    command = [sys.executable, "-m", "tests.harness.notebook", str(TUTORIAL), str(copy)]
+    subprocess.run(command, env=environment, cwd=REPOSITORY, check=True, timeout=550)
+    text = WORK.sub("...", copy.read_text())
+    cells = json.loads(text)["cells"]
+    assert "killed, in the middle" in str(cells)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tutorial-")]
+    if WRITE:
+        TUTORIAL.write_text(text)
+    else:
+        for cell, kept in zip(cells, json.loads(TUTORIAL.read_text())["cells"], strict=True):
+            assert kinds(kept) in ([], kinds(cell))
+
+
+def test_the_cells_before_the_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    page = json.loads(TUTORIAL.read_text())
+    first_training = next(
+        n for n, cell in enumerate(page["cells"]) if "model, history = train(" in "".join(cell["source"])
+    )
+    part = tmp_path / "part.ipynb"
+    part.write_text(json.dumps({**page, "cells": page["cells"][:first_training]}))
+    outputs = str([cell.get("outputs") for cell in execute(part)["cells"]])
+    assert "12000 digits for training, 2000 held out" in outputs
+    assert "to have 3 channels, but got 1 channels instead" in outputs
+    assert "image/png" in outputs
+
+
+def test_its_plain_training_is_that_of_the_baseline(functions: dict[str, str]) -> None:
+    """But for docstrings and types, which the page says in words."""
+    for node in ast.parse((REPOSITORY / "app/sunspot/baseline/train.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name != "save":
+            del node.body[0]
+            node.returns = None
+            for argument in node.args.args:
+                argument.annotation = None
+            assert ast.unparse(node) == functions[node.name]
+
+
+def test_it_keeps_nothing_of_the_machine_it_ran_on() -> None:
+    text = TUTORIAL.read_text()
+    assert len(text) < MAX_BYTES
+    outputs = [output for cell in json.loads(text)["cells"] for output in cell.get("outputs", ())]
+    pictures = [output["data"].pop("image/png", None) for output in outputs if "data" in output]
+    assert sum(picture is not None for picture in pictures) >= 2
+    assert "image/svg+xml" in str(outputs)
+    assert not re.search(rf"/tmp/|/home/|/root|\d\d:\d\d:\d\d|\b{re.escape(os.uname().nodename)}\b", str(outputs))
+
+
+def test_its_names_and_links_are_there() -> None:
+    import ray.train.torch
+
+    text = "\n".join(sources("markdown"))
+    settings = set(re.findall(rf"`{PREFIX}(\w+)", text))
+    assert len(settings) > 10
+    assert settings <= {name.upper() for name in Settings.model_fields}
+    names = set(re.findall(r"`(\w+)\(", "\n".join(re.findall(r"^\| (.*?) \|", text, re.M))))
+    assert {"ScalingConfig", "RunConfig", "FailureConfig", "TorchTrainer"} <= names
+    assert all(hasattr(ray.train, name) or hasattr(ray.train.torch, name) for name in names)
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (TUTORIAL.parent / link).exists(), link
