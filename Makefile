@@ -5,10 +5,15 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune test test-all lint format emulators readers bench bench-gpu bench-failures image wheel cluster cluster-down smoke recovery soak submit render lock sample clean
+.PHONY: help train tune extras test test-all lint format emulators readers bench bench-gpu bench-failures image wheel cluster cluster-down smoke recovery soak submit render lock sample clean
 
-# Every SUNSPOT_ variable given to make reaches the command as one of its environment.
-SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
+# Every variable given to make is a setting, with or without its prefix, but for what a target takes itself (OWN): the command
+# refuses what is none.
+SETTINGS = $(foreach name,$(filter-out PYTHON $(OWN),$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(SETTING)))
+SETTING = SUNSPOT_$(name:SUNSPOT_%=%)='$(subst ','\'',$($(name)))'
+train tune: OWN = EXTRAS
+submit render: OWN = BASE IMAGE PROFILE RUN OUTPUT GENERATION KUBE_CONTEXT
+recovery soak bench-failures: OWN = KUBE_CONTEXT PROFILE IMAGE RECLAIM KILL ADD ADD_HEAD OPTIONS
 
 # For a cluster: make submit PROFILE=gke-spot RUN=mnist
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' app/sunspot/__init__.py)
@@ -24,10 +29,10 @@ RENDER = --profile '$(PROFILE)' --run '$(RUN)' $(if $(filter-out file,$(origin I
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-train: .venv/train  ## train ResNet-18 on real digits with two workers; any setting: make train SUNSPOT_EPOCHS=3
-	@exec env $(SETTINGS) $(BIN)/python -m sunspot.train
+train: .venv/train extras  ## train ResNet-18 on real digits with two workers; any setting: make train EPOCHS=3; packages: EXTRAS=trees,hf
+	@exec env $(SETTINGS) $(BIN)/sunspot train
 
-tune: .venv/train  ## train a run for each of several settings: make tune SUNSPOT_LEARNING_RATE='loguniform(1e-4,1e-2)'
+tune: .venv/train extras  ## train a run for each of several settings: make tune LEARNING_RATE='loguniform(1e-4,1e-2)'
 	@exec env $(SETTINGS) $(BIN)/python -m sunspot.tune
 
 test: .venv/dev  ## the tests that need no cluster, without the slow ones
@@ -137,6 +142,11 @@ INSTALL_OURS = $(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q
 	@test -e .venv/dev || $(UV) install -q --require-hashes -r $<
 	@$(INSTALL_OURS)
 	@touch $@ .venv/submitter
+
+# Extras of pyproject.toml, EXTRAS=trees,hf: at the locked versions, whose hashes are compared.
+comma := ,
+extras: .venv/train
+	$(if $(EXTRAS),$(UV) install -q -r pyproject.toml $(patsubst %,--extra %,$(subst $(comma), ,$(EXTRAS))) -c requirements/dev.txt)
 
 .venv/dev: requirements/dev.txt pyproject.toml .venv/uv
 	$(UV) install -q --require-hashes -r $<

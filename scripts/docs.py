@@ -70,10 +70,20 @@ def settings_page() -> str:
 
 Written by `python -m scripts.docs` from `app/sunspot/settings.py`.
 
-A setting is an environment variable, or a word after make (`make train SUNSPOT_EPOCHS=3`), or `--set EPOCHS=3` of
-`sunspot submit` and `render`, or a key below `settings` in a [profile](profiles.md). All wrong names and values are
+A setting is an environment variable, or a word after make (`make train EPOCHS=3`), or `--set EPOCHS=3` of `sunspot
+train`, `submit` and `render`, or a key below `settings` in a [profile](profiles.md). All wrong names and values are
 refused at once, each with its fix (exit code 2). A run keeps its settings marked {KEPT} to its last step: a change is
 refused (exit code 6). All others may change from one start to the next.
+
+`sunspot train`, and so `make train`, also reads `sunspot.toml` in the folder where it is called, by the same keys.
+The environment goes before that file, and `--set` before both; `python -m sunspot.train`, as in a cluster's job, does
+not read it.
+
+```toml
+TASK = "my_task"
+EPOCHS = 3
+TASK_ARGS = {{hidden = 32}}
+```
 
 Secrets are never settings: credentials come from each service's own usual environment.
 

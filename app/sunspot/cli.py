@@ -17,6 +17,7 @@ from sunspot.errors import SettingsError, run_and_exit
 
 VERBS = {
     "check": "whether a task trains, evaluates, saves and restores: here, in seconds",
+    "train": "train here, with the settings of sunspot.toml below the environment; the exit code says how",
     "render": "print the manifest that submit would apply; no cluster needed",
     "submit": "check everything, then have the cluster run what render prints",
     "status": "where the run stands: cluster and storage in one view",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import NotFoundError, SettingsError
+from sunspot.extras import how_to_install
 from sunspot.report.page import POLICY
 from sunspot.report.search import render_stored
 from sunspot.run import Run as StoredRun
 from sunspot.run.events import read_events
 from sunspot.run.logs import read_stream
-from sunspot.settings import load_settings
+from sunspot.settings import load_settings, setting_text, with_place
 from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
 from sunspot.submitter.cluster.completion import wait_for_end
@@ -28,7 +28,7 @@ from sunspot.submitter.cluster.start import render_for_cluster
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
 from sunspot.submitter.doctor.diagnose import examine
-from sunspot.submitter.manifest.render import JobRequest, with_place
+from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.metric_tables import to_table, with_ranks
 from sunspot.submitter.printing import warn, write_file
 from sunspot.submitter.proof import NO_ROWS, conclude, prove
@@ -89,14 +89,7 @@ def submit(
 
 
 def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:
-    return {setting: _to_text(setting, value) for setting, value in (settings or {}).items()}
-
-
-def _to_text(name: str, value: Any) -> str:
-    try:
-        return value if isinstance(value, str) else json.dumps(value)
-    except TypeError as error:
-        raise SettingsError(f"{name}={value!r}: give text, a number, a boolean, or what JSON can hold") from error
+    return {setting: setting_text(setting, value) for setting, value in (settings or {}).items()}
 
 
 @contextmanager
@@ -105,7 +98,7 @@ def _of_the_extra_train(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise SettingsError(f"{what}: {error.name} is not installed; pip install 'sunspot-train[train]'") from error
+        raise SettingsError(f"{what}: {error.name} is not installed; {how_to_install('train')}") from error
 
 
 class Run:

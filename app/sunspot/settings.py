@@ -396,6 +396,22 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     return settings
 
 
+def with_place(settings: Mapping[str, str], run: str | None, storage: str | None) -> dict[str, str]:
+    """Add a run's name and its storage, if given, to settings; raises `SettingsError` when one is empty."""
+    place = {"RUN_NAME": run, "STORAGE_PATH": storage}
+    if "" in place.values():  # as a setting, it would mean the default
+        raise SettingsError("--run and --storage may not be empty")
+    return {**settings, **{name: value for name, value in place.items() if value is not None}}
+
+
+def setting_text(name: str, value: Any) -> str:
+    """Return a value as a variable holds it: text as it is, all else as JSON. Raises `SettingsError`."""
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except TypeError as error:
+        raise SettingsError(f"{name}={value!r}: give text, a number, a boolean, or what JSON can hold") from error
+
+
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
     """Load the settings that a run recorded (`Settings.environment`), without those unknown to this version."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}

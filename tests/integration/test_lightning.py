@@ -151,11 +151,15 @@ def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None
     assert groups[0]["betas"][0] != 0.5, "OneCycleLR turns this, too"
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "sunspot.tasks.lightning_mnist", raising=False)
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    with pytest.raises(SettingsError, match=r"lightning_mnist: cannot be imported.*install sunspot-train\[lightning\]"):
-        load_task(load_settings({"TASK": "sunspot.tasks.lightning_mnist"}))
+@pytest.mark.parametrize(
+    ("task", "package", "extra"), [("lightning_mnist", "lightning", "lightning"), ("finetune", "huggingface_hub", "hf")]
+)
+def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (task, "pretrained"):
+        monkeypatch.delitem(sys.modules, f"sunspot.tasks.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SettingsError, match=rf"{task}: cannot be imported.*; add EXTRAS={extra} to"):
+        load_task(load_settings({"TASK": f"sunspot.tasks.{task}"}))
 
 
 @pytest.mark.parametrize(

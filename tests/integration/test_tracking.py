@@ -147,7 +147,10 @@ def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
     words += f"; sys.path = ['{tmp_path}', *(p for p in sys.path if 'site-packages' not in p)]"
     words += "; refuse_unusable(Settings(tracking='wandb'))"
     ended = subprocess.run([sys.executable, "-c", words], cwd=REPOSITORY, capture_output=True, text=True)
-    assert "SettingsError: SUNSPOT_TRACKING=wandb: its library is missing; install sunspot-train[wandb]" in ended.stderr
+    assert (
+        "SettingsError: SUNSPOT_TRACKING=wandb: its library is missing; add EXTRAS=wandb to `make train`"
+        in ended.stderr
+    )
 
 
 def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(

@@ -171,7 +171,7 @@ def test_what_needs_the_extra_names_it(call: str, run: StoredRun) -> None:
     answer = process("run", run.storage.locate(""), program=program)
     assert re.fullmatch(
         r"sunspot.errors.SettingsError: (predict|train): (numpy|torch) is not installed; "
-        r"pip install 'sunspot-train\[train\]'",
+        r"`make .venv/train` installs it",
         answer.err.splitlines()[-1],
     )
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from sunspot import __version__
+import pytest
+
+from sunspot import __version__, extras
+from sunspot.tasks import EXTRAS
 from tests.harness import REPOSITORY
 
 NAME_THE_IMAGE = ["Makefile", "README.md", "docker/Dockerfile", "docs", "k8s", "scripts", "tests/unit/golden"]
@@ -33,6 +39,43 @@ def test_make_builds_the_image_of_this_version() -> None:
     done = subprocess.run(["make", "-n", "image"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert f"--build-arg VERSION={__version__} " in done.stdout
     assert f"-t sunspot:{__version__} " in done.stdout
+
+
+def make(*words: str) -> str:
+    """What make would do, with the environment installed already."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True, env=plain)
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("target", ["train", "tune"])
+def test_every_word_after_make_is_a_setting_with_or_without_the_prefix(target: str) -> None:
+    done = make(target, "EPOCHS=3", "SUNSPOT_SEED=1", "RUN=x", "TASK_ARGS={'a': 1}", "EXTRAS=trees,hf")
+    given = done.partition("exec env ")[2].rpartition(" .venv/bin/")[0]
+    assert sorted(shlex.split(given)) == [
+        *("SUNSPOT_EPOCHS=3", "SUNSPOT_RUN=x", "SUNSPOT_SEED=1", "SUNSPOT_TASK_ARGS={'a': 1}")
+    ]
+    assert " -r pyproject.toml --extra trees --extra hf -c requirements/dev.txt" in done
+
+
+def test_what_a_target_takes_itself_is_no_setting() -> None:
+    done = make("submit", "RUN=x", "PROFILE=kind", "EPOCHS=3")
+    assert "SUNSPOT_EPOCHS='3' .venv/bin/sunspot submit --profile 'kind' --run 'x'" in done
+    assert "SUNSPOT_RUN" not in done
+
+
+@pytest.mark.parametrize(("clone", "said"), [(True, "EXTRAS=trees"), (False, "pip install 'sunspot-train[trees]'")])
+def test_a_message_names_the_command_that_installs(clone: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extras.CLONE, "the tests run in a clone"
+    monkeypatch.setattr(extras, "CLONE", clone)
+    assert said in extras.how_to_install("trees")
+
+
+def test_every_extra_that_a_message_names_is_there() -> None:
+    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {found for _, found in lines(["app"], r"how_to_install\([\"'](\w+)[\"']\)")}
+    assert named >= {"train", "trees", "gcs", "azure", "hf"}
+    assert named | {*EXTRAS.values()} <= declared.keys()
 
 
 def test_the_changelog_begins_with_this_version_or_what_follows_it() -> None:

@@ -163,7 +163,7 @@ def test_wrong_options_are_one_message(settings: Settings, said: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SettingsError, match=rf"{name} is not installed; install sunspot-train\[trees\]"):
+    with pytest.raises(SettingsError, match=rf"{name} is not installed; add EXTRAS=trees to"):
         build(name)
 
 

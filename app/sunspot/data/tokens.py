@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from sunspot.errors import DataError, shorten
+from sunspot.extras import how_to_install
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ class Tokenizer:
 @lru_cache(maxsize=2)
 def load_tokenizer(content: bytes) -> Any:
     """Load a `tokenizers.Tokenizer`, once in each process; raises `DataError`."""
-    from tokenizers import Tokenizer as Tokens
-
     try:
+        from tokenizers import Tokenizer as Tokens
+
         tokens = Tokens.from_str(content.decode())
+    except ModuleNotFoundError as error:
+        raise DataError(f"a tokenizer is needed, and {error.name} is not installed; {how_to_install('hf')}") from error
     except Exception as error:  # that library raises nothing narrower
         raise DataError(f"tokenizer.json cannot be used: {shorten(error)}") from error
     tokens.no_padding()  # the file may ask for both

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.extras import how_to_install
 from sunspot.storage import bucket, multipart
 from sunspot.storage.base import Entry, Errors, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
@@ -155,7 +156,7 @@ def _azure_client(url: str) -> Any:
     try:
         from azure.storage.blob import BlobServiceClient, ExponentialRetry
     except ImportError as error:
-        raise StorageError(f"{url}: Azure's client is not installed; pip install 'sunspot-train[azure]'") from error
+        raise StorageError(f"{url}: Azure's client is not installed; {how_to_install('azure')}") from error
     options: dict[str, Any] = {
         "connection_timeout": bucket.CONNECT_TIMEOUT_S,
         "read_timeout": bucket.READ_TIMEOUT_S,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.extras import how_to_install
 from sunspot.storage import bucket
 from sunspot.storage.base import Entry, Errors, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range
@@ -204,7 +205,7 @@ def _google_client(url: str) -> Any:
         from google.cloud import storage
         from requests.adapters import HTTPAdapter
     except ImportError as error:
-        raise StorageError(f"{url}: Google's client is not installed; pip install 'sunspot-train[gcs]'") from error
+        raise StorageError(f"{url}: Google's client is not installed; {how_to_install('gcs')}") from error
     try:
         client = storage.Client()
         # Private, and yet Google's own advice for more than ten connections (google-cloud-storage 3.17).

@@ -11,6 +11,7 @@ import torch
 
 from sunspot.data.source import Batch, Source
 from sunspot.errors import SettingsError, shorten
+from sunspot.extras import how_to_install
 from sunspot.settings import Settings
 from sunspot.tasks.defaults import fill_in, refuse_unused
 
@@ -23,7 +24,8 @@ HOOKS = ("train", "augment", "augment_row")
 EXTRAS = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
     **dict.fromkeys(("keras", "tensorflow"), "tensorflow"),
-    **dict.fromkeys(("tokenizers", "transformers", "peft"), "hf"),
+    **dict.fromkeys(("huggingface_hub", "peft", "tokenizers", "transformers"), "hf"),
+    **dict.fromkeys(("lightgbm", "xgboost"), "trees"),
 }
 """The extra that brings each package."""
 
@@ -185,7 +187,7 @@ def load_task(settings: Settings) -> Task:
     except Exception as error:
         package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
-            fix = f"install sunspot-train[{EXTRAS[package]}]"
+            fix = how_to_install(EXTRAS[package])
         else:
             absent = package == settings.task.partition(".")[0]
             fix = "set it to a module on PYTHONPATH" if absent else f"mend {place_of(error)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from huggingface_hub import snapshot_download
 
 from sunspot.background import map_parallel
 from sunspot.errors import SettingsError, shorten
@@ -114,8 +115,6 @@ def _download(location: str, refuse: Callable[[str], SettingsError]) -> Path:
 
 
 def _from_hub(location: str, refuse: Callable[[str], SettingsError]) -> Path:
-    from huggingface_hub import snapshot_download
-
     try:
         return Path(snapshot_download(location, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]))
     except Exception as error:  # of names, networks and access, all kinds

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from sunspot.data.source import Batch, Source
 from sunspot.errors import SettingsError, shorten
+from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks.defaults import build_empty_optimizer, refuse_given
 
@@ -69,7 +70,7 @@ class Trees(torch.nn.Module, ABC):
             self._library = importlib.import_module(library)
         except ModuleNotFoundError as error:
             raise SettingsError(
-                f"{PREFIX}TASK={settings.task}: {error.name} is not installed; install sunspot-train[trees]"
+                f"{PREFIX}TASK={settings.task}: {error.name} is not installed; {how_to_install('trees')}"
             ) from error
         self.library, self.classes = library, source.classes
         self._options = {**options, "seed": settings.seed}

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from sunspot.errors import SettingsError
+from sunspot.extras import how_to_install
 from sunspot.run import Run
 from sunspot.settings import PREFIX, Settings
 
@@ -46,7 +47,7 @@ def refuse_unusable(settings: Settings) -> None:
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # the folder `wandb` that W&B creates is found, too
         raise SettingsError(
-            f"{PREFIX}TRACKING={name}: its library is missing; install sunspot-train[{name}], or set it to empty"
+            f"{PREFIX}TRACKING={name}: its library is missing; {how_to_install(name)}, or set it to empty"
         )
     if name == "mlflow" and (problem := find_mlflow_problem(os.environ.get("MLFLOW_TRACKING_URI", ""))):
         raise SettingsError(f"{PREFIX}TRACKING=mlflow: MLFLOW_TRACKING_URI{problem}")

@@ -108,7 +108,10 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     from sunspot.plan import make_plan
     from sunspot.tasks import load_task
 
-    plan = make_plan(settings, load_task(settings))
+    task = load_task(settings)
+    plan = make_plan(settings, task)
+    if find_library := getattr(task, "find_library", None):
+        find_library(plan.settings, plan.source)  # refuses one that is not installed, before there is a run
     rows = identify_rows(plan)
     keep = partial(keep_identity, run, settings.environment(), identity, rows)
     with_deadline(settings.storage_timeout_s, "writing its identity", keep)

@@ -77,7 +77,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, str]:
 
 def job_request(args: argparse.Namespace) -> JobRequest:
     """Return what the options of `add_render_options` ask for."""
-    from sunspot.submitter.manifest.render import JobRequest, with_place
+    from sunspot.settings import with_place
+    from sunspot.submitter.manifest.render import JobRequest
 
     settings = with_place(given_settings(args), args.run, args.storage)
     return JobRequest(args.profile, settings, args.image, args.namespace, args.queue, args.cluster, args.generation)

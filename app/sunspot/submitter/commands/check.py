@@ -8,8 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from sunspot.errors import SettingsError, SunspotError
-from sunspot.settings import load_settings
+from sunspot.extras import how_to_install
+from sunspot.settings import with_place
 from sunspot.submitter.commands.arguments import add_settings, given_settings
+from sunspot.submitter.local_training import settings_in, training_environment
 from sunspot.submitter.printing import print_json, print_text
 
 
@@ -21,13 +23,13 @@ def run(args: argparse.Namespace) -> None:
     """Print what was checked; raises what fails. With `--json`, a document of either."""
     if "" not in sys.path:  # as for `python -m`, a task may lie here
         sys.path.insert(0, "")
-    settings = load_settings(given_settings(args) | ({"STORAGE_PATH": args.storage} if args.storage else {}))
+    settings = settings_in(training_environment(with_place(given_settings(args), None, args.storage)))
     try:
         # By its name: the command does without torch, and this verb alone runs what trains.
         library: Any = importlib.import_module("sunspot.train.task_check")
     except ModuleNotFoundError as error:
         missing = error.name or "torch"  # whose absence Ray tells by an error without a name
-        raise SettingsError(f"a task needs {missing}, which is not here; install sunspot-train[train]") from error
+        raise SettingsError(f"a task needs {missing}, which is not here; {how_to_install('train')}") from error
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the task prints
             checked = library.check(settings)

@@ -115,14 +115,6 @@ class Rendered:
         return to_yaml(self.manifest)
 
 
-def with_place(settings: Mapping[str, str], run: str | None, storage: str | None) -> dict[str, str]:
-    """Add a run's name and its storage, if given, to settings. Raises `SettingsError` when one is empty."""
-    place = {"RUN_NAME": run, "STORAGE_PATH": storage}
-    if "" in place.values():  # as a setting, it would mean the default
-        raise SettingsError("--run and --storage may not be empty")
-    return {**settings, **{name: value for name, value in place.items() if value is not None}}
-
-
 def render(request: JobRequest) -> Rendered:
     """Make the RayJob of a run. Raises `SettingsError` with every problem."""
     # What was given: the profile, and the settings with their sources.

@@ -1,0 +1,43 @@
+"""`sunspot train`: trains here, with the settings of sunspot.toml, the environment and the command line."""
+
+import argparse
+import os
+import subprocess
+import sys
+
+from sunspot.submitter.commands.arguments import add_settings, given_settings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Become `python -m sunspot.train`, whose exit code is the answer; with `--json`, print how it ended after it."""
+    from sunspot.settings import with_place
+    from sunspot.submitter.local_training import COMMAND, refuse_without_training, training_environment
+
+    refuse_without_training()
+    environment = training_environment(with_place(given_settings(args), args.run, args.storage))
+    if args.json:
+        raise SystemExit(train_and_print(COMMAND, environment))
+    os.execve(COMMAND[0], COMMAND, environment)
+
+
+def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> int:
+    """Train with stdout on stderr, and print where the run stands then; returns the exit code of the training."""
+    from sunspot.run import open_run
+    from sunspot.run.overview import read_state, run_exists
+    from sunspot.run.status import read_status
+    from sunspot.submitter.local_training import settings_in
+    from sunspot.submitter.printing import print_json
+
+    settings = settings_in(environment)
+    code = subprocess.run(command, stdout=sys.stderr, env={**os.environ, **environment}).returncode
+    run = open_run(settings.storage_path, settings.run_name)
+    status = read_status(run)
+    state, reason = read_state(run, status) if run_exists(run) else (None, "it never began")
+    step = status.step if status else 0
+    print_json({"run": run.name, "state": state, "reason": reason, "step": step, "exit_code": code})
+    return code

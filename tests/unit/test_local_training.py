@@ -1,0 +1,88 @@
+"""`sunspot train`: whose settings count, and that it ends as `python -m sunspot.train` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sunspot.errors import SettingsError
+from sunspot.run.overview import list_runs
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter.commands.train import train_and_print
+from sunspot.submitter.local_training import as_variables, read_settings_file
+from sunspot.train.__main__ import main
+from tests.harness.commands import Answer, process
+
+
+def train(folder: Path, *words: str, **environment: str) -> Answer:
+    """Run it in a folder of the test."""
+    command = [sys.executable, "-m", "sunspot", "train", *words]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_the_file_is_below_the_environment_and_that_below_the_command_line(
+    tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    (tmp_path / "sunspot.toml").write_text("EPOCHS = 0\nSUNSPOT_SEED = -1\ntrials = 0\n")
+    answer = train(tmp_path, "--set", "TRIALS=-3", *form, SUNSPOT_SEED="-2", SUNSPOT_TRIALS="-2")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("sunspot.toml: EPOCHS, SEED, TRIALS\n")
+    assert re.findall(r"SUNSPOT_(\w+=\S+):", answer.err) == ["EPOCHS=0", "SEED=-2", "TRIALS=-3"]
+
+
+def test_a_start_that_never_began_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "xgboost", None)
+    monkeypatch.setenv("SUNSPOT_TASK", "sunspot.tasks.trees")
+    monkeypatch.setenv("SUNSPOT_STORAGE_PATH", str(tmp_path))
+    with pytest.raises(SettingsError, match="xgboost is not installed; add EXTRAS=trees to `make train`"):
+        main([])
+    assert "report" not in capsys.readouterr().out
+    storage = LocalStorage(str(tmp_path))
+    assert list_runs(storage) == []
+    assert not [entry.key for entry in storage.list("mnist") if "/logs/" not in entry.key]
+
+
+def test_the_json_of_a_start_that_never_began(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = train_and_print((sys.executable, "-c", "raise SystemExit(2)"), {"SUNSPOT_STORAGE_PATH": str(tmp_path)})
+    assert code == 2
+    assert json.loads(capfd.readouterr().out) == {
+        **{"run": "mnist", "state": None, "reason": "it never began", "step": 0, "exit_code": 2}
+    }
+
+
+def test_the_file_has_values_of_any_kind(tmp_path: Path) -> None:
+    file = tmp_path / "sunspot.toml"
+    file.write_text('TASK = "my_task"\nAUDIT = true\nLEARNING_RATE = 1e-3\nTASK_ARGS = {width = 64}\n')
+    read = read_settings_file(file)
+    assert read == {
+        "TASK": "my_task",
+        "AUDIT": "true",
+        "LEARNING_RATE": "0.001",
+        "TASK_ARGS": json.dumps({"width": 64}),
+    }
+    assert as_variables({"epochs": "3", "SUNSPOT_SEED": "1"}) == {"SUNSPOT_EPOCHS": "3", "SUNSPOT_SEED": "1"}
+    assert read_settings_file(tmp_path / "none.toml") == {}
+
+
+@pytest.mark.parametrize("content", [b"EPOCHS = [", b"EPOCHS = 2026-01-01", b"EPOCHS 3", b"\xff"])
+def test_a_file_that_cannot_be_used_is_one_message(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "sunspot.toml").write_bytes(content)
+    with pytest.raises(SettingsError, match=r"^\S*sunspot\.toml: "):
+        read_settings_file(tmp_path / "sunspot.toml")
+
+
+@pytest.mark.parametrize("verb", ["train"])
+def test_the_command_alone_says_what_to_install(verb: str, tmp_path: Path) -> None:
+    answer = process(verb, "--storage", str(tmp_path))
+    said = "error: training here needs ray and torch; `make .venv/train` installs it\n"
+    assert (answer.code, answer.out, answer.err) == (2, "", said)
