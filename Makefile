@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune extras test test-all lint format emulators readers bench bench-gpu bench-failures image wheel cluster cluster-down smoke recovery soak submit render lock sample clean
+.PHONY: help demo train tune extras test test-all lint format emulators readers bench bench-gpu bench-failures image wheel cluster cluster-down smoke recovery soak submit render lock sample clean
 
 # Every variable given to make is a setting, with or without its prefix, but for what a target takes itself (OWN): the command
 # refuses what is none.
@@ -28,6 +28,9 @@ RENDER = --profile '$(PROFILE)' --run '$(RUN)' $(if $(filter-out file,$(origin I
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: .venv/train  ## in three minutes, without a cluster: train, kill a worker, see that no row is lost
+	@exec $(BIN)/sunspot demo
 
 train: .venv/train extras  ## train ResNet-18 on real digits with two workers; any setting: make train EPOCHS=3; packages: EXTRAS=trees,hf
 	@exec env $(SETTINGS) $(BIN)/sunspot train

@@ -16,6 +16,7 @@ from sunspot import __version__
 from sunspot.errors import SettingsError, run_and_exit
 
 VERBS = {
+    "demo": "train here, kill a worker in the middle, and prove that no row was lost: three minutes, no cluster",
     "check": "whether a task trains, evaluates, saves and restores: here, in seconds",
     "train": "train here, with the settings of sunspot.toml below the environment; the exit code says how",
     "render": "print the manifest that submit would apply; no cluster needed",
@@ -39,6 +40,7 @@ VERBS = {
     "doctor": "why a run is pending, slow, stuck or failed, and what to do",
     "dashboard": "the run's Ray dashboard on a port of this machine",
     "delete": "show all there is of a run, ask, and remove it",
+    "completion": "print what has a shell complete verbs, options and runs",
 }
 """In the order of the help; `checkpoints` has verbs of its own."""
 
@@ -70,6 +72,7 @@ def make_parser(load: bool = True) -> argparse.ArgumentParser:
     """Make the parser of the whole command. Without `load`, a verb gets its arguments when it is used, not at once."""
     parser = _Parser("sunspot", description="Ray Train on Kubernetes spot GPUs.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(parser=parser)
     groups = {"": parser.add_verbs()}
     for verb, about in VERBS.items():
         group, _, name = verb.rpartition(" ")

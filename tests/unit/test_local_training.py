@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_used_is_one_message(tmp_path: Path, content: byte
         read_settings_file(tmp_path / "sunspot.toml")
 
 
-@pytest.mark.parametrize("verb", ["train"])
+@pytest.mark.parametrize("verb", ["train", "demo"])
 def test_the_command_alone_says_what_to_install(verb: str, tmp_path: Path) -> None:
     answer = process(verb, "--storage", str(tmp_path))
     said = "error: training here needs ray and torch; `make .venv/train` installs it\n"

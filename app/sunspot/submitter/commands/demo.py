@@ -1,0 +1,45 @@
+"""`sunspot demo`: trains here, kills a worker in the middle, and proves that no row was lost."""
+
+import argparse
+import time
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing to what every verb takes."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what happens as soon as it is known, and then what the loss has cost.
+
+    Raises what `demonstrate` raises, and `DamageError` when the audit finds a fault.
+    """
+    from sunspot.submitter.demonstration import NAME, demonstrate
+    from sunspot.submitter.printing import print_json, print_table, print_text
+    from sunspot.submitter.proof import conclude
+    from sunspot.submitter.runs import named_run
+
+    began = time.time()
+    events: list[dict[str, Any]] = []
+
+    def tell(moment: float, text: str) -> None:
+        events.append({"after_s": round(moment - began, 1), "text": text})
+        if not args.json:
+            print_text(f"{moment - began:6.1f} s  {text}", flush=True)
+
+    run = named_run(NAME, args.storage)
+    shown = demonstrate(run, tell)
+    costs = {
+        "pause_s": round(shown.loss.recovery_s, 1),
+        "steps_again": shown.loss.replayed,
+        "rows_missing": sum(epoch.missing for epoch in shown.proof.epochs),
+        "rows_repeated": sum(epoch.repeated for epoch in shown.proof.epochs),
+    }
+    if args.json:
+        epochs = [epoch.record() for epoch in shown.proof.epochs]
+        print_json({"run": run.name, "events": events, **costs, "epochs": epochs, "report": shown.report})
+    else:
+        print_text()
+        print_table([name.replace("_", " ") for name in costs], [list(costs.values())])
+        print_text(f"report: {shown.report}")
+    conclude(run, shown.proof)

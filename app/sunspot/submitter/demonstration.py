@@ -1,0 +1,236 @@
+"""The claim, shown on this machine: a run loses a worker in the middle, and every row still counts once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+from sunspot.errors import ConflictError, DamageError, GaveUpError, SunspotError
+from sunspot.formatting import plural
+from sunspot.report import FILE
+from sunspot.run import Run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Receipt, read_receipts
+from sunspot.run.overview import read_state, read_view, run_exists
+from sunspot.run.status import RunState, read_status
+from sunspot.settings import PREFIX
+from sunspot.submitter.cluster.deletion import delete_run
+from sunspot.submitter.local_training import COMMAND, as_variables, refuse_without_training
+from sunspot.submitter.proof import Proof, prove
+
+NAME = "demo"
+"""The run."""
+
+SETTINGS = {
+    "NUM_WORKERS": "3",
+    "USE_GPU": "false",
+    "EPOCHS": "1",
+    "AUDIT": "true",
+    "REPORT_EVERY_S": "1",  # so that the step at which a worker is killed is known
+    "SNAPSHOT_COST": "0.05",  # of a run of a minute, 1% would be one or two copies in memory
+}
+"""What differs from a run of the default settings."""
+
+JOB = "sunspot-demo-"
+"""Beginning of the owner's name in every attempt of a demonstration, which tells it from a user's run of that name."""
+
+KILLED_AT = 0.4
+"""The share of the steps after which a worker is killed."""
+
+LOOK_EVERY_S = 0.2
+
+MAX_WAIT_S = 300.0
+"""The longest wait for the next thing to happen: a run of the default settings takes a third of it on two cores."""
+
+END_WITHIN_S = 30.0
+"""How long a training that is not waited for any more may take to save."""
+
+MAX_TAIL = 4000
+"""Characters shown of what a failed training has printed."""
+
+WORKER = "ray::RayTrainWorker"
+"""How the title of a training worker's process begins."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What a demonstration has shown."""
+
+    loss: Receipt
+    "What the killed worker has cost."
+    proof: Proof
+    report: str
+    "The place of the run's report."
+
+
+Found = TypeVar("Found")
+
+Tell = Callable[[float, str], None]
+"""Takes a time, in seconds since the epoch, and what happened then."""
+
+
+def demonstrate(run: Run, tell: Tell) -> Demonstration:
+    """Train the run in a process of its own, kill one of its workers, and prove which rows it consumed.
+
+    Raises `ConflictError` for a run of that name that no demonstration made, `SunspotError` when the training fails,
+    and `GaveUpError` when it does not go on.
+    """
+    refuse_without_training()
+    if run_exists(run):
+        remove_earlier(run)
+        tell(time.time(), f"removed the demonstration before this one from {run.location}")
+    tell(time.time(), f"three processes begin to train a ResNet-18 on the bundled digits: the run {run.location}")
+    with training(run) as trainer:
+        begin, *_ = trainer.wait("the first step", lambda: receipts_of(run))
+        tell(begin.first_step, "step 1: the three share the rows of each step")
+        step = trainer.wait("the step at which to kill a worker", lambda: step_to_strike(run))
+        worker = trainer.workers()[-1]
+        os.kill(worker, signal.SIGKILL)
+        tell(time.time(), f"step {step}: kill -9 {worker}, one of the three")
+        [_, loss, *_] = trainer.wait("training to go on", lambda: receipts_of(run)[1:] and receipts_of(run))
+        for moment, text in describe(loss):
+            tell(moment, text)
+        trainer.finish()
+    view = read_view(run)
+    if view.state is not RunState.SUCCEEDED:
+        raise SunspotError(f"{run.location}: {view.state}, {view.reason}")
+    accuracy = view.checkpoint.metrics.get("test_accuracy") if view.checkpoint else None
+    held_out = "" if accuracy is None else f"; it reads {accuracy:.0%} of the held-out digits"
+    tell(view.last.get("time", view.time), f"step {view.step}: the last{held_out}")
+    proof = prove(run)
+    if not proof.epochs:
+        raise DamageError(f"{run.location}: which rows it consumed is not recorded")
+    tell(time.time(), f"audit: {proof.summary or 'every row counts once, every checkpoint is whole'}")
+    return Demonstration(loss, proof, run.storage.locate(run.key(FILE)))
+
+
+def remove_earlier(run: Run) -> None:
+    """Remove the run if demonstrations alone have made it, and none is going on; raises `ConflictError` otherwise."""
+    status = read_status(run)
+    owners = [attempt.owner for attempt in read_attempts(run)] + ([status.owner] if status else [])
+    if not owners or not all(owner.startswith(JOB) for owner in owners):
+        raise ConflictError(
+            f"{run.location}: this run is none of `sunspot demo`, which would remove it; give another --storage, or "
+            f"`sunspot delete {run.name}` first"
+        )
+    state, reason = read_state(run, status)
+    if not state.terminal:
+        raise ConflictError(
+            f"{run.location}: {state}, {reason}; wait for that demonstration, or give another --storage"
+        )
+    delete_run(run)
+
+
+def receipts_of(run: Run) -> list[Receipt]:
+    return read_receipts(read_journal(run, "events"))
+
+
+def step_to_strike(run: Run) -> int:
+    """Return the newest step once enough are taken; until then 0."""
+    status = read_status(run)
+    return status.step if status and status.total_steps and status.step >= KILLED_AT * status.total_steps else 0
+
+
+def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
+    """Yield what happened after a worker was lost, and when."""
+    if loss.noticed:
+        yield loss.noticed, "the loss is noticed: a step needs all three, so the other two end as well"
+    if loss.up:
+        yield loss.up, "three new processes are there"
+    origin = {"memory": "this machine's memory", "storage": "the newest checkpoint"}.get(loss.tier, "the beginning")
+    if loss.loaded:
+        yield loss.loaded, f"they have the state of step {loss.step}, from {origin}"
+    again = f"{plural(loss.replayed, 'step')} again" if loss.replayed else "none again"
+    yield loss.first_step, f"step {loss.step + 1}: training goes on ({again}), {loss.recovery_s:.0f} s after the loss"
+
+
+class Trainer:
+    """A training on this machine, as its parent sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+        self._process, self._output = process, output
+
+    def wait(self, what: str, look: Callable[[], Found]) -> Found:
+        """Return what `look` finds, as soon as that is something."""
+        until = time.monotonic() + MAX_WAIT_S
+        while not (found := look()):
+            if self._process.poll() is not None:
+                raise self._failed(f"the training ended before {what}")
+            if time.monotonic() > until:
+                raise GaveUpError(f"gave up after {MAX_WAIT_S:.0f} s of waiting for {what}")
+            time.sleep(LOOK_EVERY_S)
+        return found
+
+    def finish(self) -> None:
+        """Wait for its end; raises `SunspotError` when it failed."""
+        try:
+            self._process.wait(MAX_WAIT_S)
+        except subprocess.TimeoutExpired:
+            raise GaveUpError(f"gave up after {MAX_WAIT_S:.0f} s of waiting for the end of the training") from None
+        if self._process.returncode:
+            raise self._failed("the training failed")
+
+    def workers(self) -> list[int]:
+        """Return the process ids of its workers, the one begun last at the end; raises `SunspotError` without any."""
+        processes = list_processes()
+        workers = [pid for pid, (_, title) in processes.items() if title.startswith(WORKER)]
+        found = [pid for pid in workers if self._process.pid in ancestors(pid, processes)]
+        if not found:
+            raise SunspotError("no process of a training worker is found on this machine")
+        return sorted(found)
+
+    def _failed(self, what: str) -> SunspotError:
+        self._output.seek(0)
+        return SunspotError(f"{what}:\n{self._output.read().decode(errors='replace')[-MAX_TAIL:].strip()}")
+
+
+@contextmanager
+def training(run: Run) -> Iterator[Trainer]:
+    """Train the run while the context lasts; what still trains after it is ended."""
+    place = {"RUN_NAME": run.name, "STORAGE_PATH": run.storage.locate("").rstrip("/")}
+    settings = {**SETTINGS, **place, "JOB_ID": f"{JOB}{uuid.uuid4().hex[:8]}"}
+    others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
+    environment = {**others, **as_variables(settings)}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield Trainer(process, output)
+        finally:
+            with suppress(subprocess.TimeoutExpired):
+                process.terminate()
+                process.wait(END_WITHIN_S)
+            process.kill()
+            process.wait()
+
+
+def ancestors(pid: int, processes: Mapping[int, tuple[int, str]]) -> Iterator[int]:
+    """Yield the parent of a process, its parent, and so on, as far as `list_processes` knows them."""
+    while pid in processes:
+        pid, _ = processes[pid]
+        yield pid
+
+
+def list_processes() -> dict[int, tuple[int, str]]:
+    """Return the parent and the title of each process of this machine, by its id."""
+    found = {}
+    if Path("/proc/self/stat").exists():
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended since
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                found[int(folder.name)] = int(parent), (folder / "cmdline").read_text(errors="replace")
+        return found
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,command="], capture_output=True, text=True, check=True)
+    for line in listed.stdout.splitlines():
+        pid, parent, title = line.split(maxsplit=2)
+        found[int(pid)] = int(parent), title
+    return found

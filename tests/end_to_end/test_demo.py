@@ -1,0 +1,39 @@
+"""`sunspot demo`, from its first process to its report, on a task whose steps are short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sunspot.run import open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.submitter import demonstration
+from tests.harness.commands import StorageCommand
+
+ROWS = 3000
+
+
+@pytest.mark.slow
+def test_a_killed_worker_comes_back_and_every_row_counts_once(
+    tmp_path: Path,
+    make_data: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = {"TASK": "tests.tasks.slow", "DATASET": make_data(ROWS, test_rows=50), "GLOBAL_BATCH_SIZE": "10"}
+    monkeypatch.setattr(demonstration, "SETTINGS", {**demonstration.SETTINGS, **small})
+    answer = StorageCommand(str(tmp_path / "runs"), capsys)("demo", "--json")
+    assert answer.code == 0, answer.err
+    told = answer.json
+    assert told["epochs"] == [{"epoch": 1, "rows": ROWS, "missing": 0, "repeated": 0}]
+    assert (told["rows_missing"], told["rows_repeated"]) == (0, 0)
+    assert told["pause_s"] > 0
+    assert told["steps_again"] >= 0
+    assert any("kill -9" in event["text"] for event in told["events"])
+    assert 8 <= len(told["events"]) <= 12
+    assert [event["after_s"] for event in told["events"]] == sorted(event["after_s"] for event in told["events"])
+    assert Path(told["report"]).is_file()
+    run = open_run(str(tmp_path / "runs"), "demo")
+    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [3, 3]

@@ -1,0 +1,117 @@
+"""What `sunspot demo` tells of a loss, which processes it may kill, and which runs it may remove."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sunspot.errors import ConflictError, GaveUpError, SunspotError
+from sunspot.run import Run, open_run
+from sunspot.run.incidents import Cause
+from sunspot.run.overview import run_exists
+from sunspot.run.status import RunState
+from sunspot.submitter import demonstration
+from sunspot.submitter.demonstration import JOB, Trainer, ancestors, describe, list_processes, step_to_strike
+from tests.harness.runs import begin, commit, set_status, start, write_receipt
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return begin(open_run(str(tmp_path), "demo"))
+
+
+@contextmanager
+def trainer(program: str) -> Iterator[Trainer]:
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=output, stderr=subprocess.STDOUT)
+        yield Trainer(process, output)
+        process.kill()
+        process.wait()
+
+
+def test_a_loss_is_told_in_the_order_of_what_happened(run: Run) -> None:
+    first = start(run, "job")
+    saved = commit(run, first, 3)
+    second = start(run, "job", saved.name, tier="memory")
+    times = {"noticed": 10.0, "up": 12.0, "loaded": 13.0, "first_step": 14.0}
+    loss = write_receipt(run, second, first.number, Cause.WORKER_LOST, last_step=5, **times)
+    told = list(describe(loss))
+    assert [moment for moment, _ in told] == [10.0, 12.0, 13.0, 14.0]
+    assert told[2][1] == "they have the state of step 3, from this machine's memory"
+    assert told[3][1] == "step 4: training goes on (2 steps again), 4 s after the loss"
+
+
+def test_a_worker_is_killed_in_the_middle(run: Run) -> None:
+    set_status(run, RunState.RUNNING, step=3)
+    assert not step_to_strike(run)
+    set_status(run, RunState.RUNNING, step=4)
+    assert step_to_strike(run) == 4
+
+
+def test_only_workers_of_its_own_training_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with trainer(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])") as training:
+        pid = training.wait("a process below", lambda: below(training))
+        processes = list_processes()
+        assert processes[pid][1].endswith(SLEEP + "\0") or processes[pid][1].endswith(SLEEP)
+        assert os.getpid() in ancestors(pid, processes)
+        with pytest.raises(SunspotError, match="no process of a training worker"):
+            training.workers()
+        monkeypatch.setattr(demonstration, "WORKER", sys.executable)
+        assert training.workers() == [pid]
+
+
+def below(training: Trainer) -> int | None:
+    own = training._process.pid
+    return next((pid for pid, (parent, title) in list_processes().items() if parent == own and "time" in title), None)
+
+
+def test_a_training_that_fails_ends_the_demonstration_with_what_it_printed() -> None:
+    with trainer("print('no space left'); raise SystemExit(4)") as training:
+        with pytest.raises(SunspotError, match=r"the training ended before the first step:\nno space left$"):
+            training.wait("the first step", lambda: None)
+        with pytest.raises(SunspotError, match=r"the training failed:\nno space left$"):
+            training.finish()
+
+
+def test_every_wait_of_a_demonstration_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demonstration, "MAX_WAIT_S", 0.1)
+    with trainer(SLEEP) as training:
+        with pytest.raises(GaveUpError, match="waiting for the first step"):
+            training.wait("the first step", lambda: None)
+        with pytest.raises(GaveUpError, match="waiting for the end"):
+            training.finish()
+
+
+def test_a_demonstration_removes_the_one_before_it(run: Run) -> None:
+    owner = f"{JOB}1a2b3c4d"
+    start(run, owner)
+    set_status(run, RunState.SUCCEEDED, owner=owner)
+    demonstration.remove_earlier(run)
+    assert not run_exists(run)
+
+
+@pytest.mark.parametrize(
+    ("owners", "state", "said"),
+    [
+        (["somebody", f"{JOB}1"], RunState.SUCCEEDED, "none of `sunspot demo`"),
+        ([f"{JOB}1"], RunState.RUNNING, "running"),
+        ([], RunState.FAILED, "none of `sunspot demo`"),
+    ],
+)
+def test_it_removes_no_other_run_and_none_that_trains(owners: list[str], state: RunState, said: str, run: Run) -> None:
+    for owner in owners:
+        start(run, owner)
+    set_status(run, state, owner=owners[-1] if owners else "somebody")
+    before = [entry.key for entry in run.storage.list("demo")]
+    with pytest.raises(ConflictError, match=said):
+        demonstration.remove_earlier(run)
+    assert [entry.key for entry in run.storage.list("demo")] == before
