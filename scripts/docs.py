@@ -85,6 +85,8 @@ EPOCHS = 3
 TASK_ARGS = {{hidden = 32}}
 ```
 
+`sunspot init images` (or `text`, `table`, `loop`) writes such a file and a task that trains as it is.
+
 Secrets are never settings: credentials come from each service's own usual environment.
 
 Each with its default:

@@ -17,6 +17,7 @@ from sunspot.errors import SettingsError, run_and_exit
 
 VERBS = {
     "demo": "train here, kill a worker in the middle, and prove that no row was lost: three minutes, no cluster",
+    "init": "write a task to begin with, its settings, and three commands",
     "check": "whether a task trains, evaluates, saves and restores: here, in seconds",
     "train": "train here, with the settings of sunspot.toml below the environment; the exit code says how",
     "render": "print the manifest that submit would apply; no cluster needed",

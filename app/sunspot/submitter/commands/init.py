@@ -1,0 +1,49 @@
+"""`sunspot init`: writes a task to begin with, its settings, and the commands that try, train and show it."""
+
+import argparse
+import shutil
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from sunspot.errors import SettingsError, StorageError
+from sunspot.submitter.local_training import FILE
+from sunspot.submitter.printing import print_json, print_text
+
+KINDS = {
+    "images": "pictures in classes",
+    "text": "texts in classes",
+    "table": "rows of numbers in classes",
+    "loop": "a training loop of your own",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    about = ", ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    parser.add_argument("kind", metavar="KIND", choices=[*KINDS], help=about)
+    parser.add_argument("folder", metavar="DIR", nargs="?", default=".", help="where to; default: this folder")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the files of a kind; raises `SettingsError` where one of them would be replaced."""
+    folder = Path(args.folder)
+    every = sorted(files("sunspot.templates").iterdir(), key=lambda file: file.name)
+    templates = [file for file in every if file.name.startswith(f"my_{args.kind}.")]
+    targets = {folder / (FILE if file.name.endswith(".toml") else file.name): file for file in templates}
+    if there := [str(path) for path in targets if path.exists()]:
+        raise SettingsError(f"{', '.join(there)}: there already, and nothing was written; name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, file in targets.items():
+            with path.open("xb") as sink:
+                sink.write(file.read_bytes())
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    command = "sunspot" if shutil.which("sunspot") else str(Path(sys.executable).with_name("sunspot"))
+    commands = [f"{command} {words}" for words in ("check", "train", f"report my-{args.kind}")]
+    if args.json:
+        print_json({"files": [str(path) for path in targets], "commands": commands})
+        return
+    print_text(f"wrote {', '.join(map(str, targets))}")
+    for line in [*([f"cd {folder}"] if args.folder != "." else []), *commands]:
+        print_text(f"  {line}")

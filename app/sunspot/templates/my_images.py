@@ -1,0 +1,28 @@
+"""Tells classes of images apart by a small convolutional network; DATASET in sunspot.toml says which images."""
+
+from torch import nn
+from torch.nn import functional
+
+
+def build_model(settings, source):
+    channels, _, _ = source.shape
+    width = settings.task_args.get("width", 16)
+    return nn.Sequential(
+        nn.Conv2d(channels, width, kernel_size=3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, kernel_size=3, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(2 * width * 4 * 4, source.classes),
+    )
+
+
+def predict(model, images):
+    return model(images.float() / 255)  # a score for each class, of uint8 [B, C, H, W]
+
+
+def loss(model, batch):
+    scores = predict(model, batch["image"])
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
+    return losses, {"accuracy": scores.argmax(1) == batch["label"]}

@@ -1,0 +1,42 @@
+"""Tells classes of texts apart by their words: the mean of what a model has learned of each."""
+
+import zlib
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sunspot.data.columns import Column
+from sunspot.data.table import open_table
+
+WORDS = 2**14
+
+
+def encode(text):
+    """Number each word by its hash; 0 is left to padding."""
+    return [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.lower().split()] or [0]
+
+
+def find_sources(settings):
+    words = Column("int64", longest=200, decode=encode, of="text")
+    return open_table(settings, {"words": words, "label": Column("int64")})
+
+
+class Words(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.embed = nn.EmbeddingBag(WORDS, width, padding_idx=0)
+        self.classify = nn.Linear(width, classes)
+
+    def forward(self, words):
+        return self.classify(functional.relu(self.embed(words)))
+
+
+def build_model(settings, source):
+    return Words(settings.task_args.get("width", 32), source.classes)
+
+
+def loss(model, batch):
+    scores = model(batch["words"])
+    losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
+    return losses, {"accuracy": torch.eq(scores.argmax(1), batch["label"])}

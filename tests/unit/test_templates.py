@@ -1,0 +1,71 @@
+"""What `sunspot init` writes: a task that learns as it is, and nothing over what is there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sunspot.data.source import Source, read_rows
+from sunspot.plan import make_plan
+from sunspot.settings import Settings, load_settings
+from sunspot.submitter.commands.init import KINDS
+from sunspot.submitter.local_training import read_settings_file
+from sunspot.tasks import load_task
+from tests.harness.commands import Command
+from tests.harness.commands import run as run
+from tests.harness.commands import sunspot as sunspot
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_learns(kind: str, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new"
+    assert sunspot("init", kind, str(folder), "--json") == 0
+    name = f"my_{kind}"
+    assert {f"{folder}/{name}.py", f"{folder}/sunspot.toml"} <= {*sunspot.json["files"]}
+    assert [line.partition(" ")[2] for line in sunspot.json["commands"]] == [*("check", "train", f"report my-{kind}")]
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    settings = load_settings(read_settings_file(Path("sunspot.toml")))
+    assert settings.run_name == f"my-{kind}"
+    task: Any = load_task(settings)
+    assert Path(vars(__import__(name))["__file__"]).parent == folder
+    means = train(task, settings, make_plan(settings, task).source)
+    assert means[-1] < 0.9 * means[0]
+
+
+def train(task: Any, settings: Settings, source: Source) -> list[float]:
+    """The mean loss of a few rows in each of 20 steps on them."""
+    torch.manual_seed(0)
+    batch = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, 64).items()}
+    model = task.build_model(settings, source)
+    optimizer = task.build_optimizer(model, settings)
+    means = []
+    for _ in range(20):
+        losses, metrics = task.loss(model, batch)
+        assert losses.shape == metrics["accuracy"].shape == (64,)
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        means.append(losses.mean().item())
+    return means
+
+
+def test_nothing_is_replaced(sunspot: Command, tmp_path: Path) -> None:
+    (tmp_path / "sunspot.toml").write_text("EPOCHS = 7")
+    assert sunspot("init", "table", str(tmp_path)) == 2
+    assert f"{tmp_path / 'sunspot.toml'}: there already, and nothing was written" in sunspot.err
+    assert [path.name for path in tmp_path.iterdir()] == ["sunspot.toml"]
+    assert sunspot("init", "tables", str(tmp_path / "new")) == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_commands_to_type_are_printed(sunspot: Command, tmp_path: Path) -> None:
+    assert sunspot("init", "loop", str(tmp_path / "new")) == 0
+    wrote, *commands = sunspot.out.splitlines()
+    assert wrote.startswith("wrote ")
+    assert commands[0].split() == ["cd", str(tmp_path / "new")]
+    assert all(shutil.which(line.split()[0]) for line in commands[1:])
