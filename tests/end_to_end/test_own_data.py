@@ -62,16 +62,14 @@ def test_a_table_of_text(
     assert sorted(row for rows in consumed(run).values() for row in rows) == sorted([*range(90)] * 3)
     kept = read_predictions(run)
     assert kept
-    assert (kept.rows, kept.names, kept.accuracy > 0.9) == (40, ["above", "below"], True)
+    assert (kept.rows, kept.names, kept.accuracy > 0.8) == (40, ["above", "below"], True)
     found = predict("--dataset", "data", "--output", "out")
     assert (found["rows"], found["accuracy"]) == (40, kept.accuracy)
     table = pq.read_table("out").to_pydict()
     assert [kept.names[number] for number in table["prediction"]] == table["class"]
-    write_table(tmp_path / "other", suffix, 90)
+    write_table(tmp_path / "other", suffix, 93)
     (tmp_path / "other" / f"rows.{suffix}").rename(data / "train" / f"rows.{suffix}")
-    path = data / "train" / f"rows.{suffix}"
-    path.write_text(path.read_text().replace("above", "over"))
-    with pytest.raises(ConflictError, match="DATASET"):
+    with pytest.raises(ConflictError, match="data"):
         program.run(**settings, EPOCHS=4)
 
 
