@@ -36,4 +36,4 @@ def test_a_killed_worker_comes_back_and_every_row_counts_once(
     assert [event["after_s"] for event in told["events"]] == sorted(event["after_s"] for event in told["events"])
     assert Path(told["report"]).is_file()
     run = open_run(str(tmp_path / "runs"), "demo")
-    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [3, 3]
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [3, 3]
