@@ -1,4 +1,4 @@
-"""A head that is told to go: the workers save once, and train on."""
+"""Notices: the workers hear of them, and of the head's they save once, and train on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 from sunspot.elastic import supervisor
 from sunspot.elastic.messages import Command
-from sunspot.elastic.nodes import NodeMonitor
+from sunspot.elastic.nodes import NodeEvent, NodeMonitor
 from sunspot.parallel.decisions import StepActions
+from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import WorkerRange
 from sunspot.train.worker import Worker
@@ -44,7 +45,25 @@ def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not control.told
         draining["head"] = time.time() + 27
         wait_for_looks()
-    assert control.told == [("request_save", ())]
+    assert [method for method, _ in control.told] == ["request_save", "log"]
+
+
+def test_a_notice_reaches_the_workers_though_no_nodes_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise TimeoutError("the coordinator does not answer")
+
+    context = SimpleNamespace(get_node_id=lambda: "head")
+    monkeypatch.setattr(supervisor, "ray", SimpleNamespace(get_runtime_context=lambda: context, nodes=list))
+    monkeypatch.setattr(supervisor, "draining_nodes", dict)
+    monkeypatch.setattr(supervisor, "ask_of_groups", refuse)
+    events = [NodeEvent(Cause.PREEMPTED, "node a (rank 0)", 50.0)]
+    monitor: Any = SimpleNamespace(per_worker={}, asked={"spot": 1}, check=lambda *_: events.pop() if events else None)
+    control = LocalControl()
+    watching = supervisor.Supervisor(control, StopRequest(), monitor)
+    watching.tick()
+    watching.tick()
+    assert control.channel.command().restart
+    assert control.channel.command().deadline == 50.0
 
 
 def test_the_workers_save_once_and_train_on() -> None:

@@ -1,11 +1,12 @@
 """What the driver does twice a second while workers train: it tells them of nodes that come and go, and to stop.
 
 It waits for the control channel and for Ray, never for storage: one that hangs must not swallow a notice or a SIGTERM.
-What the driver reads in storage meanwhile, the stop marker too, it reads in a thread of `run.outcome`; and it prints
-the progress in one of `observe.progress`, as a terminal may keep who prints waiting.
+What the driver reads in storage meanwhile, the stop marker too, it reads in a thread of `run.outcome`. As a terminal
+may keep whoever prints to it waiting, lines about nodes go to `observe.progress`, which prints in a thread of its own.
 """
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -29,7 +30,7 @@ from sunspot.run.requests import StopRequest
 log = logging.getLogger(__name__)
 
 WARN_AFTER_S = 30.0
-"""How long looks at the nodes may fail before the user is warned. One that fails now and then does no harm."""
+"""How long looks at the nodes may fail before the user is warned: one that fails now and then does no harm."""
 
 INTERRUPTED = (
     "interrupted: it saves and ends, and the same command goes on from there; Ctrl-C again ends it at once, unsaved"
@@ -49,8 +50,7 @@ class Supervisor:
         self._asked: dict[str, int] = {}
         "Workers that were asked of each group of nodes."
         self._looked = time.monotonic()
-        "When the nodes were last looked at without an error."
-        self._warned = False
+        "When the nodes were last looked at without an error; infinite once the user was warned."
 
     def tick(self) -> None:
         """Pass on what is new."""
@@ -60,9 +60,11 @@ class Supervisor:
                 self._look_at_nodes(self._monitor)
                 self._looked = time.monotonic()
             except Exception as error:  # the next look may do better
-                if not self._warned and time.monotonic() - self._looked > WARN_AFTER_S:
-                    self._warned = True
-                    log.warning(f"notices of nodes may be missed: {shorten(error)}")
+                if (failed_s := time.monotonic() - self._looked) > WARN_AFTER_S:
+                    self._looked = math.inf
+                    log.warning(
+                        f"no look at the nodes for {failed_s:.0f} s, so a notice may be missed: {shorten(error)}"
+                    )
 
     def _pass_on_stop(self) -> None:
         request = self._stop_request
@@ -84,21 +86,23 @@ class Supervisor:
         """
         group, draining = self._control.ask(ControlChannel.group), draining_nodes()
         event = monitor.check(group, ray.nodes(), draining, time.monotonic())
-        if not self._leaving and ray.get_runtime_context().get_node_id() in draining:
-            self._leaving = True
-            self._control.tell(ControlChannel.request_save)
-            print("the head was told to go: the workers save, and a new head continues from there", flush=True)
-        if monitor.asked != self._asked:
-            ask_of_groups(monitor.per_worker, monitor.asked)
-            self._asked = monitor.asked
-            print(f"asked for {describe_asked(self._asked)}", flush=True)
-        if event:
+        if event:  # before what may fail, as the monitor finds it once
             drain_nodes(event.spare)
             incident = Incident(event.cause, event.detail, noticed=time.time())
             if event.cause is Cause.NODE_LOST:
                 self._control.tell(ControlChannel.add_incident_facts, incident)
             else:
                 self._control.tell(ControlChannel.restart_group, incident, event.deadline)
+        if not self._leaving and ray.get_runtime_context().get_node_id() in draining:
+            self._control.tell(ControlChannel.request_save)
+            self._leaving = True
+            self._control.tell(
+                ControlChannel.log, "the head was told to go: the workers save, and a new head continues from there"
+            )
+        if monitor.asked != self._asked:
+            ask_of_groups(monitor.per_worker, monitor.asked)
+            self._asked = monitor.asked
+            self._control.tell(ControlChannel.log, f"asked for {describe_asked(self._asked)}")
 
 
 @contextmanager
