@@ -99,6 +99,27 @@ def test_an_evaluation_that_is_always_cut_short_does_not_keep_the_run_from_train
     assert leaves_out_evaluation(start, total) == left_out
 
 
+@pytest.mark.parametrize(
+    ("tier", "step", "stale", "again"),
+    [("memory", 10, 0, True), ("memory", 9, 0, False), ("memory", 9, 2, True), ("storage", 10, 2, False)],
+)
+def test_an_end_that_only_memory_has_is_evaluated_and_saved_again(
+    tier: str, step: int, stale: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its commit was lost, and no step follows."""
+    begun: list[Beginning] = []
+    for name in ("CheckpointManager", "Telemetry", "CommandPoller", "await_device_memory", "build_learner"):
+        monkeypatch.setattr(build, name, MagicMock())
+    monkeypatch.setattr(build, "Worker", lambda _, beginning, *others: begun.append(beginning))
+    plan: Any = SimpleNamespace(settings=Settings(early_stop_evaluations=2), total_steps=10)
+    start: Any = StartPoint(Attempt(2, "me", None, step))
+    nothing: Any = None
+    place = WorkerPlace(rank=1, nodes=["node", "node"])
+    joined = Joined(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
+    build.build_worker(joined, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
+    assert begun[0].evaluated is not again
+
+
 def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path, warned: list[str]) -> None:
     run = open_run(str(tmp_path), "run")
     record_left_out(20, events := Journal(run, "events", 1))

@@ -35,6 +35,7 @@ from sunspot.parallel.sharding import build_without_values, has_several, shard_m
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt
+from sunspot.run.checkpoints import SINCE_BEST
 from sunspot.run.history import Journal, Journals
 from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
@@ -77,7 +78,8 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         await_device_memory(place.device, place.nodes[place.rank], joined.control, finish)
         learner = build_learner(plan, place, attempt, state, make_loader)
     journals = open_journals(joined.run, start) if place.rank == 0 else None
-    left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
+    evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
+    left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
     if journals:
         if left_out:
             record_left_out(attempt.step, journals.events)
@@ -102,7 +104,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    beginning = Beginning(attempt.step, state.evaluated or left_out, state.metrics)
+    beginning = Beginning(attempt.step, evaluated or left_out, state.metrics)
     commands = CommandPoller(joined.control)
     return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)
 
@@ -243,6 +245,15 @@ def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
         f"{now} steps by EPOCHS and MAX_STEPS, {before} before: the learning rate goes on at {new:.3g} of its peak, "
         f"not at {old:.3g}"
     )
+
+
+def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
+    """Tell whether the run has ended at `step`, but for the commit of what memory has.
+
+    No step follows that would save it: it is evaluated and saved again.
+    """
+    early, stale = plan.settings.early_stop_evaluations, state.metrics.get(SINCE_BEST) or 0
+    return state.tier == "memory" and (step >= plan.total_steps or 0 < early <= stale)
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
