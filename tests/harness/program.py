@@ -51,6 +51,7 @@ WORKER_NODE = {"training-worker": 1.0}
 """What a node of a cluster has: room for one worker."""
 
 FORKED_WITH = [
+    "ray",
     "sunspot.predict.actor",
     "sunspot.train.trainer",
     "sunspot.tune.search",

@@ -112,6 +112,24 @@ def test_a_forked_worker_is_what_a_new_one_would_be(
     assert again["numpy"] != warm["numpy"]
 
 
+def test_forks_do_not_draw_the_same_ids_for_what_they_give_to_ray(node: Node) -> None:
+    """Else one would read the object of another. Classes under @ray.remote draw an ID when they are imported."""
+    assert node.serve("ray", "ray.data._internal.memory_tracing") == ""
+    draw = "print(json.dumps(__import__('ray').ObjectRef.from_random().hex()))"
+    drawn = []
+    for _ in range(2):
+        with node.start(draw) as started:
+            drawn.append(started.communicate(timeout=WAIT_S)[0].splitlines()[1])
+    assert drawn[0] != drawn[1]
+
+
+def test_a_server_whose_forks_would_draw_alike_does_not_serve(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "draws_an_id.py").write_text("import ray\nray.ObjectRef.from_random()\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert "all forks would draw the same" in node.serve("ray", "draws_an_id")
+
+
 def test_another_users_client_gets_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "peer_of", lambda connection: (1, os.getuid() + 1, 0))
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("it would run their code as this user"))

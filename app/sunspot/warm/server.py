@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sunspot.warm
+from sunspot.ray_internals.ids import draw_class_ids_apart, forks_draw_alike
 from sunspot.warm.client import ANSWER_S, PASSED_ON, address, peer_of, receive, send
 
 GPU = "/dev/nvidia"
@@ -51,6 +52,8 @@ def main(plain_path: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     raylet = os.pidfd_open(order["raylet"])
     sys.path[:] = order["path"]
+    if "ray" in order["modules"]:
+        draw_class_ids_apart()
     for module in order["modules"]:
         if select.select([STARTER], [], [], 0)[0]:
             return  # who began this is gone
@@ -81,6 +84,8 @@ def why_unfit() -> str:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{file}").startswith(GPU):
                 return "CUDA, which an import has initialized"
+    if "ray" in sys.modules and forks_draw_alike():
+        return "an ID of Ray's, which an import has drawn: all forks would draw the same ones"
     return ""
 
 
