@@ -85,7 +85,10 @@ def test_it_brings_all_it_reads(environment: Path, tmp_path: Path) -> None:
     package, k8s, files = json.loads(run(environment / "bin" / "python", "-c", program, cwd=tmp_path))
     assert Path(package).is_relative_to(environment)
     assert Path(k8s).is_relative_to(environment)
-    assert files == ["data/SAMPLE.md", "data/sample.parquet", "report/style.css"]
+    source = REPOSITORY / "app" / "sunspot"
+    assert files == sorted(
+        str(path.relative_to(source)) for path in source.rglob("*.*") if path.suffix not in (".py", ".pyc")
+    )
     here, there = ({path.relative_to(k) for path in k.rglob("*.*")} for k in (manifests(), Path(k8s)))
     assert here == there
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from sunspot.checkpoint.files import load_state
 from sunspot.client import Run
+from sunspot.data.source import ModelData
 from sunspot.errors import ConflictError, DamageError, NotFoundError, SettingsError
 from sunspot.predict.classifier import Classifier
 from sunspot.run.checkpoints import MANIFEST, find_faults
@@ -65,9 +66,9 @@ def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, fin
 def test_no_forward_pass_is_larger_than_those_of_the_run() -> None:
     passes: list[int] = []
 
-    def predict(model: Any, images: torch.Tensor) -> torch.Tensor:
-        passes.append(len(images))
-        return torch.zeros(len(images), 3)
+    def predict(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        passes.append(len(batch["image"]))
+        return torch.zeros(len(batch["image"]), 3)
 
     classifier: Any = object.__new__(Classifier)
     classifier._settings = Settings(global_batch_size=64, num_workers="2..4", micro_batch_size=10)
@@ -212,7 +213,7 @@ def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: 
 def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     extra = load_state(copied_run.run, newest, "extra_state.pt")
-    assert extra.pop("data") == {"shape": list(SHAPE), "classes": 3}
+    assert extra.pop("data") == ModelData(SHAPE, 3).record()
     copied_run.replace(newest, "extra_state.pt", as_bytes(extra))
     with pytest.raises(NotFoundError, match="did not record what its model takes; train the run further"):
         Classifier("run", newest.name, copied_run.storage)

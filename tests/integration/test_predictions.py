@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sunspot.data.source import find_sources, read_rows
+from sunspot.data.source import ModelData, find_sources, read_rows
 from sunspot.errors import GaveUpError, StorageError
 from sunspot.plan import Plan, make_plan
 from sunspot.predict.actor import get_result
@@ -155,7 +155,7 @@ def test_when_time_is_up_what_was_predicted_is_kept(
 
 def test_the_most_certain_mistakes_are_kept_and_right_ones_of_every_class() -> None:
     random = np.random.default_rng(0)
-    summary, certainties = Summary(5), []
+    summary, certainties = Summary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):
         probabilities = random.dirichlet(np.ones(5), 1000).astype(np.float32)
         labels = np.arange(1000) % 5

@@ -33,6 +33,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import sunspot.background
 import sunspot.checkpoint.commit
 import sunspot.checkpoint.memory_files
 import sunspot.elastic.claim
@@ -491,7 +492,7 @@ class OneFile:
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and nothing runs in a thread that the model does not drive."""
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0,))
-    monkeypatch.setattr(sunspot.storage.base, "start_thread", run_inline)
+    monkeypatch.setattr(sunspot.background, "start_thread", run_inline)
     monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
     # Each start changes it.

@@ -283,7 +283,7 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
     assert (one["step"], one["total_steps"], one["epoch"], one["loss"]) == (40, 100, 2, 0.5)
     assert one["checkpoint"] == "step-00000030-attempt-0001"
     table = sunspot("list").out.splitlines()
-    assert table[0].split() == ["run", "state", "step", "epoch", "loss", "checkpoint", "last", "change"]
+    assert table[0].split() == ["run", "state", "step", "epoch", "loss", "test", "loss", "checkpoint", "last", "change"]
     assert re.fullmatch(r"run +running +40/100 +2 +0.5 +30, \d+ s ago +\d+ s ago", table[1])
     assert re.fullmatch(r"old +lost +0/\? +120 min ago|old +lost +0/\? +2 h ago", table[2])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def test_what_is_written_learns(kind: str, sunspot: Command, tmp_path: Path, mon
     assert [line.partition(" ")[2] for line in sunspot.json["commands"]] == [*("check", "train", f"report my-{kind}")]
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)  # of another test
     settings = load_settings(read_settings_file(Path("sunspot.toml")))
     assert settings.run_name == f"my-{kind}"
     task: Any = load_task(settings)
