@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from sunspot.errors import SettingsError
 from sunspot.search_space import Dimension, find_dimensions, load_search, parse, trial_name
+from sunspot.tune.search import ranked_by_held_out
 from tests.harness import GOLDEN, REPOSITORY
 from tests.harness.manifests import render
 
@@ -264,3 +266,14 @@ def test_a_long_expression_takes_no_longer_than_its_length() -> None:
 
 def test_a_name_with_half_a_character_is_drawn_from() -> None:
     assert load_search({"SUNSPOT_TASK_ARGS": '{"a\\ud800": "choice(1,2)"}'}).trials
+
+
+@pytest.mark.parametrize(
+    ("test_rows", "given", "metric"), [(9, "loss", "test_loss"), (9, "test_f1", "test_f1"), (0, "f1", "f1")]
+)
+def test_held_out_rows_rank_the_trials_where_there_are_some(
+    make_data: Callable[..., str], test_rows: int, given: str, metric: str
+) -> None:
+    data = {"SUNSPOT_DATASET": make_data(20, test_rows=test_rows), "SUNSPOT_CHECKPOINT_METRIC": given}
+    search = ranked_by_held_out(load_search({**SPACE, **data, "SUNSPOT_TRIALS": "2"}))
+    assert [each.checkpoint_metric for each in (search.settings, *search.trials)] == [metric] * 3

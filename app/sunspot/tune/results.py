@@ -11,14 +11,12 @@ from sunspot.formatting import columns, visible
 from sunspot.report import FILE
 from sunspot.report.search import gather_search, render_search
 from sunspot.run import Run, open_run
+from sunspot.run.history import HELD_OUT
 from sunspot.run.search import Results, Trial, read_trial, write_results
 from sunspot.run.status import own_status
 from sunspot.search_space import Search, in_words
 
 log = logging.getLogger(__name__)
-
-TRAINING_METRICS = ("loss", "accuracy")
-"""Metrics of training rows; ranking trials by them rewards overfitting."""
 
 
 @dataclass
@@ -39,11 +37,8 @@ def print_plan(search: Search, concurrency: str) -> None:
     for dimension in search.dimensions:
         print(f"  {dimension.name}: {dimension.text}")
     print(f"  trials: {settings.trials}, for the {goal}; {concurrency}", flush=True)
-    if metric in TRAINING_METRICS:
-        log.warning(
-            f"CHECKPOINT_METRIC={metric} is measured on training rows and rewards overfitting; with held-out "
-            f"rows, set it to test_{metric}"
-        )
+    if not metric.startswith(HELD_OUT):
+        log.warning(f"no rows are held out, and to rank trials by the {metric} of training rows rewards overfitting")
 
 
 def print_trial(search: Search, number: int, error: str) -> None:

@@ -14,6 +14,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.run.claimant import Claimant
+from sunspot.run.history import HELD_OUT
 from sunspot.run.identity import keep_identity
 from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, read_status, write_status
@@ -53,7 +54,7 @@ def main() -> int:
     running = RunningSearch(search, Claimant(run, new_owner(run, settings.job_id), new_driver()))
     with (
         shipped_driver_output(run),
-        on_exit(lambda _: publish_results(search, run, running.claimant.driver, running.progress)),
+        on_exit(lambda _: publish_results(running.search, run, running.claimant.driver, running.progress)),
     ):
         attempts = read_attempts(run)
         refuse_if_superseded(attempts, running.claimant.owner)
@@ -106,13 +107,14 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     from sunspot.tune.promotion import begin_attempt
     from sunspot.tune.trials import Trials, run_trials
 
-    search, run, owner = running.search, running.claimant.run, running.claimant.owner
+    run, owner = running.claimant.run, running.claimant.owner
     fatal = fatal_error(running.claimant)
     if fatal:
         raise fatal
     if stop_requested(run):
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
         return RunState.STOPPED
+    search = running.search = ranked_by_held_out(running.search)
     environment = {**search.settings.environment(), **search.given}
     keep_identity(run, environment, search.identity)
     attempt = begin_attempt(run, owner, environment, promoted)
@@ -149,6 +151,19 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
         return RunState.STOPPED
     promote_best(running)
     return RunState.SUCCEEDED
+
+
+def ranked_by_held_out(search: Search) -> Search:
+    """Have the metric of held-out rows rank the trials, if any are evaluated, as it ranks a run's checkpoints."""
+    from sunspot.plan import make_plan
+    from sunspot.tasks import load_task
+
+    first = search.trials[0]
+    if not make_plan(first, load_task(first)).test:
+        return search
+    metric = {"checkpoint_metric": HELD_OUT + first.checkpoint_metric.removeprefix(HELD_OUT)}
+    trials = tuple(trial.model_copy(update=metric) for trial in search.trials)
+    return replace(search, settings=search.settings.model_copy(update=metric), trials=trials)
 
 
 def promote_best(running: RunningSearch) -> None:
