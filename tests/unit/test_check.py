@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.settings import load_settings
@@ -144,6 +145,14 @@ def test_a_broken_part_of_a_task_is_named(
 ) -> None:
     with pytest.raises(SunspotError, match=re.compile(says, re.DOTALL)):
         check_task(tmp_path, f"{TASK}\n{more}\n", monkeypatch)
+
+
+def test_rows_of_any_type_are_told_with_an_error() -> None:
+    tokens = torch.tensor([[3, 40_000]]).to(torch.uint16)
+    checked = Check("task", [], batch={"text": tokens, "right": torch.tensor([True])})
+    told = r"with the rows text uint16 \[1, 2\] 3\.\.40000, right bool \[1\] 1\.\.1"
+    with pytest.raises(SunspotError, match=told), checked.part("first step"):
+        raise ValueError("bad")
 
 
 def test_data_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

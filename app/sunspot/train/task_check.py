@@ -94,9 +94,10 @@ class Check:
         failure = describe_failure(error, 0, None, 0)
         line = linecache.getline(failure.file, failure.line).strip()
         columns = [
-            f"{name} {str(column.dtype).removeprefix('torch.')} {list(column.shape)} {column.min():g}..{column.max():g}"
+            f"{name} {str(column.dtype).removeprefix('torch.')} {list(column.shape)} {low:g}..{high:g}"
             for name, column in self.batch.items()
             if name != "row" and column.numel()
+            for low, high in [column.double().aminmax()]  # of uint16, torch has neither
         ]
         return (
             f"{failure.type}: {' '.join(failure.message.split())}\n"
