@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,22 @@ def test_texts_of_a_row_do_not_see_each_other(base: str, texts: str) -> None:
     shares = together.log_softmax(dim=2)
     counted = [-shares[0, place - 1, tokens[0, place]] for place in (1, 2, 4)]
     torch.testing.assert_close(row, torch.stack(counted).mean())
+
+
+@pytest.mark.parametrize("package", ["peft", "tokenizers", "transformers"])
+def test_a_missing_package_is_named_before_anything_starts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "sunspot.tasks.finetune")
+    with refusal(SettingsError, f"No module named '{package}'", "EXTRAS=hf"):
+        load_task(Settings(task="sunspot.tasks.finetune"))
+
+
+def test_a_text_has_the_same_class_however_it_is_filled_up(base: str) -> None:
+    settings = settings_of(base, head="classes")
+    model: Any = finetune.build_model(settings, EmptySource((32,), 3)).eval()
+    filled = {"tokens": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 7, 6, 5]]), "tokens_length": torch.tensor([3, 5])}
+    alone = torch.cat([model(torch.tensor([[5, 6, 7]])), model(filled["tokens"][1:])])
+    torch.testing.assert_close(finetune.predict(model, filled), alone)
 
 
 @pytest.mark.parametrize("head", ["text", "classes"])

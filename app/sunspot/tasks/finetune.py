@@ -17,9 +17,9 @@ frozen weights of the base are bfloat16; those that train stay float32.
 import json
 import math
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
-import tokenizers  # noqa: F401  of the extra: where it is missing, that is said here, and not by a worker
 import torch
 from torch import nn
 from torch.nn import functional
@@ -33,6 +33,10 @@ from sunspot.errors import ConflictError, SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks.pretrained import Base, open_base
 from sunspot.tasks.texts import by_loss
+
+for package in ("peft", "tokenizers", "transformers"):  # of the extra: what is missing is said here, not by a worker
+    if not find_spec(package):
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 DEFAULTS: dict[str, Any] = {
     "base": "",
@@ -51,7 +55,6 @@ EXTRA_STATE = "_extra_state"
 """PyTorch's name for what a module adds to its state_dict: here, the hash of the base."""
 
 ADAPTER = "adapter_model.safetensors"
-
 
 ROWS_AT_ONCE = 4
 """Rows whose scores are in memory at a time for the report: 512 tokens of 32,000 words each are 0.26 GB."""
@@ -72,6 +75,8 @@ class FineTuned(nn.Module):
 
     def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, [B, T, vocabulary], or of the classes, [B, classes], of int64 [B, T]."""
+        if "attention_mask" in more:  # a classifier looks for the last token that is not the one that fills up
+            tokens = tokens.masked_fill(more["attention_mask"] == 0, self.config.pad_token_id)
         scores: torch.Tensor = self.model(input_ids=tokens, use_cache=False, return_dict=False, **more)[0]
         return scores
 
@@ -260,8 +265,8 @@ def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtyp
     if arguments["head"] == "text" and loaded["missing_keys"]:  # they would be random; a classifier's head has to be
         raise refuse_base(base, f"its weights lack {min(loaded['missing_keys'])}")
     model.train()  # transformers leaves a model that it has loaded in evaluation mode
-    if model.config.pad_token_id is None:  # a classifier looks for the last token that is none
-        model.config.pad_token_id = _first(model.config.eos_token_id)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = _first(model.config.eos_token_id) or 0
     return model
 
 
