@@ -1,4 +1,4 @@
-"""`python -m sunspot.tracking RUN`: deliver a run to MLflow or Weights & Biases."""
+"""`python -m sunspot.tracking RUN`: deliver a run to MLflow, Weights & Biases or TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sunspot.tracking.process import command, refuse_unusable
 log = logging.getLogger(__name__)
 
 DESCRIPTION = """\
-Deliver to MLflow or Weights & Biases whatever of a run has not been delivered yet, and nothing twice.
+Deliver to MLflow, Weights & Biases or TensorBoard what it does not have of a run yet, and nothing twice.
 
 With SUNSPOT_TRACKING the driver starts such a process; by hand, it delivers what was missed while the service was away.
 """
@@ -152,7 +152,7 @@ def _recorded_service(run: Run, settings: Settings) -> Settings:
     recorded = attempts[-1].metadata.settings if attempts else {}
     service = recorded.get(f"{PREFIX}TRACKING", "")
     if attempts and not service:
-        raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow or wandb")
+        raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow, wandb or tensorboard")
     project = recorded.get(f"{PREFIX}TRACKING_PROJECT", settings.tracking_project)
     return settings.model_copy(update={"tracking": service, "tracking_project": project})
 

@@ -69,8 +69,8 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
     """Deliver the run to the service of TRACKING while the context lasts, and its end within FINISH_TIMEOUT_S after.
 
     Failures are printed and change nothing in the run. When this start of a `driver` has lost the run, the new owner's
-    process delivers it. The process reads from storage all that it delivers; it ends
-    when its standard input closes, even if this process is killed.
+    process delivers it. What is delivered is read from storage, by a process that ends when its standard input closes,
+    even if this one is killed.
     """
     if not settings.tracking:
         yield
