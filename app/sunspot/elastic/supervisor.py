@@ -73,10 +73,7 @@ class Supervisor:
         if self._stopping or not (request.interrupted or request.terminated):
             return
         self._stopping = True
-        if request.interrupted:
-            print(INTERRUPTED, flush=True)
-        else:
-            print("told to end by SIGTERM: it saves, and ends", flush=True)
+        print(INTERRUPTED if request.interrupted else "told to end by SIGTERM: it saves, and ends", flush=True)
 
     def _look_at_nodes(self, monitor: NodeMonitor) -> None:
         """Restart the worker group when nodes are preempted or added.

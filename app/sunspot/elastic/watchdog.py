@@ -22,10 +22,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sunspot.background import start_thread
 from sunspot.errors import SunspotError
 from sunspot.run import SHARED_MEMORY, Run
 from sunspot.run.attempts import Attempt, newest_number
@@ -195,13 +197,7 @@ class Watchdog:
                 lambda: self._on_hang(hang, False),
                 lambda: _record(self._run, hang, self._path),
             ]
-            threads = [
-                threading.Thread(target=report, daemon=True) for report in reports
-            ]  # so that none waits for another
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            wait([start_thread(report, "report") for report in reports])  # so that none waits for another
         finally:
             time.sleep(LINGER_S)
             os._exit(1)

@@ -376,7 +376,7 @@ def new_owner(run: Run, job_id: str) -> str:
 
 
 def fatal_error(claimant: Claimant) -> Exception | None:
-    """What ended the part of this owner, or of this start of its driver, in the run for good, if anything did."""
+    """Return what ended for good what this owner, or this start of its driver, may do in the run; None: nothing."""
     run, owner = claimant.run, claimant.owner
     attempts = read_attempts(run)
     try:
