@@ -27,7 +27,7 @@ from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, checkpoint_name
-from sunspot.run.checkpoints import SINCE_BEST, Checkpoint
+from sunspot.run.checkpoints import Checkpoint, is_out_of_patience
 from sunspot.run.history import Journals
 
 COPIES_MEASURED = 3
@@ -226,7 +226,7 @@ class CheckpointManager:
             attempt=self._attempt.number,
             metrics=metrics,
             evaluated=evaluated,
-            stopped_early=0 < self._settings.early_stop_evaluations <= metrics.get(SINCE_BEST, 0),
+            stopped_early=is_out_of_patience(metrics, self._settings.early_stop_evaluations),
         )
 
     def _extra_state(self, manifest: Checkpoint) -> dict[str, Any]:

@@ -116,8 +116,12 @@ class Checkpoint:
 
     def completes(self, total_steps: int, early_stop: int) -> bool:
         """Return whether it completes a run of so many steps, or of `early_stop` evaluations without a better one."""
-        stale = int(self.metrics.get(SINCE_BEST) or 0)
-        return self.evaluated and (self.step >= total_steps or 0 < early_stop <= stale)
+        return self.evaluated and (self.step >= total_steps or is_out_of_patience(self.metrics, early_stop))
+
+
+def is_out_of_patience(metrics: Mapping[str, Any], early_stop: int) -> bool:
+    """Return whether `early_stop` evaluations (0: any number) without a better one end the run."""
+    return 0 < early_stop <= int(metrics.get(SINCE_BEST) or 0)
 
 
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:

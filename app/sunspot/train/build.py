@@ -16,7 +16,7 @@ import ray
 import torch
 from torch.optim import Optimizer
 
-from sunspot.checkpoint import CheckpointManager, NodeMemory, SavedObjects
+from sunspot.checkpoint import CheckpointManager, NodeMemory
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
 from sunspot.checkpoint.tensors import map_tensors
@@ -35,7 +35,7 @@ from sunspot.parallel.sharding import build_without_values, has_several, shard_m
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt
-from sunspot.run.checkpoints import SINCE_BEST
+from sunspot.run.checkpoints import is_out_of_patience
 from sunspot.run.history import Journal, Journals
 from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
@@ -86,13 +86,11 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         change = describe_new_length(learner.task, attempt.step, state.total_steps, plan.total_steps)
         if change:
             log.warning(change)
-    task_files = getattr(learner.task, "checkpoint_files", None)
-    more_files = partial(task_files, learner.model) if task_files else None
     checkpoints = CheckpointManager(
         joined.run,
         attempt,
         plan,
-        SavedObjects(learner.model, learner.optimizer, learner.average, more_files),
+        learner.saved(),
         place=place,
         memory=joined.memory,
         windows=state.ledger,
@@ -252,8 +250,8 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 
     No step follows that would save it: it is evaluated and saved again.
     """
-    early, stale = plan.settings.early_stop_evaluations, state.metrics.get(SINCE_BEST) or 0
-    return state.tier == "memory" and (step >= plan.total_steps or 0 < early <= stale)
+    ended_early = is_out_of_patience(state.metrics, plan.settings.early_stop_evaluations)
+    return state.tier == "memory" and (step >= plan.total_steps or ended_early)
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:

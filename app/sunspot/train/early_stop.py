@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sunspot.errors import SettingsError
-from sunspot.run.checkpoints import SINCE_BEST
+from sunspot.run.checkpoints import SINCE_BEST, is_out_of_patience
 from sunspot.run.history import HELD_OUT
 from sunspot.settings import PREFIX, Settings
 
@@ -33,9 +33,9 @@ class Patience:
                 f"set {PREFIX}CHECKPOINT_METRIC to one of them, or this to 0"
             )
         sign, result = 1 if self._order == "min" else -1, results[self._metric]
-        better = sign * result < sign * self.state.get(BEST, sign * math.inf)
-        self.state = {
-            BEST: result if better else self.state.get(BEST, sign * math.inf),
-            SINCE_BEST: 0 if better else self.state.get(SINCE_BEST, 0) + 1,
-        }
-        return self.state[SINCE_BEST] >= self._limit
+        best = self.state.get(BEST, sign * math.inf)
+        if sign * result < sign * best:
+            self.state = {BEST: result, SINCE_BEST: 0}
+        else:
+            self.state = {BEST: best, SINCE_BEST: self.state.get(SINCE_BEST, 0) + 1}
+        return is_out_of_patience(self.state, self._limit)

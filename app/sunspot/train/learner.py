@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from sunspot.checkpoint import SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import MIN_ROWS
 from sunspot.data.source import Batch, Source
@@ -41,6 +43,11 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.padding_batch = make_padding_batch(self.plan.source, self.place.device)
+
+    def saved(self) -> SavedObjects:
+        """Return what its checkpoints hold, with the files that the task adds."""
+        files = getattr(self.task, "checkpoint_files", None)
+        return SavedObjects(self.model, self.optimizer, self.average, partial(files, self.model) if files else None)
 
 
 def make_padding_batch(source: Source, device: torch.device) -> Batch:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from sunspot.checkpoint import CheckpointManager, SavedObjects
+from sunspot.checkpoint import CheckpointManager
 from sunspot.checkpoint.files import load_state
 from sunspot.data.order import locate_rows
 from sunspot.data.source import Batch, Source, rows_in
@@ -174,10 +174,7 @@ def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWo
     plan, place = rows.plan, rows.place
     run = open_run(plan.settings.storage_path, plan.settings.run_name)
     learner = build_learner(plan, place, attempt, state, lambda *_: rows)
-    task_files = getattr(learner.task, "checkpoint_files", None)
-    more_files = partial(task_files, learner.model) if task_files else None
-    saved = SavedObjects(learner.model, learner.optimizer, learner.average, more_files)
-    checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(place.group))
+    checkpoints = CheckpointManager(run, attempt, plan, learner.saved(), place=WorkerPlace(place.group))
     telemetry = Telemetry(plan.settings.run_name, 0, place.device, lambda: 0.0, None)
     commands: Any = SimpleNamespace(poll=Command)  # the driver asks nothing of a check
     watchdog = Watchdog(run, 0, 1, 0, lambda *_: None)
