@@ -20,7 +20,7 @@ from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, st
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
-from sunspot.run.incidents import Cause, Receipt, goodput, read_receipts
+from sunspot.run.incidents import Receipt, goodput, read_receipts
 from sunspot.run.objects import CHECKPOINT, RUN
 from sunspot.run.requests import DELETION, STOP, deletion_begun
 from sunspot.run.status import (
@@ -335,9 +335,9 @@ class RunView:
         return [receipt for receipt in self.receipts if receipt.cause.incident]
 
     @property
-    def incidents_by_cause(self) -> Counter[Cause]:
+    def incidents_by_cause(self) -> Counter[str]:
         """The number of incidents of each cause."""
-        return Counter(receipt.cause for receipt in self.incidents)
+        return Counter(receipt.cause.value for receipt in self.incidents)
 
     @property
     def steps_replayed(self) -> int:

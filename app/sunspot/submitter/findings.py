@@ -103,8 +103,9 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         """Return it as one of the `findings` of the JSON document."""
-        record = {"finding": self.finding, "severity": self.severity, "evidence": self.evidence, "advice": self.advice}
-        return {**record, **self.details, **({"traces": list(self.traces)} if self.traces else {})}
+        kind = {"finding": self.finding.value, "severity": self.severity.value}
+        traces = {"traces": list(self.traces)} if self.traces else {}
+        return {**kind, "evidence": self.evidence, "advice": self.advice, **self.details, **traces}
 
 
 def most_explaining_first(findings: Iterable[Finding]) -> list[Finding]:
