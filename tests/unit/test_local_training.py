@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,12 +53,37 @@ def test_a_start_that_never_began_is_no_run(
     assert not [entry.key for entry in storage.list("mnist") if "/logs/" not in entry.key]
 
 
-def test_the_json_of_a_start_that_never_began(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_json_of_a_start_that_never_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
     code = train_and_print((sys.executable, "-c", "raise SystemExit(2)"), {"SUNSPOT_STORAGE_PATH": str(tmp_path)})
     assert code == 2
     assert json.loads(capfd.readouterr().out) == {
         **{"run": "mnist", "state": None, "reason": "it never began", "step": 0, "exit_code": 2}
     }
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_that_is_told_to_end_may_save_before_its_json(number: signal.Signals, tmp_path: Path) -> None:
+    told = f"""import signal, time
+def save(*_):
+    time.sleep(1)
+    raise SystemExit(0)
+signal.signal({number:d}, save)
+print("begun", flush=True)
+time.sleep(60)"""
+    program = (
+        "import sys; from sunspot.submitter.commands.train import train_and_print as train; "
+        f"sys.exit(train((sys.executable, '-c', {told!r}), {{'SUNSPOT_STORAGE_PATH': {str(tmp_path)!r}}}))"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, start_new_session=True, **pipes) as process:
+        assert process.stderr
+        process.stderr.readline()
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal tells both
+        out, err = process.communicate()
+    assert (process.returncode, json.loads(out)["exit_code"]) == (0, 0), err
 
 
 def test_the_file_has_values_of_any_kind(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 
@@ -34,7 +35,10 @@ def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> in
     from sunspot.submitter.printing import print_json
 
     settings = settings_in(environment)
-    code = subprocess.run(command, stdout=sys.stderr, env={**os.environ, **environment}).returncode
+    training = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, **environment})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both, and the training saves
+    signal.signal(signal.SIGTERM, lambda *_: training.terminate())
+    code = training.wait()
     run = open_run(settings.storage_path, settings.run_name)
     status = read_status(run)
     state, reason = read_state(run, status) if run_exists(run) else (None, "it never began")
