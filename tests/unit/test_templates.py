@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from sunspot.settings import Settings, load_settings
 from sunspot.submitter.commands.init import KINDS
 from sunspot.submitter.local_training import read_settings_file
 from sunspot.tasks import load_task
+from sunspot.train.task_check import check
 from tests.harness.commands import Command
 from tests.harness.commands import run as run
 from tests.harness.commands import sunspot as sunspot
@@ -37,6 +39,7 @@ def test_what_is_written_learns(kind: str, sunspot: Command, tmp_path: Path, mon
     assert Path(vars(__import__(name))["__file__"]).parent == folder
     means = train(task, settings, make_plan(settings, task).source)
     assert means[-1] < 0.9 * means[0]
+    check(settings)  # its own loop, if it has one
 
 
 def train(task: Any, settings: Settings, source: Source) -> list[float]:
@@ -66,8 +69,8 @@ def test_nothing_is_replaced(sunspot: Command, tmp_path: Path) -> None:
 
 
 def test_the_commands_to_type_are_printed(sunspot: Command, tmp_path: Path) -> None:
-    assert sunspot("init", "loop", str(tmp_path / "new")) == 0
+    assert sunspot("init", "loop", str(tmp_path / "my new")) == 0
     wrote, *commands = sunspot.out.splitlines()
     assert wrote.startswith("wrote ")
-    assert commands[0].split() == ["cd", str(tmp_path / "new")]
-    assert all(shutil.which(line.split()[0]) for line in commands[1:])
+    assert shlex.split(commands[0]) == ["cd", str(tmp_path / "my new")]
+    assert all(shutil.which(shlex.split(line)[0]) for line in commands[1:])

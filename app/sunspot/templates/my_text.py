@@ -2,7 +2,6 @@
 
 import zlib
 
-import torch
 from torch import nn
 from torch.nn import functional
 
@@ -18,7 +17,7 @@ def encode(text):
 
 
 def find_sources(settings):
-    words = Column("int64", longest=200, decode=encode, of="text")
+    words = Column("int64", longest=200, cut=True, decode=encode, of="text")  # the first 200 words of a longer text
     return open_table(settings, {"words": words, "label": Column("int64")})
 
 
@@ -39,4 +38,4 @@ def build_model(settings, source):
 def loss(model, batch):
     scores = model(batch["words"])
     losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
-    return losses, {"accuracy": torch.eq(scores.argmax(1), batch["label"])}
+    return losses, {"accuracy": scores.argmax(1) == batch["label"]}

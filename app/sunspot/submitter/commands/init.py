@@ -1,6 +1,7 @@
 """`sunspot init`: writes a task to begin with, its settings, and the commands that try, train and show it."""
 
 import argparse
+import shlex
 import shutil
 import sys
 from importlib.resources import files
@@ -40,10 +41,10 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written: {error.strerror or error}") from error
     command = "sunspot" if shutil.which("sunspot") else str(Path(sys.executable).with_name("sunspot"))
-    commands = [f"{command} {words}" for words in ("check", "train", f"report my-{args.kind}")]
+    commands = [f"{shlex.quote(command)} {words}" for words in ("check", "train", f"report my-{args.kind}")]
     if args.json:
         print_json({"files": [str(path) for path in targets], "commands": commands})
         return
     print_text(f"wrote {', '.join(map(str, targets))}")
-    for line in [*([f"cd {folder}"] if args.folder != "." else []), *commands]:
+    for line in [*([f"cd {shlex.quote(args.folder)}"] if args.folder != "." else []), *commands]:
         print_text(f"  {line}")
