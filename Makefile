@@ -30,7 +30,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/train  ## in three minutes, without a cluster: train, kill a worker, see that no row is lost
-	@exec $(BIN)/sunspot demo
+	@exec env $(SETTINGS) $(BIN)/sunspot demo
 
 train: .venv/train extras  ## train ResNet-18 on real digits with two workers; any setting: make train EPOCHS=3; packages: EXTRAS=trees,hf
 	@exec env $(SETTINGS) $(BIN)/sunspot train

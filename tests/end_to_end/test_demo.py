@@ -22,7 +22,12 @@ def test_a_killed_worker_comes_back_and_every_row_counts_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = {"TASK": "tests.tasks.slow", "DATASET": make_data(ROWS, test_rows=50), "GLOBAL_BATCH_SIZE": "10"}
+    small = {
+        "EPOCHS": "1",
+        "TASK": "tests.tasks.slow",
+        "DATASET": make_data(ROWS, test_rows=50),
+        "GLOBAL_BATCH_SIZE": "10",
+    }
     monkeypatch.setattr(demonstration, "SETTINGS", {**demonstration.SETTINGS, **small})
     answer = StorageCommand(str(tmp_path / "runs"), capsys)("demo", "--json")
     assert answer.code == 0, answer.err

@@ -82,6 +82,17 @@ def test_a_training_that_fails_ends_the_demonstration_with_what_it_printed() -> 
             training.finish()
 
 
+def test_what_a_training_did_at_last_is_seen() -> None:
+    with trainer("") as training:
+
+        def look() -> bool:
+            ended = training._process.poll() is not None
+            training._process.wait()
+            return ended
+
+        assert training.wait("its end", look)
+
+
 def test_every_wait_of_a_demonstration_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demonstration, "MAX_WAIT_S", 0.1)
     with trainer(SLEEP) as training:

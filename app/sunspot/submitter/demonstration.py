@@ -34,7 +34,7 @@ NAME = "demo"
 SETTINGS = {
     "NUM_WORKERS": "3",
     "USE_GPU": "false",
-    "EPOCHS": "1",
+    "EPOCHS": str(min(3, 1 + (os.cpu_count() or 1) // 8)),  # many cores would end one before a worker is killed
     "AUDIT": "true",
     "REPORT_EVERY_S": "1",  # so that the step at which a worker is killed is known
     "SNAPSHOT_COST": "0.05",  # of a run of a minute, 1% would be one or two copies in memory
@@ -163,13 +163,15 @@ class Trainer:
     def wait(self, what: str, look: Callable[[], Found]) -> Found:
         """Return what `look` finds, as soon as that is something."""
         until = time.monotonic() + MAX_WAIT_S
-        while not (found := look()):
-            if self._process.poll() is not None:
+        while True:
+            ended = self._process.poll() is not None  # before the look: its last words may be what is awaited
+            if found := look():
+                return found
+            if ended:
                 raise self._failed(f"the training ended before {what}")
             if time.monotonic() > until:
                 raise GaveUpError(f"gave up after {MAX_WAIT_S:.0f} s of waiting for {what}")
             time.sleep(LOOK_EVERY_S)
-        return found
 
     def finish(self) -> None:
         """Wait for its end; raises `SunspotError` when it failed."""
@@ -231,6 +233,6 @@ def list_processes() -> dict[int, tuple[int, str]]:
         return found
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,command="], capture_output=True, text=True, check=True)
     for line in listed.stdout.splitlines():
-        pid, parent, title = line.split(maxsplit=2)
-        found[int(pid)] = int(parent), title
+        pid, parent, *title = line.split(maxsplit=2)
+        found[int(pid)] = int(parent), " ".join(title)
     return found
