@@ -17,6 +17,6 @@ def run(args: argparse.Namespace) -> None:
     if submission := resume_run(access, snapshot):
         print_submission(submission, args.json)
         return
-    how = "`make train` again, or for GitOps a commit that raises GENERATION"
+    how = "`sunspot train` or `make train` with its settings, or for GitOps a commit that raises GENERATION"
     reason = f"it may train again; it was not started by `sunspot submit`, so start it: {how}"
     print_state(access.run, snapshot.state()[0], reason, args.json)
