@@ -92,6 +92,13 @@ def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
         ({"a.csv": LABELS, "pictures/b.png": []}, COLUMNS, ["both CSV and pictures"]),
         ({"a.csv": ["up", "down"], "val/b.csv": [], "train/b.csv": []}, COLUMNS, ["train/ and val/", "TEST_DATASET"]),
         ({"train/a.csv": ["up"], "test/a.csv": ["left"]}, COLUMNS, ["'left' is no class of the training rows (up)"]),
+        (
+            {"train/a.csv": ["1", "x"], "test/a.csv": [1]},
+            COLUMNS,
+            ["test: its classes are numbers", "training rows 1, x"],
+        ),
+        ({"train/a.csv": [0, 1], "test/a.csv": ["up"]}, COLUMNS, ["test: its classes are up", "training rows numbers"]),
+        ({"a.csv": ["up", ""]}, COLUMNS, ["a.csv, row 1", "label is empty"]),
         ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv", "label is string"]),
         ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "double", "declares it as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
@@ -132,8 +139,9 @@ def test_rows_to_predict_need_no_labels_and_take_those_of_the_model(tmp_path: Pa
     try:
         assert everything(open_rows(path))["label"].tolist() == [0, 2]
         assert list(everything(open_rows(write_rows(path, ["down", "left"])))) == ["x"]
-        path.write_text("x\n1\n2\n")
-        assert everything(open_rows(path))["x"].tolist() == [1, 2]
+        for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
+            path.write_text(text)
+            assert everything(open_rows(path))["x"].tolist() == [1, 2]
     finally:
         PREDICTED_BY.reset(asked)
 

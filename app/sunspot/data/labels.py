@@ -47,23 +47,28 @@ class TextLabels(Column):
 
     def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
         """Return the number of each class; raises `DataError` for what is none."""
-        numbers = pc.index_in(as_text(values), pa.array(self.names, pa.string()))
+        numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
             raise place.refuse(row, f"{values[row]} is no class of the training rows")
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 
-def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> ClassLabels:
-    """Read the labels of a file; raises `DataError` naming the first bad row."""
+def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
+    """Read the labels of a file; raises `DataError` naming the first bad row. Those of rows `to_predict` may lack."""
     if column.decode:
         numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
+    elif values.null_count and to_predict:
+        return ClassLabels(0, ("",), True)
     elif values.null_count:
         row = first_true(pc.is_null(values))
         raise DataError(f"{file.name_row(row)}: label is null; it must be text or an integer from 0")
     elif is_text(values.type):
-        encoded = as_text(values).combine_chunks().dictionary_encode()
+        encoded = values.cast(pa.string()).combine_chunks().dictionary_encode()
         names = tuple(encoded.dictionary.to_pylist())
+        if "" in names and not to_predict:
+            row = first_true(pc.equal(encoded.indices, names.index("")))
+            raise DataError(f"{file.name_row(row)}: label is empty; it must be text or an integer from 0")
         content = digest(digest_array(encoded.indices.to_numpy()).encode(), json.dumps(names).encode())
         return ClassLabels(len(names), names, True, content.encode())
     elif not pa.types.is_integer(values.type):
@@ -109,11 +114,6 @@ def is_text(stored: pa.DataType) -> bool:
     return any(
         test(stored) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_boolean)
     )
-
-
-def as_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return labels as text."""
-    return values.cast(pa.string())
 
 
 def _stored_names(schema: pa.Schema, name: str) -> tuple[str, ...]:

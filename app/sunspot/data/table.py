@@ -206,7 +206,8 @@ def open_rows(location: str, names: list[str], columns: dict[str, Column]) -> Ta
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
                 columns = {name: column for name, column in columns.items() if name != LABEL}
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        files = list(pool.map(functools.partial(_check_file, columns=columns), paths))
+        check = functools.partial(_check_file, columns=columns, to_predict=PREDICTED_BY.get() is not None)
+        files = list(pool.map(check, paths))
     labels = merge_labels([file.labels for file in files if file.labels], location)
     if labels.text:
         columns = columns | {LABEL: TextLabels(columns[LABEL].dtype, of=columns[LABEL].of, names=labels.names)}
@@ -237,7 +238,7 @@ class _FileSummary(NamedTuple):
     "None without classes."
 
 
-def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
+def _check_file(path: str, columns: dict[str, Column], to_predict: bool) -> _FileSummary:
     with parquet_errors(path):
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
@@ -246,7 +247,7 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
         labels = None
         for name, column in columns.items():
             if name == LABEL and column.is_class:
-                labels = read_labels(column, file.read([fields[name].name])[0], file)
+                labels = read_labels(column, file.read([fields[name].name])[0], file, to_predict)
             else:
                 column.check_type(fields[name].type, f"{path}: {name}")
         known = digest((labels or NO_LABELS).digest, json.dumps(file.chunks).encode())
@@ -255,15 +256,16 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
 
 def name_alike(train: TableSource, test: TableSource) -> TableSource:
     """Number the classes of held-out rows as those of the training rows; raises `DataError` for one that is none."""
-    ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
-    if PREDICTED_BY.get() or not (train.class_names and test.class_names):
+    if PREDICTED_BY.get():
         return test
-    known = ", ".join(train.class_names)
+    known = ", ".join(train.class_names) or "numbers"
+    ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
     if not isinstance(ours, TextLabels) or not isinstance(theirs, TextLabels):
-        if train.class_names != test.class_names:
+        alike = type(ours) is type(theirs) and not (train.class_names and test.class_names)
+        if not alike and train.class_names != test.class_names:
             raise DataError(
-                f"{test.location}: its classes are {', '.join(test.class_names)}, and those of the training rows "
-                f"{known}; name and number them alike"
+                f"{test.location}: its classes are {', '.join(test.class_names) or 'numbers'}, and those of the "
+                f"training rows {known}; name and number them alike"
             )
         return test
     if more := sorted(set(theirs.names) - set(ours.names)):
