@@ -109,6 +109,7 @@ def test_the_best_of_two_trials_is_promoted(
     assert checkpoint.metrics["test_loss"] == best.best
     status = read_status(search.run)
     assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 20, checkpoint.name)
+    assert status.test_loss == best.best
     assert f"the best of {best.run}" in capsys.readouterr().out
     assert b"run-02" in search.run.storage.read(search.run.key("report.html"))
 

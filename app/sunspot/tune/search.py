@@ -210,4 +210,5 @@ def _promoted_status(status: Status, checkpoint: Checkpoint) -> Status:
         checkpoint=checkpoint.name,
         checkpoint_time=checkpoint.time,
         loss=checkpoint.metrics.get("loss"),
+        test_loss=checkpoint.metrics.get("test_loss"),
     )
