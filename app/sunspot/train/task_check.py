@@ -37,7 +37,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_session import RAY_ENVIRONMENT
-from sunspot.run import open_run
+from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure
@@ -147,7 +147,7 @@ def check_plan(plan: Plan, checked: Check) -> None:
         place, checked.device = WorkerPlace(group, 0, workers, device), str(device)
         rows = FewRows(plan, place, checked)
         attempt = Attempt(1, "check", None, 0, nonce="00000000")
-        claim(open_run(plan.settings.storage_path, plan.settings.run_name), [], attempt)
+        claim(rows.run, [], attempt)
         with checked.part("model and optimizer"):
             state = TrainingState(model=read_init(plan.settings, None) if plan.settings.init_from else None)
             worker = build(rows, attempt, state)
@@ -157,7 +157,7 @@ def check_plan(plan: Plan, checked: Check) -> None:
             before = find_losses(worker.learner)
         with checked.part("restore"):
             last = min(plan.total_steps, max(2, plan.steps.per_epoch)) - 1
-            restored = build(rows, replace(attempt, starts_from=saved.name, step=last), load(plan, saved))
+            restored = build(rows, replace(attempt, starts_from=saved.name, step=last), load(rows.run, saved))
             refuse_other_losses(before, find_losses(restored.learner), checked.task)
         with checked.part("last step" + (" and evaluation" if plan.test else "")):
             saved = take_step(restored)
@@ -171,8 +171,7 @@ def check_plan(plan: Plan, checked: Check) -> None:
 
 def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWorker":
     """Build a worker with this state, as `build_worker` does for one in a group."""
-    plan, place = rows.plan, rows.place
-    run = open_run(plan.settings.storage_path, plan.settings.run_name)
+    plan, place, run = rows.plan, rows.place, rows.run
     learner = build_learner(plan, place, attempt, state, lambda *_: rows)
     checkpoints = CheckpointManager(run, attempt, plan, learner.saved(), place=WorkerPlace(place.group))
     telemetry = Telemetry(plan.settings.run_name, 0, place.device, lambda: 0.0, None)
@@ -193,9 +192,8 @@ def take_step(worker: Worker) -> Checkpoint:
     return cast(Checkpoint, worker.checkpoints.newest)
 
 
-def load(plan: Plan, saved: Checkpoint) -> TrainingState:
+def load(run: Run, saved: Checkpoint) -> TrainingState:
     """Load the state in a checkpoint."""
-    run = open_run(plan.settings.storage_path, plan.settings.run_name)
     model, optimizer = (load_state(run, saved, file) for file in ("model.pt", "optimizer.pt"))
     return TrainingState(model=model, optimizer=optimizer, tier="storage")
 
@@ -230,10 +228,11 @@ class CheckedWorker(Worker):
 
 
 class FewRows:
-    """The loader of a check."""
+    """The loader of a check, of few rows."""
 
     def __init__(self, plan: Plan, place: WorkerPlace, checked: Check) -> None:
         self.plan, self.place, self._checked = plan, place, checked
+        self.run = open_run(plan.settings.storage_path, plan.settings.run_name)
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         for step in range(first, last):
