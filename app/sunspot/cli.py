@@ -41,7 +41,7 @@ VERBS = {
     "doctor": "why a run is pending, slow, stuck or failed, and what to do",
     "dashboard": "the run's Ray dashboard on a port of this machine",
     "delete": "show all there is of a run, ask, and remove it",
-    "completion": "print what has a shell complete verbs, options and runs",
+    "completion": "print the script by which a shell completes verbs, options and runs",
 }
 """In the order of the help; `checkpoints` has verbs of its own."""
 

@@ -23,7 +23,19 @@ class CheckpointList:
     def records(self) -> list[dict[str, Any]]:
         """Return each as one of the JSON document."""
         now = time.time()
-        return [_as_record(checkpoint, faults, now) for checkpoint, faults in self.checked]
+        return [
+            {
+                "name": checkpoint.name,
+                "step": checkpoint.step,
+                "epoch": checkpoint.epoch,
+                "metrics": checkpoint.metrics,
+                "bytes": checkpoint.bytes,
+                "age_s": None if checkpoint.damage else now - checkpoint.time,
+                "verified": not faults,
+                "faults": list(faults),
+            }
+            for checkpoint, faults in self.checked
+        ]
 
 
 def list_checkpoints(run: Run, limit: int | None = None) -> CheckpointList:
@@ -38,16 +50,3 @@ def list_checkpoints(run: Run, limit: int | None = None) -> CheckpointList:
         shown = counted[-limit:] if limit else counted
         checked = verify(run, shown, directories)
     return CheckpointList(tuple(checked), len(counted) - len(shown), len(superseded), len(incomplete))
-
-
-def _as_record(checkpoint: Checkpoint, faults: Sequence[str], now: float) -> dict[str, Any]:
-    return {
-        "name": checkpoint.name,
-        "step": checkpoint.step,
-        "epoch": checkpoint.epoch,
-        "metrics": checkpoint.metrics,
-        "bytes": checkpoint.bytes,
-        "age_s": None if checkpoint.damage else now - checkpoint.time,
-        "verified": not faults,
-        "faults": list(faults),
-    }

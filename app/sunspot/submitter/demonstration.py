@@ -26,6 +26,7 @@ from sunspot.run.status import RunState, read_status
 from sunspot.settings import PREFIX
 from sunspot.submitter.cluster.deletion import delete_run
 from sunspot.submitter.local_training import COMMAND, as_variables, refuse_without_training
+from sunspot.submitter.printing import progress_note
 from sunspot.submitter.proof import Proof, prove
 
 NAME = "demo"
@@ -208,7 +209,7 @@ def training(run: Run) -> Iterator[Trainer]:
         try:
             yield Trainer(process, output)
         finally:
-            with suppress(subprocess.TimeoutExpired):
+            with progress_note("ending the training"), suppress(subprocess.TimeoutExpired):
                 process.terminate()
                 process.wait(END_WITHIN_S)
             process.kill()

@@ -1,4 +1,4 @@
-"""`sunspot completion`: has a shell complete verbs, options and runs, as the parser of `sunspot` knows them."""
+"""`sunspot completion`: lets a shell complete verbs, options and runs, as the parser of `sunspot` knows them."""
 
 import argparse
 import os
@@ -29,7 +29,8 @@ complete -c sunspot -a '(env _SUNSPOT_LINE=(commandline -cp | string collect) su
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", metavar="SHELL", choices=[*SCRIPTS], help=f"{', '.join(SCRIPTS)}")
+    about = f"{', '.join(SCRIPTS)}; in bash: source <(sunspot completion bash)"
+    parser.add_argument("shell", metavar="SHELL", choices=[*SCRIPTS], help=about)
 
 
 def run(args: argparse.Namespace) -> None:
