@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from PIL import Image
 
 from sunspot.data.columns import Column
 from sunspot.data.convert import convert_image_folder
-from sunspot.data.source import PREDICTED_BY, ModelData, find_sources
+from sunspot.data.order import Steps, run_order
+from sunspot.data.ray_loader import RoundPlanner, RoundReader
+from sunspot.data.source import PREDICTED_BY, ModelData, find_sources, rows_in
 from sunspot.data.table import TableSource, open_table
 from sunspot.errors import DataError
 from sunspot.settings import Settings
 from tests.harness.datasets import everything, random_images, refusal
+from tests.harness.threads import load_in_threads
 from tests.unit.test_table import png, save_dataset
 
 COLUMNS = {"x": Column(), "label": Column("int64")}
@@ -56,6 +60,49 @@ def length(text: str) -> list[int]:
 
 def number_of(text: str) -> int:
     return ["down", "level", "up"].index(text)
+
+
+# -------------------------------------------------------------------------------------------------------- every format
+
+
+def put_pictures(folder: Path) -> None:
+    for number, label in enumerate(LABELS * 20):
+        put_picture(folder / label / f"{number:02}.png", 4 + number % 3, 5)
+
+
+def save_rows(folder: Path) -> None:
+    rows = pa.table({"x": np.arange(80) / 2, "label": LABELS * 20})
+    save_dataset(folder, [rows[:30], rows[30:]])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: write_rows(folder / "a.csv", LABELS * 600),
+        lambda folder: write_rows(folder / "a.jsonl", LABELS * 600),
+        save_rows,
+        put_pictures,
+    ],
+    ids=["CSV", "JSON lines", "saved by datasets", "pictures"],
+)
+def test_both_loaders_read_each_row_as_it_is(write: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    write(folder)
+    source = find_sources(Settings(dataset=str(folder)))[0] if write is put_pictures else open_rows(folder)
+    assert len(source.row_groups) > 1
+    expected, source = everything(source), pickle.loads(pickle.dumps(source))
+    for in_memory, *_ in load_in_threads([source], ["node", "node"]):
+        assert {name: values.tolist() for name, values in in_memory.items()} == {
+            name: values.tolist() for name, values in expected.items()
+        }
+    steps = Steps(rows_in(source), 16)
+    order = run_order("ray", source.row_groups, 7)
+    planned = RoundPlanner(order, steps, steps.per_epoch, 100)(pa.table({"step": [0]}))
+    parts = [part for each in planned for part in RoundReader(source, order, steps, 2, 2)(each)]
+    ids = np.concatenate([part["row"][0] for part in parts])
+    assert sorted(ids) == list(range(rows_in(source)))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.concatenate([part[name][0] for part in parts]), values[ids])
 
 
 # --------------------------------------------------------------------------------------------------- CSV and JSON lines
