@@ -1,15 +1,14 @@
 """`python -m sunspot.data.convert`: a dataset written as Parquet, in the form that reads fastest."""
 
 import contextlib
-import itertools
 import json
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +16,10 @@ import pyarrow.parquet as pq
 
 from sunspot.command_line import CommandParser
 from sunspot.data.image_columns import SCALED
-from sunspot.data.images import FILE_FORMATS, GREY_MODES, SUFFIXES, USUAL_SIDE, fit_pixels, is_picture, open_checked
+from sunspot.data.images import FILE_FORMATS, SUFFIXES, USUAL_SIDE, fit_pixels, open_checked
 from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
+from sunspot.data.table_files import PictureFolder
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from sunspot.formatting import plural
 from sunspot.log import print_logs
@@ -85,16 +85,26 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     Rows are shuffled once, with a fixed seed: folders are sorted by class, and a streaming reader shuffles only within
     a window. Grey only if all images are. Raises `DataError` naming the image or folder.
     """
-    folders = _split_folders(Path(root))
-    classes = _class_names(next(iter(folders.values())))
-    images = {split: _list_images(folder, classes) for split, folder in folders.items()}
-    modes = (_read_image(image.path, lambda opened: opened.mode) for image in itertools.chain(*images.values()))
-    channels = 1 if all(mode in GREY_MODES for mode in modes) else 3
+    folders = {split: PictureFolder(str(folder)) for split, folder in _split_folders(Path(root)).items()}
+    labels = {split: folder.read(["label"])["label"].to_pylist() for split, folder in folders.items()}
+    for split, folder in folders.items():
+        if not labels[split]:
+            raise DataError(
+                f"{folder.path}: no folders of pictures in it; put the pictures of each class into a folder of its own "
+                f"({', '.join(SUFFIXES)})"
+            )
+    classes = sorted(set(next(iter(labels.values()))))
+    if unknown := set(labels.get("test", [])) - set(classes):
+        raise DataError(
+            f"{folders['test'].path}/{min(unknown)}: no such class among the training images ({', '.join(classes)})"
+        )
+    number = {name: label for label, name in enumerate(classes)}
+    channels = 1 if all(len(folder.find_dims(size)) == 2 for folder in folders.values()) else 3
     with _new_directory(out) as directory, ThreadPoolExecutor() as pool:
         written = {}
-        for split, listed in images.items():
-            order = np.random.default_rng(0).permutation(len(listed))
-            rows = _load_images([listed[row] for row in order], size, channels, pool)
+        for split, folder in folders.items():
+            numbers = np.array([number[name] for name in labels[split]])
+            rows = _load_images(folder, numbers, (channels, size, size), pool)
             written[split] = write_files(directory / split, rows, classes, scaled=True)
         return written
 
@@ -192,11 +202,6 @@ def _fsync(path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- image folders
 
 
-class _Image(NamedTuple):
-    path: Path
-    label: int
-
-
 def _split_folders(root: Path) -> dict[str, Path]:
     """Return the folder of class folders of each split; one split named '' if `root` is not split."""
     if not root.is_dir():
@@ -207,49 +212,24 @@ def _split_folders(root: Path) -> dict[str, Path]:
     return {"": root}
 
 
-def _class_names(folder: Path) -> list[str]:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise DataError(f"{folder}: no folders in it; put the images of each class into a folder of its own")
-    return names
+def _load_images(
+    folder: PictureFolder, labels: np.ndarray, shape: tuple[int, int, int], pool: ThreadPoolExecutor
+) -> Iterator[Rows]:
+    """Yield shuffled batches of one row group each."""
 
+    def load(row: int) -> np.ndarray:
+        path = folder.name_row(row)
+        try:
+            with open_checked(path, FILE_FORMATS) as image:
+                return fit_pixels(image, *shape)
+        except Exception as error:  # Pillow's decoders raise all kinds
+            raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
 
-def _list_images(folder: Path, classes: list[str]) -> list[_Image]:
-    unknown = set(_class_names(folder)) - set(classes)
-    if unknown:
-        raise DataError(f"{folder / min(unknown)}: no such class among the training images ({', '.join(classes)})")
-    found = [
-        _Image(path, label)
-        for label, name in enumerate(classes)
-        for path in sorted((folder / name).rglob("*"))
-        if is_picture(path.name) and path.is_file() and not path.name.startswith(".")
-    ]
-    if not found:
-        raise DataError(f"{folder}: no images in its class folders ({', '.join(SUFFIXES)})")
-    return found
-
-
-def _read_image(path: Path, read: Callable[[Any], Any]) -> Any:
-    try:
-        with open_checked(path, FILE_FORMATS) as image:
-            return read(image)
-    except Exception as error:  # Pillow's decoders raise all kinds
-        raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
-
-
-def _load_images(images: list[_Image], size: int, channels: int, pool: ThreadPoolExecutor) -> Iterator[Rows]:
-    """Batches of one row group each."""
-    per_batch = _rows_per_group(size * size * channels)
-    for begin in range(0, len(images), per_batch):
-        batch = images[begin : begin + per_batch]
-        pixels = pool.map(
-            lambda image: _read_image(image.path, lambda opened: fit_pixels(opened, channels, size, size)), batch
-        )
-        stacked = np.stack(list(pixels))
-        yield (
-            stacked[:, 0] if channels == 1 else stacked.transpose(0, 2, 3, 1),
-            np.array([image.label for image in batch]),
-        )
+    order = np.random.default_rng(0).permutation(len(labels))
+    per_batch = _rows_per_group(math.prod(shape))
+    for batch in np.split(order, range(per_batch, len(order), per_batch)):
+        pixels = np.stack(list(pool.map(load, batch)))
+        yield pixels[:, 0] if len(pixels[0]) == 1 else pixels.transpose(0, 2, 3, 1), labels[batch]
 
 
 if __name__ == "__main__":
