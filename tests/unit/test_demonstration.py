@@ -82,6 +82,19 @@ def test_a_training_that_fails_ends_the_demonstration_with_what_it_printed() -> 
             training.finish()
 
 
+def test_settings_that_do_not_count_are_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demonstration, "COMMAND", (sys.executable, "-c", "import os; print(os.environ)"))
+    for name in ("SUNSPOT_EPOCHS", "SUNSPOT_STORAGE_PATH"):
+        monkeypatch.setenv(name, "77")
+    with demonstration.training(run) as training:
+        training.finish()
+        training._output.seek(0)
+        assert b"77" not in training._output.read()
+    assert capsys.readouterr().err == "without SUNSPOT_EPOCHS: a demonstration has settings of its own\n"
+
+
 def test_what_a_training_did_at_last_is_seen() -> None:
     with trainer("") as training:
 

@@ -35,7 +35,7 @@ def test_the_file_is_below_the_environment_and_that_below_the_command_line(
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 0\nSUNSPOT_SEED = -1\ntrials = 0\n")
     answer = train(tmp_path, "--set", "TRIALS=-3", *form, SUNSPOT_SEED="-2", SUNSPOT_TRIALS="-2")
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith("sunspot.toml: EPOCHS, SEED, TRIALS\n")
+    assert answer.err.startswith("sunspot.toml sets EPOCHS, SEED, TRIALS\n")
     assert re.findall(r"SUNSPOT_(\w+=\S+):", answer.err) == ["EPOCHS=0", "SEED=-2", "TRIALS=-3"]
 
 

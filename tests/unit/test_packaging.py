@@ -58,6 +58,10 @@ def test_every_word_after_make_is_a_setting_with_or_without_the_prefix(target: s
     assert " -r pyproject.toml --extra trees --extra hf -c requirements/dev.txt" in done
 
 
+def test_the_demonstration_takes_a_storage_path() -> None:
+    assert make("demo", "STORAGE_PATH=there").endswith("exec env SUNSPOT_STORAGE_PATH='there' .venv/bin/sunspot demo")
+
+
 def test_what_a_target_takes_itself_is_no_setting() -> None:
     done = make("submit", "RUN=x", "PROFILE=kind", "EPOCHS=3")
     assert "SUNSPOT_EPOCHS='3' .venv/bin/sunspot submit --profile 'kind' --run 'x'" in done

@@ -26,7 +26,7 @@ from sunspot.run.status import RunState, read_status
 from sunspot.settings import PREFIX
 from sunspot.submitter.cluster.deletion import delete_run
 from sunspot.submitter.local_training import COMMAND, as_variables, refuse_without_training
-from sunspot.submitter.printing import progress_note
+from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.proof import Proof, prove
 
 NAME = "demo"
@@ -204,6 +204,9 @@ def training(run: Run) -> Iterator[Trainer]:
     settings = {**SETTINGS, **place, "JOB_ID": f"{JOB}{uuid.uuid4().hex[:8]}"}
     others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
     environment = {**others, **as_variables(settings)}
+    given = sorted(name for name in os.environ if name.startswith(PREFIX) and name != f"{PREFIX}STORAGE_PATH")
+    if given:
+        warn(f"without {', '.join(given)}: a demonstration has settings of its own")
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:

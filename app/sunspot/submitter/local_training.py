@@ -31,7 +31,7 @@ def training_environment(given: Mapping[str, str]) -> dict[str, str]:
     """
     kept = as_variables(read_settings_file(FILE))
     if kept:
-        warn(f"{FILE}: {', '.join(name.removeprefix(PREFIX) for name in kept)}")
+        warn(f"{FILE} sets {', '.join(name.removeprefix(PREFIX) for name in kept)}")
     return {**kept, **os.environ, **as_variables(given)}
 
 
