@@ -34,7 +34,7 @@ class Pod:
 
 
 def pods(job: str, namespace: str) -> list[Pod]:
-    """The pods of a RayJob that run."""
+    """Return the pods of a RayJob that run."""
     cluster = kubectl_json("get", "rayjob", job, namespace=namespace).get("status", {}).get("rayClusterName")
     if not cluster:
         return []
@@ -52,7 +52,7 @@ def pods(job: str, namespace: str) -> list[Pod]:
 
 
 def ready_nodes(namespace: str) -> set[str]:
-    """The names of the nodes that are ready."""
+    """Return the names of the nodes that are ready."""
     return {
         node["metadata"]["name"]
         for node in kubectl_json("get", "nodes", namespace=namespace)["items"]
@@ -61,7 +61,7 @@ def ready_nodes(namespace: str) -> set[str]:
 
 
 def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
-    """What kubectl prints, as it is, `text` being its input; raises `ClusterError`."""
+    """Return what kubectl prints, as it is, `text` being its input; raises `ClusterError`."""
     try:
         command = ["kubectl", *options(namespace), *words]
         done = subprocess.run(command, input=text and text.encode(), capture_output=True, timeout=KUBECTL_S)
@@ -73,12 +73,12 @@ def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
 
 
 def kubectl_json(*words: str, namespace: str) -> dict[str, Any]:
-    """What kubectl knows of an object, or of a list of them."""
+    """Return what kubectl knows of an object, or of a list of them."""
     return dict(json.loads(kubectl(*words, "-o", "json", namespace=namespace)))
 
 
 def options(namespace: str) -> list[str]:
-    """The options with which kubectl and the verbs find the cluster."""
+    """Return the options with which kubectl and the verbs find the cluster."""
     context = os.environ.get("KUBE_CONTEXT")
     return [*(["--context", context] if context else []), "--namespace", namespace]
 
@@ -95,7 +95,7 @@ def sunspot(*words: str, quiet: bool = False) -> str:
 
 
 def commands_of_the_environment(*needed: str) -> dict[str, str]:
-    """The user's commands: reclaim, kill, add, add_head; raises `SettingsError` when a needed one is missing."""
+    """Return the user's commands: reclaim, kill, add, add_head; raises `SettingsError` when a needed one is missing."""
     commands = {name: os.environ.get(name.upper(), "") for name in ("reclaim", "kill", "add", "add_head")}
     for name in needed:
         if "{node}" not in commands[name]:
@@ -121,7 +121,7 @@ def finish(command: subprocess.Popen[str]) -> None:
 
 
 def until(what: str, seconds: float, condition: Callable[[], Any]) -> Any:
-    """The first value of `condition` that counts as true; raises `GaveUpError` when there is none for so many seconds.
+    """Wait for a true value of `condition`, and return it; raises `GaveUpError` when there is none for so many seconds.
 
     While storage or the cluster do not answer, they are asked again.
     """

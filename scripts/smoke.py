@@ -57,14 +57,14 @@ def main() -> int:
                 load_image(CLUSTER, image)
         with _step("create the Secret"):
             create_secret(os.environ["KUBE_CONTEXT"], NAMESPACE, secret)
-        for loader in os.environ.get("LOADERS", "torch ray").split():
+        for loader in ("torch", "ray"):
             _train(image, loader)
     print(f"smoke test passed in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
 def _train(image: str, loader: str) -> None:
-    """One run, from submit to the end of its cluster, and what it left in storage."""
+    """Follow one run from submit to the end of its cluster, and check what it left in storage."""
     run = f"smoke-{loader}"
     cluster = options(NAMESPACE)
     with _step(f"{run}: submit"):
@@ -88,7 +88,7 @@ def _train(image: str, loader: str) -> None:
 
 
 def _score(checkpoint: str) -> float:
-    """Accuracy of the downloaded model on the sample's held-out rows."""
+    """Return the accuracy of the downloaded model on the sample's held-out rows."""
     from sunspot.data.source import find_sources, read_rows, rows_in
     from sunspot.predict.classifier import Classifier
     from sunspot.settings import load_settings
@@ -102,7 +102,7 @@ def _score(checkpoint: str) -> float:
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """The cluster of KUBE_CONTEXT, or one that is made here, and deleted."""
+    """Provide the cluster of KUBE_CONTEXT, or one that is made here, and deleted."""
     if os.environ.get("KUBE_CONTEXT"):
         yield
         return
@@ -118,7 +118,7 @@ def _cluster() -> Iterator[None]:
 
 @contextmanager
 def _s3_server() -> Iterator[dict[str, str]]:
-    """What the Secret has to hold; this process's environment reaches the same server, and its runs' place."""
+    """Yield what the Secret has to hold; this process's environment reaches the same server, and its runs' place."""
     if os.environ.get("AWS_ENDPOINT_URL"):
         with _folder(os.environ.get("SUNSPOT_STORAGE_PATH", "s3://sunspot")) as path:
             os.environ["SUNSPOT_STORAGE_PATH"] = path
@@ -148,7 +148,7 @@ def _s3_server() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _folder(storage_path: str) -> Iterator[str]:
-    """A storage path of the test's own, one below another; at the end it goes, with what the test has left there."""
+    """Yield a storage path of the test's own, below another; at the end it goes, with what the test has left there."""
     from sunspot.storage import open_storage
 
     storage = open_storage(storage_path)
@@ -164,7 +164,7 @@ def _folder(storage_path: str) -> Iterator[str]:
 
 
 def _address_for_nodes() -> str:
-    """The address of this machine on the way to the cluster's nodes: they reach it there."""
+    """Return the address of this machine on the way to the cluster's nodes: they reach it there."""
     path = "{.items[0].status.addresses[?(@.type=='InternalIP')].address}"
     node = kubectl("get", "nodes", "-o", f"jsonpath={path}", namespace="default")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -174,7 +174,7 @@ def _address_for_nodes() -> str:
 
 @contextmanager
 def _namespace() -> Iterator[None]:
-    """k8s/base in a namespace of the test's own."""
+    """Apply k8s/base in a namespace of the test's own."""
     with tempfile.TemporaryDirectory(dir=REPOSITORY) as folder:  # kustomize wants a relative path to the base
         base = os.path.relpath(REPOSITORY / "k8s" / "base", folder)
         Path(folder, "kustomization.yaml").write_text(f"namespace: {NAMESPACE}\nresources: [{base}]\n")

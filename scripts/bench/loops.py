@@ -54,7 +54,7 @@ Taken = list[tuple[int, int, list[int]]]
 
 
 def train_stock(config: dict[str, Any]) -> None:
-    """The training loop of each worker, as in Ray's guides."""
+    """Train as each worker of Ray's guides does."""
     began = time.time()
     plan: Plan = config["plan"]
     settings = plan.settings
@@ -128,7 +128,7 @@ def train_stock(config: dict[str, Any]) -> None:
 
 
 def train_torchft(config: dict[str, Any]) -> None:
-    """The training loop of each worker, as in Ray's example of TorchFT."""
+    """Train as each worker of Ray's example of TorchFT does."""
     import torchft  # type: ignore[import-not-found]
     from torchft.checkpointing.pg_transport import PGTransport  # type: ignore[import-not-found]
 
@@ -195,7 +195,7 @@ def train_torchft(config: dict[str, Any]) -> None:
 
 
 def dataset_of(plan: Plan) -> TensorDataset:
-    """All rows, in memory."""
+    """Load all rows into memory."""
     rows = load_rows(plan.source)
     return TensorDataset(rows["image"], rows["label"], rows["row"])
 
