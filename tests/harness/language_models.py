@@ -45,6 +45,6 @@ def write_texts(folder: Path, rows: int = 40, letters: int = 300, **columns: Any
     folder.mkdir(parents=True, exist_ok=True)
     texts = [text[: letters * (1 + number % 2)] for number, text in enumerate(reference()[:rows])]
     labels = [number % 2 for number in range(len(texts))]
-    table = pa.table({"text": texts, "label": labels, **columns})
+    table = pa.table({"text": texts, "label": labels} | columns)
     pq.write_table(table, folder / "part.parquet", row_group_size=8)
     return str(folder)

@@ -65,8 +65,9 @@ def find_images(path: str) -> pa.Field:
     schema = open_table_file(path).schema
     if IMAGE not in schema.names:
         raise DataError(
-            f"{path}: no column 'image' among its columns ({', '.join(schema.names) or 'none'}); rename the one that "
-            f"holds pictures, or set {PREFIX}TASK to a task that declares these columns (docs/data.md)"
+            f"{path}: no column 'image' among its columns ({', '.join(schema.names) or 'none'}); set {PREFIX}TASK to "
+            "a task that declares these columns (`sunspot init table` writes one, docs/data.md), or rename the column "
+            "that holds pictures"
         )
     return find_column(schema, IMAGE, path)
 
@@ -81,7 +82,10 @@ def _declare_images(path: str, side: int) -> ImageColumn:
         return ImageColumn.of_dims(tuple(stored.shape), path, scales=SCALED in (file.schema.metadata or {}))
     inner, depth = innermost(stored)
     if not is_encoded(stored) and (depth not in (2, 3) or not pa.types.is_integer(inner)):
-        raise DataError(f"{path}: image is {stored}; it must be {FORMS}")
+        raise DataError(
+            f"{path}: image is {stored}; it must be {FORMS} (names of files are not followed: put the pictures of each "
+            "class into a folder of its own)"
+        )
     filled = next((number for number, rows in enumerate(file.groups) if rows), None)
     if filled is None:
         raise DataError(f"{path}: has no rows; remove the file")

@@ -33,10 +33,10 @@ class ClassLabels(NamedTuple):
     "Of labels in text all that occur, in any order; of numbers those in the file's metadata, if any."
     text: bool
     "Whether they are text."
-    digest: bytes = b""
+    digest: str = ""
 
 
-NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)).encode())
+NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_pre
             row = first_true(pc.equal(encoded.indices, names.index("")))
             raise DataError(f"{file.name_row(row)}: label is empty; it must be text or an integer from 0")
         content = digest(digest_array(encoded.indices.to_numpy()).encode(), json.dumps(names).encode())
-        return ClassLabels(len(names), names, True, content.encode())
+        return ClassLabels(len(names), names, True, content)
     elif not pa.types.is_integer(values.type):
         raise DataError(
             f"{file.name_row(0)}: label is {values.type} ({values[0]}); it must be text or an integer from 0 (for a "
@@ -86,7 +86,7 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_pre
     if 0 < len(names) < classes:
         raise DataError(f"{file.path}: label {classes - 1}, but its metadata names {len(names)} classes only")
     content = digest_array(numbers.astype(np.int64, copy=False))
-    return ClassLabels(max(classes, len(names)), names, False, content.encode())
+    return ClassLabels(max(classes, len(names)), names, False, content)
 
 
 def merge_labels(files: list[ClassLabels], location: str) -> ClassLabels:

@@ -250,7 +250,7 @@ def _check_file(path: str, columns: dict[str, Column], to_predict: bool) -> _Fil
                 labels = read_labels(column, file.read([fields[name].name])[0], file, to_predict)
             else:
                 column.check_type(fields[name].type, f"{path}: {name}")
-        known = digest((labels or NO_LABELS).digest, json.dumps(file.chunks).encode())
+        known = digest((labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode())
         return _FileSummary(file.groups, file.size, known, labels)
 
 

@@ -179,7 +179,11 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
     tokens = [row[:length] for row, length in zip(rows["tokens"].tolist(), rows["tokens_length"].tolist(), strict=True)]
     texts = [decode(row) for row in tokens]
     if "label" in rows:
-        return {"Texts by their loss": by_loss(losses, text=texts, label=rows["label"].tolist())}
+        return {
+            "Texts by their loss": by_loss(
+                losses, text=texts, label=[model.data.name(label) for label in rows["label"].tolist()]
+            )
+        }
     beginnings = [decode(row[: len(row) // 2]) for row in tokens[:WRITTEN]]
     written = answer(model, beginnings, WRITTEN_TOKENS)
     return {
