@@ -57,16 +57,18 @@ def test_a_worker_is_killed_in_the_middle(run: Run) -> None:
     assert step_to_strike(run) == 4
 
 
-def test_only_workers_of_its_own_training_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_workers_of_its_own_training_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with trainer(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])") as training:
         pid = training.wait("a process below", lambda: below(training))
         processes = list_processes()
         assert processes[pid][1].endswith(SLEEP + "\0") or processes[pid][1].endswith(SLEEP)
         assert os.getpid() in ancestors(pid, processes)
-        with pytest.raises(SunspotError, match="no process of a training worker"):
-            training.workers()
+        assert not training.kill_worker()
         monkeypatch.setattr(demonstration, "WORKER", sys.executable)
-        assert training.workers() == [pid]
+        assert training.kill_worker() == pid
+        training.finish()
+        monkeypatch.setattr(demonstration, "list_processes", lambda: processes)
+        assert not training.kill_worker(), "it has ended since"
 
 
 def below(training: Trainer) -> int | None:

@@ -95,8 +95,7 @@ def demonstrate(run: Run, tell: Tell) -> Demonstration:
         begin, *_ = trainer.wait("the first step", lambda: receipts_of(run))
         tell(begin.first_step, "step 1: the three share the rows of each step")
         step = trainer.wait("the step at which to kill a worker", lambda: step_to_strike(run))
-        worker = trainer.workers()[-1]
-        os.kill(worker, signal.SIGKILL)
+        worker = trainer.wait("the kill of one", trainer.kill_worker)
         tell(time.time(), f"step {step}: kill -9 {worker}, one of the three")
         [_, loss, *_] = trainer.wait("training to go on", lambda: receipts_of(run)[1:] and receipts_of(run))
         for moment, text in describe(loss):
@@ -183,14 +182,15 @@ class Trainer:
         if self._process.returncode:
             raise self._failed("the training failed")
 
-    def workers(self) -> list[int]:
-        """Return the process ids of its workers, the one begun last at the end; raises `SunspotError` without any."""
+    def kill_worker(self) -> int:
+        """Kill one of its workers, and return the process id; 0 where none is found."""
         processes = list_processes()
-        workers = [pid for pid, (_, title) in processes.items() if title.startswith(WORKER)]
-        found = [pid for pid in workers if self._process.pid in ancestors(pid, processes)]
-        if not found:
-            raise SunspotError("no process of a training worker is found on this machine")
-        return sorted(found)
+        for pid in sorted(processes, reverse=True):  # that of rank 0 began first
+            if processes[pid][1].startswith(WORKER) and self._process.pid in ancestors(pid, processes):
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.kill(pid, signal.SIGKILL)
+                    return pid
+        return 0
 
     def _failed(self, what: str) -> SunspotError:
         self._output.seek(0)
