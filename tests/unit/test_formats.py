@@ -105,6 +105,13 @@ def test_both_loaders_read_each_row_as_it_is(write: Callable[[Path], object], tm
         np.testing.assert_array_equal(np.concatenate([part[name][0] for part in parts]), values[ids])
 
 
+def test_parsed_text_is_dropped_once_its_rows_are_in_memory(tmp_path: Path) -> None:
+    source = open_rows(write_rows(tmp_path / "a.csv", LABELS * 600))
+    parsed = pa.total_allocated_bytes()
+    load_in_threads([source], ["node"])
+    assert pa.total_allocated_bytes() < parsed
+
+
 # --------------------------------------------------------------------------------------------------- CSV and JSON lines
 
 
@@ -260,6 +267,18 @@ def test_a_damaged_picture_is_named_when_it_is_read(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def test_files_that_name_their_classes_differently_are_refused(tmp_path: Path) -> None:
+    rows = pa.table({"x": [0.5, 1.5], "label": [0, 1]})
+    for number, names in enumerate([["cat", "dog"], ["cat"], ["dog", "cat"]]):
+        labels = [0, min(1, len(names) - 1)]
+        named = rows.set_column(1, "label", [labels]).replace_schema_metadata({"classes": json.dumps(names)})
+        pq.write_table(named, tmp_path / f"{number}.parquet")
+    with refusal(DataError, "name the classes cat, dog, and dog, cat; number them alike"):
+        open_rows(tmp_path)
+    (tmp_path / "2.parquet").unlink()
+    assert open_rows(tmp_path).class_names == ("cat", "dog")
 
 
 def test_saved_pictures_and_class_names_are_read_as_they_are(tmp_path: Path) -> None:

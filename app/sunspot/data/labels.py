@@ -98,7 +98,12 @@ def merge_labels(files: list[ClassLabels], location: str) -> ClassLabels:
     if not files:
         return NO_LABELS
     if not any(file.text for file in files):
-        return ClassLabels(max(file.classes for file in files), max((file.names for file in files), key=len), False)
+        known = max((file.names for file in files), key=len)
+        if other := next((file.names for file in files if file.names != known[: len(file.names)]), None):
+            raise DataError(
+                f"{location}: its files name the classes {', '.join(known)}, and {', '.join(other)}; number them alike"
+            )
+        return ClassLabels(max(file.classes for file in files), known, False)
     if not all(file.text for file in files):
         raise DataError(f"{location}: label is text in some files and numbers in others; write them all alike")
     names, model = {name for file in files for name in file.names}, PREDICTED_BY.get()

@@ -15,6 +15,7 @@ import torch
 
 from sunspot.cgroup import memory_left
 from sunspot.data.source import Batch, Source, rows_in
+from sunspot.data.table_files import forget_tables
 from sunspot.errors import DataError
 from sunspot.formatting import as_bytes
 from sunspot.shared_pages import Pages, map_pages
@@ -78,6 +79,7 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
             _fill(columns, source, range(number, len(source.row_groups), readers))
 
     workers.finish(read)
+    forget_tables()  # parsed text takes as much memory again
     return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
 
 
