@@ -185,7 +185,7 @@ class Trainer:
     def kill_worker(self) -> int:
         """Kill one of its workers, and return the process id; 0 where none is found."""
         processes = list_processes()
-        for pid in sorted(processes, reverse=True):  # that of rank 0 began first
+        for pid in sorted(processes, reverse=True):  # mostly not that of rank 0
             if processes[pid][1].startswith(WORKER) and self._process.pid in ancestors(pid, processes):
                 with suppress(ProcessLookupError):  # it has ended since
                     os.kill(pid, signal.SIGKILL)
