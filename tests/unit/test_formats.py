@@ -180,6 +180,12 @@ def test_images_are_not_looked_for_in_a_table(tmp_path: Path) -> None:
         find_sources(Settings(dataset=str(path.rename(tmp_path / "a.txt"))))
 
 
+def test_an_array_of_json_is_told_from_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\n[{"x": 1}]')
+    with refusal(DataError, "a.json: one JSON array", "as a line"):
+        open_rows(tmp_path)
+
+
 def test_decoded_labels_are_counted(tmp_path: Path) -> None:
     source = open_rows(write_rows(tmp_path / "a.csv", LABELS), label=Column("int64", decode=number_of))
     assert (source.classes, source.class_names) == (3, ())

@@ -150,6 +150,8 @@ class TextTable(OneFile):
                 read_options=pa.csv.ReadOptions(block_size=TEXT_BLOCK_BYTES),
                 parse_options=pa.csv.ParseOptions(newlines_in_values=True),
             )
+        elif content.lstrip().startswith(b"["):
+            raise DataError(f"{path}: one JSON array; write each of its objects as a line (jq -c '.[]' does)")
         else:
             options = pa.json.ReadOptions(block_size=TEXT_BLOCK_BYTES)
             self._table = pa.json.read_json(pa.BufferReader(content), read_options=options)
