@@ -89,7 +89,7 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
         short = {"RAY_ADDRESS": ray_address}
     elif command.startswith("make tune"):
         short |= {"SUNSPOT_TRIALS": "2"}
-    elif not command.startswith("make train"):
+    elif "make train" not in command:
         short = {}
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     answer = subprocess.run(
@@ -120,7 +120,7 @@ def test_the_first_command_trains(trained: str) -> None:
 )
 def test_the_command_works(command: str, checkout: Path, trained: str, ray_address: str) -> None:
     output = run_command(command, checkout, ray_address)
-    if command.startswith(("make train", "make tune")):
+    if "make train" in command or command.startswith("make tune"):
         assert ("weights: " if "make train" in command else "the best of search-0") in output
         assert "report: " in output
 
