@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -116,6 +117,14 @@ class DataPlan:
     test: Source | None
     steps: Steps
     seed: int
+
+
+Column = TypeVar("Column")
+
+
+def model_inputs(rows: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns that a model predicts from: all but `row` and `label`."""
+    return {name: column for name, column in rows.items() if name not in ("row", "label")}
 
 
 def rows_in(source: Source) -> int:

@@ -13,7 +13,7 @@ from sunspot.checkpoint.files import load_state, load_weights
 from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
-from sunspot.data.source import Batch, EmptySource, ModelData
+from sunspot.data.source import Batch, EmptySource, ModelData, model_inputs
 from sunspot.errors import DamageError, NotFoundError, SettingsError
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
@@ -83,7 +83,7 @@ class Classifier:
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.least, run.micro_batch_size)
         # Copies: arrays from Ray's object store are read-only, and torch warns of that.
-        batch = {name: torch.from_numpy(rows[name].copy()) for name in rows if name not in ("row", "label")}
+        batch = {name: torch.from_numpy(column.copy()) for name, column in model_inputs(rows).items()}
         count = len(next(iter(batch.values())))
         parts = [{name: column[at : at + largest] for name, column in batch.items()} for at in range(0, count, largest)]
         scores = torch.cat([self._score(part) for part in parts]).float()

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from sunspot.data.source import Batch, Source
+from sunspot.data.source import Batch, Source, model_inputs
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import TrainingRun
@@ -171,7 +171,7 @@ def join_workers() -> tf.distribute.Strategy:
 
 def inputs_of(batch: Batch) -> Any:
     """Return all columns but `row` and `label`: one as an array, several by name; images are [B, H, W, C] to Keras."""
-    columns = {name: column.numpy(force=True) for name, column in batch.items() if name not in ("row", "label")}
+    columns = {name: column.numpy(force=True) for name, column in model_inputs(batch).items()}
     if "image" in columns:
         columns["image"] = columns["image"].transpose(0, 2, 3, 1)
     return columns if len(columns) > 1 else next(iter(columns.values()))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from sunspot.data.source import Batch, Source
+from sunspot.data.source import Batch, Source, model_inputs
 from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings
@@ -338,16 +338,15 @@ def without_stack(error: Exception) -> Exception:
 def names_of(batch: Batch) -> list[str]:
     """Name each feature by its column, with its place there if it has several."""
     names = list[str]()
-    for name, column in batch.items():
-        if name not in ("row", "label"):
-            size = math.prod(column.shape[1:])
-            names += [f"{name}[{place}]" for place in range(size)] if column.ndim > 1 else [name]
+    for name, column in model_inputs(batch).items():
+        size = math.prod(column.shape[1:])
+        names += [f"{name}[{place}]" for place in range(size)] if column.ndim > 1 else [name]
     return names
 
 
 def features_of(batch: Batch) -> np.ndarray:
     """Put all columns but `row` and `label` side by side: float32 [B, features]."""
-    columns = [column for name, column in batch.items() if name not in ("row", "label")]
+    columns = list(model_inputs(batch).values())
     sizes = [math.prod(column.shape[1:]) for column in columns]
     flat = [column.reshape(len(column), size).float() for column, size in zip(columns, sizes, strict=True)]
     return torch.cat(flat, dim=1).numpy()

@@ -26,7 +26,7 @@ from ray.train.torch import TorchTrainer
 from sunspot.checkpoint import CheckpointManager
 from sunspot.checkpoint.files import load_state
 from sunspot.data.order import locate_rows
-from sunspot.data.source import Batch, Source, rows_in
+from sunspot.data.source import Batch, Source, model_inputs, rows_in
 from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import TrainingState, read_init
 from sunspot.elastic.watchdog import Watchdog
@@ -299,8 +299,7 @@ def predict(learner: Learner, checked: Check) -> None:
     """Have the task predict the rows that were read last; raises `SettingsError` for what are no scores."""
     if not hasattr(learner.task, "predict"):
         return
-    batch = {name: column for name, column in checked.batch.items() if name not in ("row", "label")}
-    given = {name: column.to(learner.place.device) for name, column in batch.items()}
+    given = {name: column.to(learner.place.device) for name, column in model_inputs(checked.batch).items()}
     with evaluation_mode(learner.model), torch.no_grad():
         scores: Any = load_predict(learner.plan.settings)(learner.model, given)
     rows, classes = len(checked.batch["row"]), learner.plan.source.classes
