@@ -24,6 +24,7 @@ from sunspot.errors import SettingsError
 from sunspot.search_space import load_search
 from sunspot.settings import Settings
 from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
+from sunspot.submitter.cluster.preflight import find_references
 from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
 from sunspot.submitter.manifest.yaml_files import read_documents
@@ -741,6 +742,82 @@ def test_the_examples_of_a_pod_only_add(example: str, tmp_path: Path) -> None:
         assert lost(profile.get(group, {}).get("pod", {}), template) == []
 
 
+@pytest.mark.parametrize("example", [text for text in EXAMPLES if "rayjob:" in text])
+@pytest.mark.parametrize("workers", ["2", "2..4"])
+def test_the_examples_of_a_rayjob_only_add(example: str, workers: str, tmp_path: Path) -> None:
+    profile = yaml.safe_load(example)
+    rendered = render(own_profile(tmp_path, example), {"NUM_WORKERS": workers})
+    before = render(own_profile(tmp_path, yaml.safe_dump({**profile, "rayjob": {}})), {"NUM_WORKERS": workers})
+    assert rendered.name != before.name
+    changed = {"metadata": {**before.manifest["metadata"], "name": rendered.name}, "spec": before.manifest["spec"]}
+    assert lost(changed, rendered.manifest) == []
+    patch = profile["rayjob"]
+    if workers == "2":
+        patch["spec"]["rayClusterSpec"].pop("autoscalerOptions", None)
+    assert lost(patch, rendered.manifest) == []
+    assert ("autoscalerOptions" in cluster_of(rendered)) is (workers != "2")
+
+
+def test_what_a_rayjob_needs_is_looked_for(tmp_path: Path) -> None:
+    text = """
+extends: kind
+rayjob:
+  metadata: {annotations: {example.com/owner: me}}
+  spec:
+    rayClusterSpec:
+      authOptions: {secretName: mine}
+      gcsFaultToleranceOptions:
+        redisAddress: redis:6379
+        redisPassword: {valueFrom: {secretKeyRef: {name: redis, key: password}}}
+      autoscalerOptions: {env: [{name: A, valueFrom: {secretKeyRef: {name: autoscaler, key: a}}}]}
+      workerGroupSpecs: [{groupName: workers, labels: {rack: a}}]
+"""
+    rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "1..2"})
+    assert {("Secret", name) for name in ("mine", "redis", "autoscaler")} <= set(find_references(rendered.manifest))
+    assert rendered.manifest["metadata"]["annotations"]["example.com/owner"] == "me"
+    assert groups_of(rendered)[1]["labels"] == {"rack": "a"}
+    elsewhere = render(own_profile(tmp_path, text), {}, cluster="shared").manifest
+    assert "rayClusterSpec" not in elsewhere["spec"]
+    assert elsewhere["metadata"]["annotations"]["example.com/owner"] == "me"
+
+
+@pytest.mark.parametrize(
+    ("patch", "told"),
+    [
+        ("metadata: {name: mine}", "metadata.name: it is the run's"),
+        ("metadata: {namespace: a}", "metadata.namespace: set namespace in the profile"),
+        ("metadata: {labels: {sunspot/run: a}}", "labels.sunspot/run: Sunspot sets it"),
+        ("metadata: {annotations: {sunspot/generation: '9'}}", "sunspot/generation: Sunspot sets it"),
+        ("spec: {entrypoint: python mine.py}", "rayjob.spec.entrypoint: it is what trains; set TASK"),
+        ("spec: {entrypointNumCpus: 1}", "NumCpus: the driver belongs on the head"),
+        ("spec: {submissionMode: K8sJobMode}", "submissionMode: the others bring a pod"),
+        ("spec: {suspend: true}", "suspend: a queue sets it"),
+        ("spec: {backoffLimit: 9}", "backoffLimit: there is 2 already: set backoff_limit"),
+        ("spec: {ttlSecondsAfterFinished: {a: 1}}", "ttlSecondsAfterFinished: there is 60 already: set ttl_s"),
+        ("spec: {rayClusterSpec: 3}", "rayClusterSpec: there is .* already: a run relies on it"),
+        ("spec: {rayClusterSpec: {rayVersion: 2.9.0}}", "rayVersion: it is the image's"),
+        ("spec: {rayClusterSpec: {authOptions: {mode: disabled}}}", "authOptions.mode: without a token"),
+        ("spec: {rayClusterSpec: {headGroupSpec: {template: {}}}}", "template: set head in the profile, or pod below"),
+        (
+            "spec: {rayClusterSpec: {gcsFaultToleranceOptions: {redisPassword: {value: abcd}}}}",
+            "redisPassword.value: a credential here .*valueFrom",
+        ),
+        (
+            "spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: workers, replicas: 9}]}}",
+            r"workerGroupSpecs\[workers\].replicas: there is 2 already: it follows from the profile and NUM_WORKERS",
+        ),
+        ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: there is no such group"),
+        ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item without groupName"),
+        ("managedBy: a", "rayjob.managedBy: no such key; did you mean rayjob.metadata"),
+        ("spec: {managedBy: 2026-01-01}", "rayjob.spec=.*: set it to the spec of a RayJob"),
+    ],
+)
+def test_a_rayjob_may_not_change_what_a_run_relies_on(patch: str, told: str, tmp_path: Path) -> None:
+    said = refusal(own_profile(tmp_path, f"extends: kind\nrayjob: {{{patch}}}"), {})
+    assert re.search(told, said)
+    assert "abcd" not in said, "a credential is not repeated"
+
+
 def lost(part: Any, whole: Any) -> list[str]:
     """The values of `part` that `whole` has not at their place; items of lists may have any."""
     if isinstance(part, dict) and isinstance(whole, dict):
@@ -897,7 +974,7 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
             "worker: {pod: {spec: {runtimeClas: a}}}",
             "worker.pod.spec.runtimeClas: no such key; .*spec.runtimeClassName",
         ),
-        ("head: {pod: {spec: {containers: [{name: ray, image: a}]}}}", "head.pod.*image: the pod has .*: set image in"),
+        ("head: {pod: {spec: {containers: [{name: ray, image: a}]}}}", "head.pod.*image: there is .*: set image in"),
         ("worker: {pod: {spec: {containers: [{image: a}]}}}", "worker.pod.spec.containers: an item without name"),
         ("worker: {pod: {spec: {containers: [{name: ray, args: [a]}]}}}", "args: KubeRay starts Ray in this container"),
         ("worker: {pod: {spec: {restartPolicy: Never}}}", "restartPolicy: KubeRay decides"),

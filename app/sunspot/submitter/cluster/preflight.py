@@ -214,7 +214,12 @@ def _references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _named(
                 volume, secret="Secret", configMap="ConfigMap", persistentVolumeClaim="PersistentVolumeClaim"
             )
-    for container in _containers(manifest):
+    cluster = manifest["spec"].get("rayClusterSpec", {})
+    if "secretName" in cluster.get("authOptions", {}):
+        yield "Secret", cluster["authOptions"]["secretName"]
+    password = cluster.get("gcsFaultToleranceOptions", {}).get("redisPassword", {})
+    yield from _named(password.get("valueFrom", {}), secretKeyRef="Secret")
+    for container in (*_containers(manifest), cluster.get("autoscalerOptions", {})):
         for source in container.get("envFrom", ()):
             yield from _named(source, secretRef="Secret", configMapRef="ConfigMap")
         for variable in container.get("env", ()):

@@ -1,5 +1,4 @@
-"""`pod:` of a profile, merged into a pod template the way kubectl merges patches: mappings by key, and lists of named
-things (containers, variables, volumes) by the name of each.
+"""`pod:` of a profile, merged into a pod template.
 
 It adds to the pod. What the template has already is either derived from a key of the profile, which is the one to set,
 or something that a run relies on; both are refused, but for FREE.
@@ -12,35 +11,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sunspot.errors import is_credential
+from sunspot.submitter.manifest.merge import Rules, merge
 from sunspot.submitter.manifest.profile import RESERVED
 
-MERGE_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "env": "name",
-    "ports": "containerPort",
-    "volumes": "name",
-    "volumeMounts": "mountPath",
-    "volumeDevices": "devicePath",
-    "imagePullSecrets": "name",
-    "hostAliases": "ip",
-    "resourceClaims": "name",
-    "schedulingGates": "name",
-    "topologySpreadConstraints": "topologyKey",
-}
-"""Lists whose items are merged by a key; all others count as one value (`patchMergeKey` in Kubernetes' core/v1)."""
-
-FREE = dict.fromkeys(
-    (
-        "metadata.annotations.*",
-        "spec.securityContext.*",
-        "spec.containers[ray].securityContext.*",
-        "spec.enableServiceLinks",
-        "spec.priorityClassName",
-        "spec.topologySpreadConstraints[*].*",
-    ),
-    "free",
+FREE = (
+    "metadata.annotations.*",
+    "spec.securityContext.*",
+    "spec.containers[ray].securityContext.*",
+    "spec.enableServiceLinks",
+    "spec.priorityClassName",
+    "spec.topologySpreadConstraints[*].*",
 )
 """What the template has and `pod` may change."""
 
@@ -77,7 +57,7 @@ NEVER = {
 }
 """What a run relies on that nobody else sets."""
 
-SHOWN = "a credential here would be in the manifest, in Git and in storage, for all to read"
+RULES = Rules(NEVER, KEYS_INSTEAD, FREE)
 
 TYPES = {"str": "text, in quotes", "int": "a whole number", "bool": "true or false", "float": "a number"}
 
@@ -86,51 +66,8 @@ def merge_pod(template: dict[str, Any], pod: Mapping[str, Any], name: str) -> li
     """Merge `pod` into the template in place; returns what is wrong, with `name` (`worker.pod`) before each place."""
     problems = [f"{name}.{problem}" for problem in _find_unfit(pod, "V1PodTemplateSpec", "")]
     if not problems:
-        problems = [f"{name}.{problem}" for problem in _merge(template, pod, "")]
+        problems = merge(template, pod, RULES, name)
     return problems
-
-
-def _merge(under: dict[str, Any], over: Mapping[str, Any], above: str) -> Iterator[str]:
-    for key, value in over.items():
-        path = f"{above}.{key}".lstrip(".")
-        if reason := _reason(NEVER, path):
-            yield f"{path}: {reason}; leave it out"
-        elif isinstance(value, dict):
-            yield from _merge(under.setdefault(key, {}), value, path)
-        elif key in MERGE_KEYS and isinstance(value, list):
-            yield from _merge_items(under.setdefault(key, []), value, path, MERGE_KEYS[key])
-        elif key not in under or _reason(FREE, path):
-            under[key] = value
-        elif value != under[key]:
-            yield f"{path}: the pod has {under[key]!r}: {_reason(KEYS_INSTEAD, path) or 'a run relies on it'}"
-
-
-def _merge_items(under: list[dict[str, Any]], over: list[dict[str, Any]], path: str, by: str) -> Iterator[str]:
-    for item in over:
-        place = f"{path}[{item.get(by)}]"
-        if by not in item:
-            yield f"{path}: an item without {by}, by which they are told apart; add it"
-            continue
-        if reason := _reason(NEVER, place):
-            yield f"{place}: {reason}; leave it out"
-            continue
-        if path.endswith(".env") and is_credential(item[by], item.get("value", "")):
-            yield f"{place}: {SHOWN}; give it a valueFrom with secretKeyRef in place of the value"
-            continue
-        same = next((known for known in under if known.get(by) == item[by]), None)
-        if same is None:
-            same = {by: item[by]}
-            under.append(same)
-        yield from _merge(same, item, place)
-
-
-def _reason(rules: Mapping[str, str], path: str) -> str:
-    """Return what the rules say of a path; `*` stands for the rest of it, or for what is in brackets."""
-    for pattern, reason in rules.items():
-        expression = re.escape(pattern).replace(r"\[\*\]", r"\[[^\]]*\]").replace(r"\*", ".*")
-        if re.fullmatch(expression, path):
-            return reason
-    return ""
 
 
 # ----------------------------------------------------------------------------------------------------- the API's schema

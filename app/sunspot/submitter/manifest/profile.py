@@ -226,6 +226,13 @@ class DataWorkers(Machine):
         return value
 
 
+class JobPatch(_Part):
+    """What is merged into the RayJob."""
+
+    metadata: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = _takes("labels and annotations")
+    spec: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = _takes("the spec of a RayJob, as KubeRay has it")
+
+
 class SecretKey(_Part):
     """One value in a Secret."""
 
@@ -277,6 +284,8 @@ class Profile(_Part):
     backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("a whole number from 0 to 10")
     "Attempts after the first, each on its own cluster."
     queue: ObjectName | None = _takes("the name of a LocalQueue of Kueue")
+    rayjob: JobPatch | None = _takes("metadata and spec of a RayJob, as KubeRay has them")
+    "Merged into the RayJob last: what no other key can say."
 
     @property
     def groups(self) -> list[WorkerGroup]:

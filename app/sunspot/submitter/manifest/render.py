@@ -17,7 +17,8 @@ from sunspot.errors import SettingsError, StorageError, is_credential, shorten
 from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
 from sunspot.settings import PREFIX, Settings
-from sunspot.submitter.manifest.pod_merge import SHOWN
+from sunspot.submitter.manifest.job_merge import merge_job
+from sunspot.submitter.manifest.merge import SHOWN
 from sunspot.submitter.manifest.pods import (
     DRAIN,
     NOTICE,
@@ -153,6 +154,9 @@ def render(request: JobRequest) -> Rendered:
     if search.dimensions:
         job["spec"]["entrypoint"] = SEARCH
         derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
+
+    if chosen.rayjob:
+        _refuse(merge_job(job, chosen.rayjob.model_dump(exclude_none=True)), request.profile)
 
     # Before anything that follows from the name; the wording of reasons is not part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
