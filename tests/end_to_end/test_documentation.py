@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 from types import ModuleType
@@ -128,10 +129,10 @@ def test_the_command_works(command: str, checkout: Path, trained: str, ray_addre
 @pytest.mark.slow
 def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> None:
     pytest.importorskip("peft", reason="the extra `hf` is not installed")
-    from tests.harness.language_models import write_base, write_texts
-
-    write_base(checkout / "model")
-    write_texts(checkout / "texts")
+    # In a process of their own: transformers aborts one that has imported what other tests need.
+    models = "from pathlib import Path; from tests.harness.language_models import write_base, write_texts; "
+    write = f"write_base(Path({str(checkout / 'model')!r})); write_texts(Path({str(checkout / 'texts')!r}))"
+    subprocess.run([sys.executable, "-c", models + write], cwd=REPOSITORY, check=True)
     rows = pq.read_table(checkout / "texts").to_pylist()
     (checkout / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, get, predict = find_commands("sh finetune")

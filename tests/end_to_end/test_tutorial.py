@@ -40,6 +40,7 @@ def functions() -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_cell_runs() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets have room for no longer name
         run_all(Path(folder))
@@ -51,7 +52,7 @@ def run_all(folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
     environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # other tests run beside it
     command = [sys.executable, "-m", "tests.harness.notebook", str(TUTORIAL), str(copy)]
-    subprocess.run(command, env=environment, cwd=REPOSITORY, check=True, timeout=550)
+    subprocess.run(command, env=environment, cwd=REPOSITORY, check=True, timeout=1100)
     text = WORK.sub("...", copy.read_text())
     cells = json.loads(text)["cells"]
     assert "killed, in the middle" in str(cells)
