@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sunspot import __version__, extras
-from sunspot.tasks import EXTRAS
+from sunspot import __version__, extras, storage, tasks
 from tests.harness import REPOSITORY
 
 NAME_THE_IMAGE = ["Makefile", "README.md", "docker/Dockerfile", "docs", "k8s", "scripts", "tests/unit/golden"]
@@ -78,8 +77,8 @@ def test_a_message_names_the_command_that_installs(clone: bool, said: str, monke
 def test_every_extra_that_a_message_names_is_there() -> None:
     declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {found for _, found in lines(["app"], r"how_to_install\([\"'](\w+)[\"']\)")}
-    assert named >= {"train", "trees", "gcs", "azure", "hf"}
-    assert named | {*EXTRAS.values()} <= declared.keys()
+    named |= {*storage.EXTRAS.values(), *tasks.EXTRAS.values()}
+    assert {"train", "trees", "gcs", "azure", "hf"} <= named <= declared.keys()
 
 
 def test_the_changelog_begins_with_this_version_or_what_follows_it() -> None:

@@ -3,25 +3,39 @@
 A new backend is a module with a `Storage` and a line in BACKENDS (and its scheme in the pattern of STORAGE_PATH).
 """
 
-from sunspot.storage.azure import AzureStorage
+import importlib
+
+from sunspot.errors import StorageError
+from sunspot.extras import how_to_install
 from sunspot.storage.base import Storage
-from sunspot.storage.google import GoogleStorage
 from sunspot.storage.local import LocalStorage
-from sunspot.storage.s3 import S3Storage
 
 __all__ = ["Storage", "open_storage"]
 
-BACKENDS: dict[str, type[Storage]] = {
-    "": LocalStorage,
-    "s3": S3Storage,
-    "gs": GoogleStorage,
-    "az": AzureStorage,
-    "abfs": AzureStorage,
+BACKENDS = {
+    "s3": ("s3", "S3Storage"),
+    "gs": ("google", "GoogleStorage"),
+    "az": ("azure", "AzureStorage"),
+    "abfs": ("azure", "AzureStorage"),
 }
-"""By the scheme of the storage path; none: a local path."""
+"""Module and class by the scheme of the storage path; none: a local path. A module brings its cloud's client, which is
+slow to import: only the one that is needed is."""
+
+EXTRAS = {"google": "gcs", "azure": "azure"}
+"""The extra that installs what a module imports; others come with Sunspot."""
 
 
 def open_storage(storage_path: str) -> Storage:
     """The storage at a local path or `scheme://bucket/prefix`."""
     scheme, separator, _ = storage_path.partition("://")
-    return BACKENDS.get(scheme if separator else "", LocalStorage)(storage_path)
+    if not separator or scheme not in BACKENDS:
+        return LocalStorage(storage_path)
+    module, name = BACKENDS[scheme]
+    try:
+        backend: type[Storage] = getattr(importlib.import_module(f"sunspot.storage.{module}"), name)
+    except ImportError as error:
+        if module not in EXTRAS:
+            raise
+        install = how_to_install(EXTRAS[module])
+        raise StorageError(f"{storage_path}: {module.capitalize()}'s client is not installed; {install}") from error
+    return backend(storage_path)

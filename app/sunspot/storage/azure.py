@@ -13,8 +13,18 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from azure.core import MatchConditions
+from azure.core.exceptions import (
+    AzureError,
+    HttpResponseError,
+    ResourceExistsError,
+    ResourceModifiedError,
+    ResourceNotFoundError,
+)
+from azure.identity import DefaultAzureCredential
+from azure.storage.blob import BlobBlock, BlobServiceClient, ExponentialRetry
+
 from sunspot.errors import NotFoundError, StorageError, shorten
-from sunspot.extras import how_to_install
 from sunspot.storage import bucket, multipart
 from sunspot.storage.base import Entry, Errors, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
@@ -52,15 +62,14 @@ class AzureStorage(Bucket):
 
     UNFINISHED_FIX = UNFINISHED_RIGHT = ""  # Azure always removes them
 
+    FAILURES = (AzureError, OSError, ValueError)
+
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
         self._service = _azure_client(storage_path)
         self._container = self._service.get_container_client(self.bucket)
 
     def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
-        from azure.core import MatchConditions
-        from azure.core.exceptions import HttpResponseError
-
         condition = {"etag": version, "match_condition": MatchConditions.IfNotModified} if version else {}
         with self._errors("read", key, gives_s=0):
             try:
@@ -78,8 +87,6 @@ class AzureStorage(Bucket):
         self._container.upload_blob(self._full(key), bytes(data), overwrite=True, validate_content="md5")
 
     def _put_new(self, key: str, data: bytes) -> bool:
-        from azure.core.exceptions import ResourceExistsError, ResourceModifiedError
-
         try:
             self._container.upload_blob(self._full(key), data, overwrite=False, validate_content="md5")
         except (ResourceExistsError, ResourceModifiedError):
@@ -95,13 +102,10 @@ class AzureStorage(Bucket):
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         for blobs, more in self._pages_of_blobs(prefix):
-            yield Page(
-                [
-                    Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag)
-                    for blob in blobs
-                ],
-                more,
-            )
+            entries = [
+                Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag) for blob in blobs
+            ]
+            yield Page(entries, more)
 
     def _pages_of_blobs(self, prefix: str, **options: Any) -> Iterator[tuple[list[Any], bool]]:
         pages = self._container.list_blobs(
@@ -132,17 +136,12 @@ class AzureStorage(Bucket):
             self._container.delete_blob(self._full(key))
 
     def keeps_versions(self) -> bool | None:
-        with contextlib.suppress(*self._failures()):
+        with contextlib.suppress(*self.FAILURES):
             return bool(self._service.get_service_properties()["delete_retention_policy"].enabled)
         return None
 
     def drops_unfinished(self) -> bool:
         return True  # after a week ("Put Block" in Azure's documentation)
-
-    def _failures(self) -> tuple[type[Exception], ...]:
-        from azure.core.exceptions import AzureError
-
-        return AzureError, OSError, ValueError
 
     def _code(self, error: Any) -> str:
         code = getattr(error, "error_code", None) or type(error).__name__
@@ -153,10 +152,6 @@ class AzureStorage(Bucket):
 
 
 def _azure_client(url: str) -> Any:
-    try:
-        from azure.storage.blob import BlobServiceClient, ExponentialRetry
-    except ImportError as error:
-        raise StorageError(f"{url}: Azure's client is not installed; {how_to_install('azure')}") from error
     options: dict[str, Any] = {
         "connection_timeout": bucket.CONNECT_TIMEOUT_S,
         "read_timeout": bucket.READ_TIMEOUT_S,
@@ -176,17 +171,10 @@ def _azure_client(url: str) -> Any:
                 f"{url}: which storage account is not known; set AZURE_STORAGE_ACCOUNT, or "
                 "AZURE_STORAGE_CONNECTION_STRING"
             )
-        return BlobServiceClient(
-            f"https://{account}.blob.core.windows.net", os.environ.get("AZURE_STORAGE_KEY") or _identity(), **options
-        )
+        credential = os.environ.get("AZURE_STORAGE_KEY") or DefaultAzureCredential()
+        return BlobServiceClient(f"https://{account}.blob.core.windows.net", credential, **options)
     except ValueError as error:
         raise StorageError(f"{url}: the AZURE_STORAGE_* environment cannot be used: {shorten(error)}") from error
-
-
-def _identity() -> Any:
-    from azure.identity import DefaultAzureCredential
-
-    return DefaultAzureCredential()
 
 
 # -------------------------------------------------------------------------------------------------------------- uploads
@@ -210,9 +198,6 @@ class BlockUpload(PartUpload):
         return Part(number, "")
 
     def complete(self, parts: Sequence[Part], size: int) -> bool:
-        from azure.core.exceptions import HttpResponseError
-        from azure.storage.blob import BlobBlock
-
         with self._errors():
             try:
                 self._blob.commit_block_list([BlobBlock(block_id=self._block(part.number)) for part in sorted(parts)])
@@ -228,9 +213,6 @@ class BlockUpload(PartUpload):
 
     def remove_blocks(self) -> None:
         """Free the blocks of a blob that was never committed: only a blob's end, or a week, does that."""
-        from azure.core import MatchConditions
-        from azure.core.exceptions import ResourceExistsError, ResourceModifiedError, ResourceNotFoundError
-
         committed_meanwhile = (ResourceExistsError, ResourceModifiedError, ResourceNotFoundError)
         with self._errors(), contextlib.suppress(*committed_meanwhile):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)

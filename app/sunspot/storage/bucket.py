@@ -69,6 +69,9 @@ class Bucket(Storage):
     UNFINISHED_RIGHT: ClassVar[str]
     """The permission that `drops_unfinished` needs."""
 
+    FAILURES: ClassVar[tuple[type[Exception], ...]]
+    """The exceptions of the service's client."""
+
     def __init__(self, storage_path: str) -> None:
         self.bucket, _, prefix = storage_path.partition("://")[2].partition("/")
         self.prefix = prefix.strip("/")
@@ -94,10 +97,6 @@ class Bucket(Storage):
     @abstractmethod
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         """Pages of all entries whose key in the bucket begins with these letters."""
-
-    @abstractmethod
-    def _failures(self) -> tuple[type[Exception], ...]:
-        """The exceptions of the service's client."""
 
     @abstractmethod
     def _code(self, error: Any) -> str:
@@ -209,14 +208,12 @@ class Bucket(Storage):
         try:
             with operation(self.locate(key), gives_s):
                 yield
-        except self._failures() as error:
+        except self.FAILURES as error:
             code = self._code(error)
             if code == self.MISSING:
                 raise NotFoundError(f"{self.locate(key)}: not found") from error
-            fix = self._fix(code)
-            raise StorageError(
-                f"{self.locate(key)}: cannot {action}: {self._text(error)}{'; ' if fix else ''}{fix}"
-            ) from error
+            said = "; ".join(filter(None, (self._text(error), self._fix(code))))
+            raise StorageError(f"{self.locate(key)}: cannot {action}: {said}") from error
 
     def _text(self, error: Exception) -> str:
         return shorten(error)

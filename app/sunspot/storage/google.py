@@ -16,9 +16,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from google.api_core.exceptions import GoogleAPIError, NotFound, PreconditionFailed, RequestRangeNotSatisfiable
+from google.auth.exceptions import GoogleAuthError
+from google.cloud import storage
+from google.cloud.storage import retry
+from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+from google_crc32c import Checksum
+from requests import RequestException
+from requests.adapters import HTTPAdapter
+
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError, shorten
-from sunspot.extras import how_to_install
 from sunspot.storage import bucket
 from sunspot.storage.base import Entry, Errors, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range
@@ -68,6 +76,11 @@ class GoogleStorage(Bucket):
 
     VERSIONS_RIGHT = UNFINISHED_RIGHT = "storage.buckets.get"
 
+    FAILURES = (
+        *(GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, RequestException),
+        *(OSError, ValueError),
+    )
+
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
         self._client = _google_client(storage_path)
@@ -77,16 +90,12 @@ class GoogleStorage(Bucket):
     @functools.cached_property
     def _limits(self) -> dict[str, Any]:
         """How long each request may take, and how long it is tried again."""
-        from google.cloud.storage.retry import DEFAULT_RETRY
-
         return {
             "timeout": (bucket.CONNECT_TIMEOUT_S, bucket.READ_TIMEOUT_S),
-            "retry": DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
+            "retry": retry.DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
         }
 
     def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
-        from google.api_core.exceptions import NotFound, RequestRangeNotSatisfiable
-
         blob = self._bucket.blob(self._full(key), generation=version or None)
         content = _Counted()
         with self._errors("read", key, gives_s=0):
@@ -112,8 +121,6 @@ class GoogleStorage(Bucket):
         put(self._bucket.blob(self._full(key)), data, self._limits)
 
     def _put_new(self, key: str, data: bytes) -> bool:
-        from google.api_core.exceptions import PreconditionFailed
-
         try:
             put(self._bucket.blob(self._full(key)), data, self._limits, if_generation_match=0)
         except PreconditionFailed:
@@ -158,14 +165,14 @@ class GoogleStorage(Bucket):
             self._bucket.blob(self._full(key)).delete(**self._limits)
 
     def keeps_versions(self) -> bool | None:
-        with contextlib.suppress(*self._failures()):  # it may not be permitted to ask
+        with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask
             self._bucket.reload(**self._limits)
             kept_s = self._bucket.soft_delete_policy.retention_duration_seconds
             return bool(self._bucket.versioning_enabled or kept_s)
         return None
 
     def drops_unfinished(self) -> bool | None:
-        with contextlib.suppress(*self._failures()):  # it may not be permitted to ask
+        with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask
             self._bucket.reload(**self._limits)
             conditions = [
                 rule["condition"] for rule in self._bucket.lifecycle_rules if rule["action"]["type"] == "Delete"
@@ -176,14 +183,6 @@ class GoogleStorage(Bucket):
                 for condition in conditions
             )
         return None
-
-    def _failures(self) -> tuple[type[Exception], ...]:
-        from google.api_core.exceptions import GoogleAPIError
-        from google.auth.exceptions import GoogleAuthError
-        from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
-        from requests import RequestException
-
-        return GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, RequestException, OSError, ValueError
 
     def _code(self, error: Any) -> str:
         # A missing bucket is a 404, too: only the text, which has the URL, tells them apart.
@@ -200,12 +199,6 @@ class _Counted(io.BytesIO):
 
 
 def _google_client(url: str) -> Any:
-    try:
-        from google.auth.exceptions import GoogleAuthError
-        from google.cloud import storage
-        from requests.adapters import HTTPAdapter
-    except ImportError as error:
-        raise StorageError(f"{url}: Google's client is not installed; {how_to_install('gcs')}") from error
     try:
         client = storage.Client()
         # Private, and yet Google's own advice for more than ten connections (google-cloud-storage 3.17).
@@ -265,7 +258,6 @@ class ComposedUpload(PartUpload):
 
     def remove_parts(self) -> None:
         """Delete the objects of the parts."""
-        from google.api_core.exceptions import NotFound
 
         def delete(blob: Any) -> None:
             with contextlib.suppress(NotFound):
@@ -280,8 +272,6 @@ class ComposedUpload(PartUpload):
 
 def put(blob: Any, body: bytes | bytearray, limits: dict[str, Any], **condition: int) -> str:
     """Write an object and return its generation; raises `ValueError` when other bytes arrived than were sent."""
-    from google_crc32c import Checksum
-
     checksum = base64.b64encode(Checksum(bytes(body)).digest()).decode()
     blob.upload_from_file(
         io.BytesIO(body),

@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
+
 from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
@@ -59,6 +64,8 @@ class S3Storage(Bucket):
 
     UNFINISHED_RIGHT = "s3:GetLifecycleConfiguration"
 
+    FAILURES = (ClientError, BotoCoreError, HTTPError, OSError, ValueError)
+
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
         self._client = _s3_client(storage_path)
@@ -71,8 +78,6 @@ class S3Storage(Bucket):
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
 
     def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
-        from botocore.exceptions import ClientError
-
         part = {"Range": f"bytes={begin}-{begin + size - 1}"} | ({"IfMatch": version} if version else {})
         with self._errors("read", key):
             try:
@@ -98,8 +103,6 @@ class S3Storage(Bucket):
         client.put_object(Bucket=self.bucket, Key=self._full(key), Body=data)
 
     def _put_new(self, key: str, data: bytes) -> bool:
-        from botocore.exceptions import ClientError
-
         try:
             self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=data, IfNoneMatch="*")
         except ClientError as error:
@@ -115,18 +118,15 @@ class S3Storage(Bucket):
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
             self._note_clock(page["ResponseMetadata"]["HTTPHeaders"].get("date"))
-            entries = [
-                Entry(self._relative(item["Key"]), item["Size"], item["LastModified"].timestamp(), _etag_and_time(item))
-                for item in page.get("Contents", ())
-            ]
-            yield Page(entries, page.get("IsTruncated", False))
+            yield Page([self._entry(item) for item in page.get("Contents", ())], page.get("IsTruncated", False))
+
+    def _entry(self, item: dict[str, Any]) -> Entry:
+        written, etag = item["LastModified"].timestamp(), item["ETag"].strip('"')
+        return Entry(self._relative(item["Key"]), item["Size"], written, f"{etag}-{written:.0f}")
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         with self._errors("list the unfinished uploads of", prefix):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.bucket, Prefix=self._full(prefix)
-            )
-            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+            uploads = self._list_all("list_multipart_uploads", "Uploads", Prefix=self._full(prefix))
         return sorted(
             Unfinished(key, *self._so_far(key, upload), upload["UploadId"])
             for upload in uploads
@@ -137,18 +137,18 @@ class S3Storage(Bucket):
         """Bytes of an upload's parts, and when it was started or got its last part."""
         parts: list[dict[str, Any]] = []
         with self._errors("list the parts of", key), _unless_upload_is_gone():
-            pages = self._client.get_paginator("list_parts").paginate(
-                Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-            )
-            parts += [part for page in pages for part in page.get("Parts", ())]
+            parts = self._list_all("list_parts", "Parts", Key=upload["Key"], UploadId=upload["UploadId"])
         times = [upload["Initiated"], *(part["LastModified"] for part in parts)]
         return sum(part["Size"] for part in parts), max(times).timestamp()
 
+    def _list_all(self, request: str, what: str, **of: str) -> list[dict[str, Any]]:
+        pages = self._client.get_paginator(request).paginate(Bucket=self.bucket, **of)
+        return [item for page in pages for item in page.get(what, ())]
+
     def discard(self, unfinished: Unfinished) -> None:
         with self._errors("abort the upload of", unfinished.key), _unless_upload_is_gone():
-            self._client.abort_multipart_upload(
-                Bucket=self.bucket, Key=self._full(unfinished.key), UploadId=unfinished.token
-            )
+            key = self._full(unfinished.key)
+            self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=unfinished.token)
 
     def delete(self, key: str) -> None:
         # S3 answers 204 when there is nothing, others NoSuchKey.
@@ -157,13 +157,10 @@ class S3Storage(Bucket):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), DELETED_AT_ONCE):
-            batch = keys[first : first + DELETED_AT_ONCE]
-            map_parallel(self.delete, self._delete_batch(batch))
+            map_parallel(self.delete, self._delete_batch(keys[first : first + DELETED_AT_ONCE]))
 
     def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
         """Delete up to DELETED_AT_ONCE objects in one request; returns those left to delete one by one."""
-        from botocore.exceptions import ClientError
-
         full = {self._full(key): key for key in keys}
         with self._errors("delete", keys[0]):
             try:
@@ -174,8 +171,6 @@ class S3Storage(Bucket):
         return [full[refused["Key"]] for refused in answer.get("Errors", ())]
 
     def keeps_versions(self) -> bool | None:
-        from botocore.exceptions import BotoCoreError, ClientError
-
         try:
             # Also when suspended: existing versions stay.
             return "Status" in self._client.get_bucket_versioning(Bucket=self.bucket)
@@ -183,8 +178,6 @@ class S3Storage(Bucket):
             return None
 
     def drops_unfinished(self) -> bool | None:
-        from botocore.exceptions import BotoCoreError, ClientError
-
         try:
             rules = self._client.get_bucket_lifecycle_configuration(Bucket=self.bucket)["Rules"]
         except ClientError as error:
@@ -198,15 +191,7 @@ class S3Storage(Bucket):
             for rule in rules
         )
 
-    def _failures(self) -> tuple[type[Exception], ...]:
-        from botocore.exceptions import BotoCoreError, ClientError
-        from urllib3.exceptions import HTTPError
-
-        return ClientError, BotoCoreError, HTTPError, OSError, ValueError
-
     def _code(self, error: Any) -> str:
-        from botocore.exceptions import ClientError
-
         return error.response["Error"]["Code"] if isinstance(error, ClientError) else type(error).__name__
 
     def _fix(self, code: str) -> str:
@@ -225,15 +210,9 @@ def _prefix_of(rule: dict[str, Any]) -> str:
     return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
 
 
-def _etag_and_time(item: dict[str, Any]) -> str:
-    return item["ETag"].strip('"') + f"-{item['LastModified'].timestamp():.0f}"
-
-
 @contextlib.contextmanager
 def _unless_upload_is_gone() -> Iterator[None]:
     """Ignore an upload completed or aborted meanwhile, by its writer or the bucket's lifecycle rules."""
-    from botocore.exceptions import ClientError
-
     try:
         yield
     except ClientError as error:
@@ -242,10 +221,6 @@ def _unless_upload_is_gone() -> Iterator[None]:
 
 
 def _s3_client(url: str, **options: Any) -> Any:
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
     try:
         session = boto3.session.Session()
         return session.client(
@@ -308,8 +283,6 @@ class MultipartUpload(PartUpload):
 
     def _refuses_damage(self) -> bool:
         """Try a part that is not the one whose checksum comes with it, under a number that the object will not have."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
         try:
             self._upload_part(NO_PART, b"damaged", zlib.crc32(b"whole"))
         except ClientError as error:
@@ -319,8 +292,6 @@ class MultipartUpload(PartUpload):
         return False
 
     def complete(self, parts: Sequence[Part], size: int) -> bool:
-        from botocore.exceptions import ClientError
-
         verified = self._verifies.result()
         listed = [
             {"PartNumber": number, "ETag": etag, "ChecksumCRC32": as_base64(checksum)}
@@ -338,8 +309,6 @@ class MultipartUpload(PartUpload):
         return verified
 
     def _is_there(self, size: int) -> bool:
-        from botocore.exceptions import ClientError
-
         with contextlib.suppress(ClientError):
             return bool(self._client.head_object(**self._target)["ContentLength"] == size)
         return False
