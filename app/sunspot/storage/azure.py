@@ -93,12 +93,9 @@ class AzureStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str) -> BlockUpload:
-        return self._open_upload(key, make_token())
-
-    def _open_upload(self, key: str, token: str) -> BlockUpload:
+    def _begin_upload(self, key: str, token: str = "") -> BlockUpload:
         errors = functools.partial(self._errors, "upload", key)
-        return BlockUpload(self._container.get_blob_client(self._full(key)), errors, token)
+        return BlockUpload(self._container.get_blob_client(self._full(key)), errors, token or make_token())
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         for blobs, more in self._pages_of_blobs(prefix):
@@ -129,7 +126,7 @@ class AzureStorage(Bucket):
             )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._open_upload(unfinished.key, unfinished.token).remove_blocks()
+        self._begin_upload(unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):
@@ -189,8 +186,7 @@ class BlockUpload(PartUpload):
 
     def __init__(self, blob: Any, errors: Errors, token: str) -> None:
         """`token` tells its blocks from those of other uploads of the blob (`make_token`)."""
-        self._blob, self._errors = blob, errors
-        self._token = token
+        self._blob, self._errors, self._token = blob, errors, token
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():
@@ -208,11 +204,7 @@ class BlockUpload(PartUpload):
         return True
 
     def abort(self) -> None:
-        with contextlib.suppress(Exception):  # or when it was given up: a later try may be sending blocks
-            self.remove_blocks()
-
-    def remove_blocks(self) -> None:
-        """Free the blocks of a blob that was never committed: only a blob's end, or a week, does that."""
+        # Only a blob's end, or a week, frees the blocks of one that was never committed.
         committed_meanwhile = (ResourceExistsError, ResourceModifiedError, ResourceNotFoundError)
         with self._errors(), contextlib.suppress(*committed_meanwhile):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)

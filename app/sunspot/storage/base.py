@@ -26,6 +26,9 @@ Errors = Callable[[], contextlib.AbstractContextManager[None]]
 """Turns a backend's errors into `StorageError` for one object. It wraps the backend's own calls only: a caller's
 `FileNotFoundError` would pass for a missing object."""
 
+LeaveOut = Callable[[str, StorageError], Any]
+"""Hears of a folder that may not be read: its key, and why."""
+
 
 class Entry(NamedTuple):
     """An object in a listing."""
@@ -140,7 +143,7 @@ class Storage(ABC):
     def list(self, prefix: str) -> list[Entry]:
         """Every object below `prefix`, sorted by key."""
 
-    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> Sequence[Entry]:
+    def list_readable(self, prefix: str, leave_out: LeaveOut) -> Sequence[Entry]:
         """Like `list`, without the folders below `prefix` that this user may not read: `leave_out` hears of each."""
         return self.list(prefix)
 
@@ -182,8 +185,7 @@ class Storage(ABC):
 
     def read(self, key: str) -> bytes:
         """All bytes of an object."""
-        with self.open(key) as stream:
-            return stream.read()
+        return b"".join(self.chunks(key))
 
     def chunks(self, key: str) -> Iterator[bytes | bytearray]:
         """All bytes of a large object in their order, as fast as storage gives them; never of two versions of it."""
@@ -236,17 +238,6 @@ class ObjectReader(io.RawIOBase):
             size: int = self._source.readinto(buffer)
         record_progress(size)
         return size
-
-    def readall(self) -> bytes:
-        content = io.BytesIO()
-        while chunk := self._read_chunk():
-            content.write(chunk)
-            record_progress(len(chunk))
-        return content.getvalue()
-
-    def _read_chunk(self) -> bytes:
-        with self._errors():
-            return self._source.read(CHUNK)
 
     def close(self) -> None:
         self._source.close()

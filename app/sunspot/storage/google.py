@@ -76,10 +76,7 @@ class GoogleStorage(Bucket):
 
     VERSIONS_RIGHT = UNFINISHED_RIGHT = "storage.buckets.get"
 
-    FAILURES = (
-        *(GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, RequestException),
-        *(OSError, ValueError),
-    )
+    FAILURES = (GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, RequestException, OSError, ValueError)
 
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
@@ -127,12 +124,9 @@ class GoogleStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str) -> ComposedUpload:
-        return self._open_upload(key, uuid.uuid4().hex)
-
-    def _open_upload(self, key: str, token: str) -> ComposedUpload:
+    def _begin_upload(self, key: str, token: str = "") -> ComposedUpload:
         errors = functools.partial(self._errors, "upload", key)
-        return ComposedUpload(self._bucket, self._full(key), errors, self._limits, token)
+        return ComposedUpload(self._bucket, self._full(key), errors, self._limits, token or uuid.uuid4().hex)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         listing = self._bucket.list_blobs(prefix=prefix, page_size=LISTED_AT_ONCE, **self._limits)
@@ -158,7 +152,7 @@ class GoogleStorage(Bucket):
         )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._open_upload(unfinished.key, unfinished.token).remove_parts()
+        self._begin_upload(unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):
@@ -218,8 +212,7 @@ class ComposedUpload(PartUpload):
 
     def __init__(self, bucket: Any, name: str, errors: Errors, limits: dict[str, Any], token: str) -> None:
         """`token` tells its parts from those of other uploads of the object."""
-        self._bucket, self._name, self._errors, self._limits = bucket, name, errors, limits
-        self._token = token
+        self._bucket, self._name, self._errors, self._limits, self._token = bucket, name, errors, limits, token
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():
@@ -236,7 +229,7 @@ class ComposedUpload(PartUpload):
             sources = map_parallel(lambda group: (group[0], self._join(*group)), list(zip(names, groups, strict=True)))
         self._join(self._name, sources, size)
         with contextlib.suppress(StorageError):  # they are listed as unfinished, and go with the checkpoint
-            self.remove_parts()
+            self.abort()
         return True
 
     def _join(self, name: str, sources: Sequence[tuple[str, str]], size: int | None = None) -> str:
@@ -253,12 +246,6 @@ class ComposedUpload(PartUpload):
         return str(blob.generation)
 
     def abort(self) -> None:
-        with contextlib.suppress(Exception):  # if that fails too, the bucket's lifecycle rules have to free the space
-            self.remove_parts()
-
-    def remove_parts(self) -> None:
-        """Delete the objects of the parts."""
-
         def delete(blob: Any) -> None:
             with contextlib.suppress(NotFound):
                 blob.delete(**self._limits)

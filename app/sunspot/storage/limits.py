@@ -5,7 +5,6 @@ from ending, and once its time is over it begins no further operation: what it w
 """
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -48,9 +47,8 @@ class ProgressDeadline:
         self._progress = time.monotonic()
         "When there was progress."
         self._ends = self._progress + limit_s
-        self._running: dict[int, str] = {}
-        "The objects of the operations in progress, by number, the oldest first."
-        self._numbers = itertools.count()
+        self._running: dict[object, str] = {}
+        "The objects of the operations in progress, the oldest first."
         self._lock = threading.Lock()
         self.passed = False
         "Whether the work was given up."
@@ -85,14 +83,14 @@ class ProgressDeadline:
     def operation(self, where: str, gives_s: float) -> Iterator[None]:
         """An operation on the object at `where`, whose answer gives back so much; raises if the work was given up."""
         self.refuse_if_passed(where)
-        number = next(self._numbers)
+        this = object()
         with self._lock:
-            self._running[number] = where
+            self._running[this] = where
         try:
             yield
         finally:
             with self._lock:
-                del self._running[number]
+                del self._running[this]
             self.give_back(gives_s)
 
     def give_back(self, seconds: float) -> None:

@@ -9,16 +9,17 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from sunspot.errors import NotFoundError, SettingsError, StorageError, shorten
 from sunspot.storage.base import (
     CHUNK,
     RACE_TRIES,
     Entry,
+    LeaveOut,
     ObjectReader,
     Storage,
     Unfinished,
@@ -73,15 +74,14 @@ class LocalStorage(Storage):
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
-        return sorted(self._entries(prefix))
+        return [*self.list_readable(prefix, None)]
 
-    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> Sequence[Entry]:
-        return sorted(self._entries(prefix, leave_out))
-
-    def _entries(self, prefix: str, leave_out: Callable[[str, StorageError], Any] | None = None) -> Iterator[Entry]:
-        for path, stat in self._files(prefix, leave_out):
-            if not TEMPORARY.fullmatch(path.name):
-                yield Entry(self._key(path), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}")
+    def list_readable(self, prefix: str, leave_out: LeaveOut | None) -> Sequence[Entry]:
+        return sorted(
+            Entry(self._key(path), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}")
+            for path, stat in self._files(prefix, leave_out)
+            if not TEMPORARY.fullmatch(path.name)
+        )
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         found = []
@@ -95,9 +95,7 @@ class LocalStorage(Storage):
         with _os_errors(unfinished.token):
             Path(unfinished.token).unlink(missing_ok=True)
 
-    def _files(
-        self, prefix: str, leave_out: Callable[[str, StorageError], Any] | None = None
-    ) -> Iterator[tuple[Path, os.stat_result]]:
+    def _files(self, prefix: str, leave_out: LeaveOut | None = None) -> Iterator[tuple[Path, os.stat_result]]:
         """Every file below a prefix. A folder that cannot be read is an error, or its files would seem not to exist."""
         top = self.root / prefix
 
@@ -110,7 +108,8 @@ class LocalStorage(Storage):
             leave_out(self._key(Path(error.filename)), refusal)
 
         with _os_errors(self.locate(prefix)):
-            for path in [top] if top.is_file() else _walk(top, refuse):
+            below = (Path(folder, name) for folder, _, names in os.walk(top, onerror=refuse) for name in names)
+            for path in [top] if top.is_file() else below:
                 try:
                     stat = path.stat()
                 except OSError as error:
@@ -230,12 +229,6 @@ def _open_new(path: Path) -> BinaryIO:
             return open(path, "wb")
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "wb")
-
-
-def _walk(top: Path, refuse: Callable[[OSError], None]) -> Iterator[Path]:
-    """Every file below `top`; `refuse` hears of folders that cannot be read."""
-    for folder, _, names in os.walk(top, onerror=refuse):
-        yield from (Path(folder, name) for name in names)
 
 
 def _sync_directory(path: Path) -> None:

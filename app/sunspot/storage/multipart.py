@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ class PartUpload(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Remove the parts, as far as storage allows; raises nothing."""
+        """Remove the parts; raises `StorageError`."""
 
 
 class PartWriter(Writer):
@@ -100,7 +101,8 @@ class PartWriter(Writer):
     def abort(self) -> None:
         wait(self._parts)  # one that arrives after the upload's end would stay
         if self._upload:
-            self._upload.abort()
+            with contextlib.suppress(Exception):  # then `list_unfinished` shows it, and a lifecycle rule removes it
+                self._upload.abort()
 
 
 def part_size(number: int) -> int:

@@ -36,6 +36,9 @@ MAX_SKEW_S = 30.0
 """A run counts as lost after about two minutes of silence by the reader's clock."""
 
 
+UNKNOWN = "may not be looked up here, or the server does not know it"
+
+
 class Result(enum.StrEnum):
     """The result of a check."""
 
@@ -121,9 +124,8 @@ def probe_small(storage: Storage, key: str) -> Check:
     reads = [seconds(lambda: storage.read(key)) for _ in range(SMALL_TIMES)]
     write, read = statistics.median(writes), statistics.median(reads)
     said = f"write {write * 1000:.0f} ms, read {read * 1000:.0f} ms (medians of {SMALL_TIMES})"
-    if max(write, read) > MAX_LATENCY_S:
-        return Check("storage latency", Result.WARNING, said, "keep the bucket in the region of the nodes")
-    return Check("storage latency", Result.OK, said)
+    fix = "keep the bucket in the region of the nodes"
+    return _judged("storage latency", max(write, read) <= MAX_LATENCY_S, said, fix)
 
 
 def probe_large(storage: Storage, key: str) -> Check:
@@ -142,10 +144,8 @@ def probe_large(storage: Storage, key: str) -> Check:
         down.append(LARGE / 1e6 / seconds(lambda: storage.digest(key)))
     there, back = statistics.median(up), statistics.median(down)
     said = f"{there:.0f} MB/s there, {back:.0f} MB/s back (medians of {len(up)}, {LARGE / 1e6:.0f} MB each)"
-    if min(there, back) < MIN_MB_PER_S:
-        fix = "what counts is how it looks from the pods: --from-pods; there, choose a bucket that is nearer"
-        return Check("storage throughput", Result.WARNING, said, fix)
-    return Check("storage throughput", Result.OK, said)
+    fix = "what counts is how it looks from the pods: --from-pods; there, choose a bucket that is nearer"
+    return _judged("storage throughput", min(there, back) >= MIN_MB_PER_S, said, fix)
 
 
 def probe_clock(storage: Storage, key: str) -> Check:
@@ -156,36 +156,30 @@ def probe_clock(storage: Storage, key: str) -> Check:
     [entry] = storage.list(key)
     apart = min((entry.modified - moment for moment in (before, after)), key=abs)
     said = f"this clock and the storage's are {abs(apart):.0f} s apart"
-    if abs(apart) > MAX_SKEW_S:
-        return Check("clock", Result.WARNING, said, "set this machine's clock by NTP")
-    return Check("clock", Result.OK, said)
+    return _judged("clock", abs(apart) <= MAX_SKEW_S, said, "set this machine's clock by NTP")
 
 
 def probe_versions(bucket: Bucket) -> Check:
     """Whether deleted objects keep taking space."""
-    name, kept = "versions", bucket.keeps_versions()
-    if kept:
-        said = "the bucket keeps versions of what is deleted, and their space is paid"
-        return Check(name, Result.WARNING, said, bucket.VERSIONS_FIX)
-    return _known(name, kept, "the bucket keeps no versions of what is deleted", bucket.VERSIONS_RIGHT)
+    kept = bucket.keeps_versions()
+    if kept is None:
+        return _judged("versions", False, UNKNOWN, f"allow {bucket.VERSIONS_RIGHT}")
+    said = "versions of what is deleted, and their space is paid" if kept else "no versions of what is deleted"
+    return _judged("versions", not kept, f"the bucket keeps {said}", bucket.VERSIONS_FIX)
 
 
 def probe_unfinished(bucket: Bucket) -> Check:
     """Whether the bucket removes the uploads of killed writers."""
     name, dropped = "unfinished uploads", bucket.drops_unfinished()
-    if dropped is False:
-        fix = f"{bucket.UNFINISHED_FIX}; `sunspot checkpoints gc` and `sunspot delete` remove them too"
-        said = "no lifecycle rule removes uploads that killed processes left, and their space is paid"
-        return Check(name, Result.WARNING, said, fix)
-    return _known(name, dropped, "a lifecycle rule removes them", bucket.UNFINISHED_RIGHT)
+    if dropped is None:
+        return _judged(name, False, UNKNOWN, f"allow {bucket.UNFINISHED_RIGHT}")
+    paid = "no lifecycle rule removes uploads that killed processes left, and their space is paid"
+    fix = f"{bucket.UNFINISHED_FIX}; `sunspot checkpoints gc` and `sunspot delete` remove them too"
+    return _judged(name, dropped, "a lifecycle rule removes them" if dropped else paid, fix)
 
 
-def _known(name: str, known: bool | None, said: str, right: str) -> Check:
-    if known is None:
-        return Check(
-            name, Result.WARNING, "may not be looked up here, or the server does not know it", f"allow {right}"
-        )
-    return Check(name, Result.OK, said)
+def _judged(name: str, good: bool, seen: str, fix: str) -> Check:
+    return Check(name, Result.OK, seen) if good else Check(name, Result.WARNING, seen, fix)
 
 
 def seconds(act: Callable[[], object]) -> float:

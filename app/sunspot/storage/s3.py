@@ -195,14 +195,10 @@ class S3Storage(Bucket):
         return error.response["Error"]["Code"] if isinstance(error, ClientError) else type(error).__name__
 
     def _fix(self, code: str) -> str:
-        return _padded_credential() or super()._fix(code)
-
-
-def _padded_credential() -> str:
-    """The fix for a credential with white space around it; empty if there is none."""
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-    padded = next((name for name in names if (value := os.environ.get(name, "")) != value.strip()), "")
-    return padded and f"{padded} has white space around it, as from a Secret made with `echo`; `echo -n` leaves it away"
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+            if (value := os.environ.get(name, "")) != value.strip():
+                return f"{name} has white space around it, as from a Secret made with `echo`; `echo -n` leaves it away"
+        return super()._fix(code)
 
 
 def _prefix_of(rule: dict[str, Any]) -> str:
@@ -315,8 +311,7 @@ class MultipartUpload(PartUpload):
 
     def abort(self) -> None:
         wait([self._verifies])
-        with contextlib.suppress(Exception):  # if that fails too, the bucket's lifecycle rules have to free the space
-            self._client.abort_multipart_upload(**self._target, UploadId=self._id)
+        self._client.abort_multipart_upload(**self._target, UploadId=self._id)
 
 
 def as_base64(checksum: int) -> str:
