@@ -29,7 +29,7 @@ SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/ch
 
 REPEATED = {
     *("client", "completion", "failures", "images", "metrics", "mnist", "nodes", "output"),
-    *("render", "search", "settings", "shown", "train"),
+    *("render", "search", "settings", "train"),
 }
 """Names that two modules still have."""
 

@@ -115,7 +115,7 @@ def plot(results: Sequence[Result]) -> str:
         f"{r.name}: {r.reached} steps in {r.wall_s / 60:.1f} min." for r in drawn
     )
     label = "minutes since the first step; dotted: a loss (n: with notice)"
-    chart = Drawing(said, x, label, y, lines, (), marks).svg()
+    chart = Drawing(said, x, label, y, lines, marks=marks).svg()
     style = files("sunspot.report").joinpath("style.css").read_text()
     style += "svg:root { width: 720px; background: var(--paper); font-family: system-ui, sans-serif; }"
     added = [f"<style>{style}</style>"]

@@ -19,7 +19,7 @@ from sunspot.predict.shown import show, to_parts
 from sunspot.report import gather, render
 from sunspot.run import Run
 from sunspot.run.overview import read_state
-from sunspot.run.shown import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_exhibit, write_exhibit
+from sunspot.run.predictions import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_exhibit, write_exhibit
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.texts import SHOWN

@@ -19,7 +19,7 @@ from sunspot.predict.held_out import to_png
 from sunspot.ray_session import enter_folder, ray_session
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.shown import (
+from sunspot.run.predictions import (
     MAX_CHARACTERS,
     MAX_IMAGES,
     MAX_PARTS,

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple, TypeVar
+from itertools import groupby
+from typing import NamedTuple
 
 from sunspot.formatting import plural
 from sunspot.report.history import Series, can_draw
@@ -36,8 +37,6 @@ ALIKE = 1e-6
 MIN_DRAWN = 1e-100
 """The lowest number with a place on a logarithmic axis: logarithms of lower ones overflow floats."""
 
-Item = TypeVar("Item", "Point", "Range")
-
 
 class Point(NamedTuple):
     """A point of a line. Points of different groups are not joined."""
@@ -47,21 +46,8 @@ class Point(NamedTuple):
     group: int = 0
 
 
-class Range(NamedTuple):
-    """The band between two values at one x."""
-
-    x: float
-    low: float
-    high: float
-    group: int = 0
-
-
-@dataclass(frozen=True)
-class Band:
-    """A named sequence of ranges."""
-
-    name: str
-    ranges: Sequence[Range]
+Band = tuple[Sequence[Point], Sequence[Point]]
+"""The lowest and the highest points of a band."""
 
 
 @dataclass(frozen=True)
@@ -135,23 +121,22 @@ def points_of(across: XAxis, values: Sequence[float | None]) -> list[Point]:
 
 
 def chart(title: str, across: XAxis, y: Axis, lines: Sequence[Line], band: Band | None = None) -> Html:
-    """Return a figure: title and legend, then the drawing."""
+    """Return a figure: title and legend, then the drawing; `band` goes from the lowest rank to the highest."""
     name = f"{title} over {across.label.partition(',')[0]}"
     lines = [line for line in lines if line.points]
     if not lines:
         return element("figure", element("figcaption", f"{name}: nothing is recorded"))
     known = [(line.style, line.name) for line in lines]
-    band = band if band and band.ranges else None
-    known += [("band", band.name)] if band else []
+    known += [("band", "lowest to highest rank")] if band else []
     known += [("mark", "restart, and its attempt")] if across.marks else []
     said = [f"{name}; across: {across.label}.", *(_describe(line) for line in lines)]
     if band:
-        low, high = min(item.low for item in band.ranges), max(item.high for item in band.ranges)
-        said.append(f"{band.name.capitalize()}: {low:.4g} to {high:.4g}.")
+        low, high = min(point.y for point in band[0]), max(point.y for point in band[1])
+        said.append(f"Lowest to highest rank: {low:.4g} to {high:.4g}.")
     said += [f"{plural(len(across.marks), 'restart')}."] if across.marks else []
     places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
     x = linear_axis(places, from_zero=True, tight=True)
-    drawing = Drawing(" ".join(said), x, across.label, y, lines, band.ranges if band else (), across.marks)
+    drawing = Drawing(" ".join(said), x, across.label, y, lines, band, across.marks)
     return figure(name, known, drawing.svg())
 
 
@@ -184,7 +169,7 @@ class Drawing:
     x_label: str
     y: Axis
     lines: Sequence[Line]
-    band: Sequence[Range] = ()
+    band: Band | None = None
     marks: Sequence[tuple[float, str]] = ()
     "X positions with a short label."
 
@@ -192,11 +177,15 @@ class Drawing:
         """Return the SVG."""
         across, down = _scale(self.x, LEFT, WIDTH - RIGHT), _scale(self.y, HEIGHT - BOTTOM, TOP)
         parts = [*self._grid(across, down), *_marks([(across(place), label) for place, label in self.marks])]
+
+        def at(point: Point) -> str:
+            return f"{across(point.x):.1f} {down(point.y):.1f}"
+
         if self.band:
-            parts.append(f'<path class="band" d="{_area(thin_ranges(self.band), across, down)}"/>')
+            parts.append(f'<path class="band" d="{_area(self.band, at)}"/>')
         for line in self.lines:
             points = downsample(line.points)
-            parts.append(f'<path class="line {line.style}" d="{_path(points, across, down)}"/>')
+            parts.append(f'<path class="line {line.style}" d="{_path(points, at)}"/>')
             dotted = points if line.style == "b" and len(points) <= MAX_DOTS else _alone(points)
             parts += [
                 f'<circle class="dot {line.style}" cx="{across(p.x):.1f}" cy="{down(p.y):.1f}" r="2.6"/>'
@@ -298,36 +287,21 @@ def downsample(points: Sequence[Point]) -> list[Point]:
     """Return at most two points for each of BUCKETS sections of the x axis: the lowest and the highest."""
     if len(points) <= 2 * BUCKETS:
         return list(points)
+    low, high = _bounds(point.x for point in points)
+    width = (high - low) / BUCKETS or 1.0
+    buckets: dict[int, list[Point]] = {}
+    for point in points:
+        buckets.setdefault(min(BUCKETS - 1, int((point.x - low) / width)), []).append(point)
     chosen: list[Point] = []
-    for bucket in _buckets(points):
+    for _, bucket in sorted(buckets.items()):
         least, most = min(bucket, key=lambda p: p.y), max(bucket, key=lambda p: p.y)
         chosen += sorted({least, most}, key=lambda p: p.x)
     return chosen
 
 
-def thin_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """Return at most one range for each section of the x axis, from its lowest to its highest."""
-    if len(ranges) <= BUCKETS:
-        return list(ranges)
-    return [
-        Range(bucket[0].x, min(r.low for r in bucket), max(r.high for r in bucket), bucket[0].group)
-        for bucket in _buckets(ranges)
-    ]
-
-
-def _buckets(items: Sequence[Item]) -> list[list[Item]]:
-    low, high = _bounds(item.x for item in items)
-    width = (high - low) / BUCKETS or 1.0
-    found: dict[int, list[Item]] = {}
-    for item in items:
-        found.setdefault(min(BUCKETS - 1, int((item.x - low) / width)), []).append(item)
-    return [found[number] for number in sorted(found)]
-
-
-def _path(points: Sequence[Point], across: Callable[[float], float], down: Callable[[float], float]) -> str:
-    begun = [number == 0 or points[number - 1].group != point.group for number, point in enumerate(points)]
-    places = [f"{across(point.x):.1f} {down(point.y):.1f}" for point in points]
-    return "".join(f"{'M' if first else 'L'}{place}" for first, place in zip(begun, places, strict=True))
+def _path(points: Sequence[Point], at: Callable[[Point], str]) -> str:
+    """Return the path through these points, begun anew with each group; `at` places one."""
+    return "".join(f"M{'L'.join(map(at, group))}" for _, group in groupby(points, lambda point: point.group))
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
@@ -336,14 +310,12 @@ def _alone(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if sizes[point.group] == 1]
 
 
-def _area(ranges: Sequence[Range], across: Callable[[float], float], down: Callable[[float], float]) -> str:
-    groups: dict[int, list[Range]] = {}
-    for item in ranges:
-        groups.setdefault(item.group, []).append(item)
+def _area(band: Band, at: Callable[[Point], str]) -> str:
+    low, high = map(downsample, band)
     outlines = []
-    for members in groups.values():
-        there = [f"{across(r.x):.1f} {down(r.high):.1f}" for r in members]
-        back = [f"{across(r.x):.1f} {down(r.low):.1f}" for r in reversed(members)]
+    for group in dict.fromkeys(point.group for point in high):
+        there = [at(point) for point in high if point.group == group]
+        back = [at(point) for point in reversed(low) if point.group == group]
         outlines.append(f"M{'L'.join(there + back)}Z")
     return "".join(outlines)
 

@@ -21,26 +21,20 @@ def show(report: Report) -> Html:
         parts.append(paragraph("No checkpoint is there."))
     else:
         found = {name for kept in report.checkpoints if kept.checkpoint for name in kept.checkpoint.metrics}
-        names = sorted((name for name in found if _is_shown(name, metric)), key=results_first)[:MAX_RESULTS]
+        results = [name for name in found if name.endswith(("loss", "accuracy")) or name == metric]
+        names = sorted(results, key=results_first)[:MAX_RESULTS]
         rows = [_row(report, kept, names) for kept in reversed(report.checkpoints)]
         columns = ["step", "state", "which", "epoch", *names, "size", "committed (UTC)", "name"]
         parts.append(table("Checkpoints, the newest first", columns, rows))
     for why, number in report.checkpoints_left_out.items():
         parts.append(paragraph(f"Left out: {number:,} {why}.", kind="note"))
     best = "lowest" if order == "min" else "highest"
-    parts.append(
-        paragraph(
-            f"The {keep} with the {best} {metric} are kept, and the newest. A checkpoint is verified when every "
-            "file has the size and the SHA-256 that its manifest lists; one that storage has not seen written since "
-            "its commit is not read again.",
-            kind="note",
-        )
+    note = (
+        f"The {keep} with the {best} {metric} are kept, and the newest. A checkpoint is verified when every file has "
+        "the size and the SHA-256 that its manifest lists; one that storage has not seen written since its commit is "
+        "not read again."
     )
-    return join(parts)
-
-
-def _is_shown(name: str, metric: str) -> bool:
-    return name.endswith(("loss", "accuracy")) or name == metric
+    return join([*parts, paragraph(note, kind="note")])
 
 
 def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any]:

@@ -46,11 +46,8 @@ def text(value: Any) -> str:
 
 def element(name: str, content: Any, **attributes: Any) -> Html:
     """Return an element, its content escaped unless it is `Html`; `_` stands for `-` in names of attributes."""
-    words = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    words = "".join(f' {key}="{text(value)}"' for key, value in given.items())
     return Html(f"<{name}{words}>{text(content)}</{name}>")
 
 
@@ -67,23 +64,18 @@ def paragraph(*parts: Any, kind: str | None = None) -> Html:
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
     """Return a table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown."""
     numeric = [any(isinstance(row[place], (int, float, Number)) for row in rows) for place in range(len(columns))]
+    kinds = ["number" if number else None for number in numeric]
 
-    def cell(place: int, value: Any) -> str:
-        kind = "number" if numeric[place] else None
-        value = "—" if value is None else value
+    def cell(place: int, value: Any) -> Html:
+        shown = "—" if value is None else value
         if place == 0:
-            return element("th", value, scope="row", class_=kind)
-        return element("td", value, class_=kind)
+            return element("th", shown, scope="row", class_=kinds[place])
+        return element("td", shown, class_=kinds[place])
 
-    heads = join(
-        # A name of a metric may break where it has no space.
-        element("th", Html(text(name).replace("_", "_<wbr>")), scope="col", class_="number" if numeric[place] else None)
-        for place, name in enumerate(columns)
-    )
-    body = join(element("tr", join(Html(cell(place, value)) for place, value in enumerate(row))) for row in rows)
-    whole = join(
-        [titled(caption), element("thead", element("tr", heads)), element("tbody", body)],
-    )
+    names = [Html(text(name).replace("_", "_<wbr>")) for name in columns]  # a metric's may break there
+    heads = join(element("th", name, scope="col", class_=kind) for name, kind in zip(names, kinds, strict=True))
+    body = join(element("tr", join(cell(place, value) for place, value in enumerate(row))) for row in rows)
+    whole = join([titled(caption), element("thead", element("tr", heads)), element("tbody", body)])
     return scrolled(caption, element("table", whole))
 
 
@@ -145,13 +137,8 @@ def size(number: float) -> Number:
     return Number(as_bytes(number, ("kB", "MB", "GB", "TB")), number)
 
 
-def moment(seconds: float | None) -> Any:
+def moment(seconds: float) -> Html:
     """Return seconds since the epoch as a date in UTC."""
-    if seconds is None or not math.isfinite(seconds):
-        return None
-    try:
-        parts = time.gmtime(seconds)
-    except (OverflowError, ValueError, OSError):
-        return str(seconds)
+    parts = time.gmtime(seconds)
     shown, machine = time.strftime("%Y-%m-%d %H:%M:%S", parts), time.strftime("%Y-%m-%dT%H:%M:%SZ", parts)
     return Html(f'<time datetime="{machine}">{shown}</time>')

@@ -29,10 +29,8 @@ def show(report: Report) -> Html:
     if report.goodput is None:
         parts.append(paragraph("Goodput is not known: no receipt is recorded.", kind="note"))
     else:
-        useful = join(
-            ["Goodput ", percent(report.goodput, 1), ": the share of all worker-seconds that counts for the result."]
-        )
-        parts.append(paragraph(useful))
+        share = percent(report.goodput, 1)
+        parts.append(paragraph("Goodput ", share, ": the share of all worker-seconds that counts for the result."))
     parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in report.gaps[:MAX_ROWS]]
     receipts = {receipt.attempt: receipt for receipt in report.receipts}
     shown = report.attempts[-MAX_ROWS:]
@@ -51,8 +49,8 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
         why = "no receipt, though it took steps" if stepped else "no receipt: it took no step"
         tier, world = attempt.metadata.tier or None, attempt.metadata.world_size or None
         return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None]
-    label = f"incident: {receipt.cause}" if receipt.cause.incident else str(receipt.cause)
-    label = "first start" if receipt.cause is Cause.BEGIN else label
+    label = "first start" if receipt.cause is Cause.BEGIN else str(receipt.cause)
+    label = f"incident: {label}" if receipt.cause.incident else label
     detail = f" ({receipt.detail})" if receipt.detail else ""
     safe = None
     if receipt.committed is not None and receipt.noticed is not None:
@@ -105,21 +103,11 @@ def _events(report: Report) -> Html:
     of = f", the newest {len(shown)} of {len(events):,}" if len(shown) < len(events) else ""
     rows = [
         [
-            moment(_as_float(event.get("time"))) or "",
-            event.get("event"),
-            _as_words(event.get("attempt")),
-            _as_words(event.get("step")),
-            _as_words(event.get("rank")),
-            _wide(_as_words(event.get("detail"))),
+            moment(event["time"]),
+            event["event"],
+            *("" if event.get(name) is None else str(event[name]) for name in ("attempt", "step", "rank")),
+            _wide(event.get("detail", "")),
         ]
         for event in shown
     ]
     return table(f"Other events{of}", ["time (UTC)", "event", "attempt", "step", "rank", "detail"], rows)
-
-
-def _as_float(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _as_words(value: Any) -> str:
-    return "" if value is None else str(value)

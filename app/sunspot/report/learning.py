@@ -1,7 +1,5 @@
 """The learning curves, over steps and over the wall clock, and the numbers behind them."""
 
-from collections.abc import Iterator
-
 from sunspot.formatting import plural
 from sunspot.report.charts import (
     BUCKETS,
@@ -39,13 +37,8 @@ def show(report: Report) -> Html:
     if not bases:
         parts.append(paragraph("The records have no loss, no accuracy and nothing of held-out rows."))
     if len(bases) > MAX_CURVES:
-        parts.append(
-            paragraph(
-                f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ",
-                element("code", f"sunspot metrics {report.run.name}"),
-                " has them.",
-            )
-        )
+        command = element("code", f"sunspot metrics {report.run.name}")
+        parts.append(paragraph(f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ", command, " has them."))
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
         parts.append(paragraph("Nothing was evaluated on held-out rows so far.", kind="note"))
     if len(history) > 2 * BUCKETS:
@@ -71,7 +64,7 @@ def _curves(report: Report, base: str) -> Html:
     }
     finite = [v for column in values.values() for v in column if v is not None and can_draw(v)]
     title = base.replace("_", " ").capitalize()
-    broken = [line for name in values for line in _not_finite(report, name)]
+    broken = [_not_finite(name, *history.undrawable[name]) for name in values if name in history.undrawable]
     if not finite:
         return join([paragraph(f"{title}: no number can be drawn."), *broken])
     log = base.endswith("loss") and min(finite) >= MIN_DRAWN and max(finite) / min(finite) >= LOG_FROM
@@ -79,21 +72,14 @@ def _curves(report: Report, base: str) -> Html:
     unit = " in %" if factor == 100.0 else " on a logarithmic axis" if log else ""
     charts = []
     for across in (over_steps(report), over_time(report, history.series)):
-        lines = [
-            Line(name, points_of(across, values[metric]), style) for name, metric, style in rows if metric in values
-        ]
+        lines = [Line(name, points_of(across, values[each]), style) for name, each, style in rows if each in values]
         charts.append(chart(f"{title}{unit}", across, y, lines))
     return join([element("div", join(charts), class_="charts"), *broken])
 
 
-def _not_finite(report: Report, name: str) -> Iterator[Html]:
-    if name in report.history.undrawable:
-        times, first = report.history.undrawable[name]
-        yield paragraph(
-            f"{name} was no number that can be drawn (NaN, infinite or huge) in {plural(times, 'record')}, "
-            f"first at step {first}.",
-            kind="trouble",
-        )
+def _not_finite(name: str, times: int, first: int) -> Html:
+    said = f"{name} was no number that can be drawn (NaN, infinite or huge) in {plural(times, 'record')}"
+    return paragraph(f"{said}, first at step {first}.", kind="trouble")
 
 
 def _numbers(report: Report) -> Html:
@@ -111,15 +97,10 @@ def _numbers(report: Report) -> Html:
     if len(lines) > MAX_NUMBERS:
         shown = [lines[round(n * (len(lines) - 1) / (MAX_NUMBERS - 1))] for n in range(MAX_NUMBERS)]
     begun = report.begun
-    rows = [
-        [
-            Number(str(step), step),
-            epoch,
-            duration(time - begun) if time is not None and begun is not None else None,
-            *map(result, names, values),
-        ]
-        for step, epoch, time, values in shown
-    ]
+    rows = []
+    for step, epoch, time, values in shown:
+        passed = duration(time - begun) if time is not None and begun is not None else None
+        rows.append([Number(str(step), step), epoch, passed, *map(result, names, values)])
     of = f", {len(shown)} of {total:,}" if len(shown) < total else ""
     what = "Results where held-out rows were evaluated" if held_out else "Results"
     numbers = table(f"{what}{of}", ["step", "epoch", "time", *names], rows)

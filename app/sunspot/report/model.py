@@ -24,8 +24,7 @@ from sunspot.run.history import each_rank_record, each_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
-from sunspot.run.predictions import Predictions, load_predictions
-from sunspot.run.shown import TaskExhibit, load_exhibit
+from sunspot.run.predictions import Predictions, TaskExhibit, load_exhibit, load_predictions
 from sunspot.run.status import RunState, load_newest_status
 
 MAX_CHECKPOINTS = 50
@@ -73,7 +72,7 @@ class Report(RunView):
         """All events but the receipts, by time."""
         receipts = {(receipt.attempt, receipt.first_step) for receipt in self.receipts}
         others = [event for event in self.events if (event.get("attempt"), event.get("first_step")) not in receipts]
-        return sorted(others, key=lambda event: float(event.get("time") or 0))
+        return sorted(others, key=lambda event: event["time"])
 
     @property
     def seconds(self) -> float | None:

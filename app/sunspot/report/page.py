@@ -23,11 +23,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Report], Html]]] = {
 }
 """By anchor: heading and content, in the order of the page."""
 
-STATES = {
-    RunState.SUCCEEDED: ("✓", "good"),
-    RunState.FAILED: ("✗", "bad"),
-    RunState.LOST: ("✗", "bad"),
-}
+STATES = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
 """A sign and a colour beside the state."""
 
 
@@ -37,18 +33,10 @@ def render(report: Report) -> bytes:
     anchors = SECTIONS if report.attempts or report.troubles else ["incidents"]
     shown = [(anchor, *SECTIONS[anchor]) for anchor in anchors]
     contents = element("ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, name, _ in shown))
-    sections = [
-        element("section", join([element("h2", name), make(report)]), id=anchor) for anchor, name, make in shown
-    ]
-    body = join(
-        [
-            _header(report),
-            element("nav", contents, aria_label="Contents"),
-            element("main", join(sections)),
-            footer(report.run.location, report.time),
-        ]
-    )
-    return whole_page(f"{report.run.name}: {report.state}", body)
+    sections = [element("section", join([element("h2", name), of(report)]), id=anchor) for anchor, name, of in shown]
+    nav = element("nav", contents, aria_label="Contents")
+    body = [_header(report), nav, element("main", join(sections)), footer(report.run.location, report.time)]
+    return whole_page(f"{report.run.name}: {report.state}", join(body))
 
 
 def whole_page(title: str, body: Html) -> bytes:
@@ -76,9 +64,7 @@ def _header(report: Report) -> Html:
 
 def _summary(report: Report) -> Html:
     """Return a line: state, accuracy, steps, time, goodput, incidents."""
-    sign, colour = STATES.get(report.state, ("", ""))
-    word = str(report.state).capitalize()
-    state = element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
+    state = in_colour(report.state, str(report.state).capitalize())
     facts: list[Any] = []
     name = _headline(report)
     if name and (found := report.result(name)):
@@ -89,6 +75,12 @@ def _summary(report: Report) -> Html:
     facts.append(join(["goodput ", percent(report.goodput, 0)]) if report.goodput is not None else "goodput not known")
     facts.append(plural(len(report.incidents), "incident") if report.incidents else "no incidents")
     return paragraph(state, ": ", join(facts, ", "), ".", kind="lead")
+
+
+def in_colour(state: RunState, word: str) -> Html:
+    """Return a word for a state with its sign, in its colour."""
+    sign, colour = STATES.get(state, ("", ""))
+    return element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
 
 
 def _headline(report: Report) -> str | None:

@@ -1,12 +1,23 @@
-"""The model's predictions of held-out rows, mistakes first."""
+"""The model's predictions of held-out rows, mistakes first, and what the task shows of the model."""
 
 from collections.abc import Iterator, Sequence
 
 from sunspot.formatting import plural
-from sunspot.report import shown
-from sunspot.report.html import Html, element, join, paragraph, percent, picture, scrolled, table, titled, whole
+from sunspot.report.html import (
+    Html,
+    element,
+    join,
+    paragraph,
+    percent,
+    picture,
+    result,
+    scrolled,
+    table,
+    titled,
+    whole,
+)
 from sunspot.report.model import Report
-from sunspot.run.predictions import Example, Predictions
+from sunspot.run.predictions import Example, Exhibit, Predictions
 from sunspot.settings import PREFIX
 
 MAX_CLASSES = 20
@@ -24,18 +35,15 @@ def show(report: Report) -> Html:
     """Show mistakes, the confusion matrix, right predictions, sample rows, and what the task itself shows."""
     found = report.predictions
     if found is None:
-        return shown.show(report) or paragraph(
+        return _exhibits(report) or paragraph(
             "No predictions are stored. The training program stores them when a run has finished, unless "
             f"{PREFIX}PREDICT_ROWS is 0 or the task does not say how to predict."
         )
     right = sum(found.confusion[label][label] for label in range(found.classes))
     wrong = found.rows - right
-    parts = [
-        paragraph(
-            *("Of ", whole(found.rows), " held-out rows, ", element("code", found.checkpoint), " predicts "),
-            *(whole(right), " right and ", whole(wrong), " wrong: accuracy ", percent(found.accuracy), "."),
-        )
-    ]
+    of = ["Of ", whole(found.rows), " held-out rows, ", element("code", found.checkpoint), " predicts "]
+    counts = [whole(right), " right and ", whole(wrong), " wrong: accuracy ", percent(found.accuracy), "."]
+    parts = [paragraph(*of, *counts)]
     if report.checkpoint and found.checkpoint != report.checkpoint.name:
         parts.append(paragraph(f"The run has gone on since: its newest checkpoint is {report.checkpoint.name}."))
     most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
@@ -50,11 +58,11 @@ def show(report: Report) -> Html:
     ]
     has_images = found.mistakes or found.right or found.samples
     parts += [shows[0], _confusion(found), *shows[1:]] if has_images else [_confusion(found)]
-    kept, fitting = ([*found.mistakes, *found.right, *found.samples], [*mistakes, *rights, *samples])
-    if len(fitting) < len(kept):
-        left_out = plural(len(kept) - len(fitting), "image")
-        parts.append(paragraph(f"Left out: {left_out}, no PNG or too large for this page.", kind="trouble"))
-    return join([*parts, shown.show(report)])
+    left_out = len(found.mistakes + found.right + found.samples) - len(mistakes + rights + samples)
+    if left_out:
+        said = f"Left out: {plural(left_out, 'image')}, no PNG or too large for this page."
+        parts.append(paragraph(said, kind="trouble"))
+    return join([*parts, _exhibits(report)])
 
 
 def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
@@ -107,11 +115,8 @@ def _pairs(found: Predictions) -> Html:
     ]
     most = sorted(pairs, key=lambda pair: (-pair[0], *pair[1:]))[:MAX_PAIRS]
     caption = f"The pairs that are confused most often, {len(most)} of {len(pairs):,}; {found.classes} classes"
-    return table(
-        caption,
-        ["label", "predicted", "rows"],
-        [[found.name(label), found.name(said), whole(n)] for n, label, said in most],
-    )
+    rows = [[found.name(label), found.name(said), whole(times)] for times, label, said in most]
+    return table(caption, ["label", "predicted", "rows"], rows)
 
 
 def _row(found: Predictions, label: int) -> Iterator[Html]:
@@ -127,3 +132,26 @@ def _cell(number: int, of: int, right: bool) -> Html:
         return element("td", "0", class_="none")
     share = 0.1 + 0.35 * (number / of if right else min(1.0, 10 * number / of))
     return element("td", number, class_="right" if right else "wrong", style=f"--share:{share:.2f}")
+
+
+def _exhibits(report: Report) -> Html:
+    """Return what the task shows, in its order; empty when it shows nothing."""
+    found = report.shown
+    if not found:
+        return Html("")
+    gone_on = report.checkpoint and found.checkpoint != report.checkpoint.name
+    older = [paragraph("The task has shown this of ", element("code", found.checkpoint), ".")] if gone_on else []
+    return join([*older, *(_exhibit(part) for part in found.parts)])
+
+
+def _exhibit(part: Exhibit) -> Html:
+    if part.images:
+        titles = [f"{part.title}: image {number}" for number in range(1, len(part.images) + 1)]
+        items = join(element("li", picture(*image)) for image in zip(part.images, titles, strict=True))
+        return join([element("h3", part.title), element("ul", items, class_="examples")])
+    if not part.columns:
+        return join([element("h3", part.title), element("pre", part.text)])
+    # A damaged file may have rows of any length.
+    rows = [row for row in part.rows if len(row) == len(part.columns)]
+    cells = [[result(name, cell) for name, cell in zip(part.columns, row, strict=True)] for row in rows]
+    return table(part.title, part.columns, cells)

@@ -10,7 +10,7 @@ from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure,
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
 from sunspot.report.model import gather
-from sunspot.report.page import STATES, footer, render, whole_page
+from sunspot.report.page import footer, in_colour, render, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.history import each_record
@@ -47,18 +47,10 @@ def gather_search(run: Run) -> tuple[Run, Results, Curves]:
 def render_search(run: Run, results: Results, curves: Curves, link: str = "") -> bytes:
     """Return the page, in UTF-8; `link`, with {} for the run of a trial, leads from it to that one's report."""
     parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
-    body = join(
-        [
-            element(
-                "header", join([paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)])
-            ),
-            element(
-                "main", join(element("section", join([element("h2", name), part])) for name, part in parts.items())
-            ),
-            footer(run.location, results.time),
-        ]
-    )
-    return whole_page(f"{run.name}: search", body)
+    header = [paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)]
+    main = [element("section", join([element("h2", name), part])) for name, part in parts.items()]
+    body = [element("header", join(header)), element("main", join(main)), footer(run.location, results.time)]
+    return whole_page(f"{run.name}: search", join(body))
 
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
@@ -77,14 +69,10 @@ def _lead(results: Results) -> Html:
     said: list[Any] = [f"{plural(len(results.trials), 'trial')}: {states}."]
     best = next((trial for trial in results.trials if trial.run == results.promoted), None)
     if best:
-        goal = "lowest" if results.order == "min" else "highest"
-        said += [
-            " Best: ",
-            element("strong", best.run),
-            f", {goal} {results.metric} ",
-            result(results.metric, best.best),
-        ]
-        said += [" with ", ", ".join(f"{name} {_shown(value)}" for name, value in best.settings.items()), "."]
+        goal = f"{'lowest' if results.order == 'min' else 'highest'} {results.metric}"
+        values = ", ".join(f"{name} {_shown(value)}" for name, value in best.settings.items())
+        said += [" Best: ", element("strong", best.run), f", {goal} ", result(results.metric, best.best)]
+        said.append(f" with {values}.")
     else:
         said.append(" No checkpoint is promoted.")
     return paragraph(*said, kind="lead")
@@ -93,14 +81,12 @@ def _lead(results: Results) -> Html:
 def _trials(results: Results, link: str) -> Html:
     rows = []
     for trial in results.ranking:
-        sign, colour = STATES.get(trial.state, ("", ""))
-        state = element("span", f"{sign} {trial.state}".strip(), class_=f"state {colour}".strip())
         run = element("a", trial.run, href=link.format(trial.run)) if link else trial.run
         run = element("strong", join([run, " (best)"])) if trial.run == results.promoted else run
         steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else whole(trial.step)
         values = [Number(_shown(v), v) if isinstance(v, float) else v for v in map(trial.settings.get, results.space)]
         why = element("span", trial.reason, class_="wide") if trial.reason else None
-        rows.append([run, state, steps, result(results.metric, trial.best), *values, why])
+        rows.append([run, in_colour(trial.state, trial.state), steps, result(results.metric, trial.best), *values, why])
     columns = ["trial", "state", "steps", f"best {results.metric}", *results.space, "why"]
     space = element("ul", join(element("li", element("code", f"{n}={text}")) for n, text in results.space.items()))
     return join([table("Trials, the best first", columns, rows), element("h3", "Search space"), space])
@@ -109,11 +95,9 @@ def _trials(results: Results, link: str) -> Html:
 def _charts(results: Results, curves: Curves) -> Html:
     """Return the metric of each trial over its steps, and its best over each setting."""
     measured = [trial for trial in results.trials if can_draw(trial.best)]
-    figures = [_learning(results, curves)]
-    if measured:
-        y = linear_axis([float(trial.best or 0.0) for trial in measured])
-        figures += [_scatter(results, name, measured, y) for name in results.space]
-    return element("div", join(figures), class_="charts")
+    y = linear_axis(float(trial.best or 0.0) for trial in measured)
+    scattered = [_scatter(results, name, measured, y) for name in results.space if measured]
+    return element("div", join([_learning(results, curves), *scattered]), class_="charts")
 
 
 def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> Html:
@@ -134,11 +118,7 @@ def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> H
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
     """Return the axis of a dimension, and the position of each value: numbers by size, others side by side."""
-    numbers = [
-        float(value)
-        for value in values
-        if isinstance(value, int | float) and not isinstance(value, bool) and can_draw(value)
-    ]
+    numbers = [float(value) for value in values if type(value) in (int, float) and can_draw(value)]
     if len(numbers) == len(values) and not expression.startswith("choice"):
         log = expression.startswith("loguniform") and min(numbers) >= MIN_DRAWN
         return (log_axis(numbers) if log else linear_axis(numbers)), numbers

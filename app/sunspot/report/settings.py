@@ -24,10 +24,8 @@ def _settings(report: Report) -> Html:
         return paragraph("No settings are recorded yet.")
     number, values = recorded[-1]
     defaults = Settings.model_construct().environment()
-    rows = [
-        [name.removeprefix(PREFIX), _code(value), _default(name, value, defaults)]
-        for name, value in sorted(values.items())
-    ]
+    known = sorted(values.items())
+    rows = [[name.removeprefix(PREFIX), _code(value), _default(name, value, defaults)] for name, value in known]
     caption = f"Settings of attempt {number}, without their prefix {PREFIX}"
     return join([table(caption, ["setting", "value", "default"], rows), _changes("settings", recorded)])
 
@@ -36,12 +34,8 @@ def _data(report: Report) -> Html:
     if not report.identity or not report.identity.rows:
         return paragraph("Nothing is recorded of the data yet.")
     rows = report.identity.rows
-    facts: list[list[Any]] = [
-        ["training rows", rows.rows],
-        ["steps of an epoch", rows.steps_per_epoch],
-        ["fingerprint", _code(rows.data)],
-    ]
-    return table("Data", ["what", "is"], facts)
+    counts = [["training rows", rows.rows], ["steps of an epoch", rows.steps_per_epoch]]
+    return table("Data", ["what", "is"], [*counts, ["fingerprint", _code(rows.data)]])
 
 
 def _versions(report: Report) -> Html:
@@ -89,6 +83,5 @@ def _changes(what: str, recorded: list[tuple[int, dict[str, str]]]) -> Html:
         return paragraph(f"Every attempt has had the same {what}.", kind="note") if len(recorded) > 1 else Html("")
     shown = lines[-MAX_CHANGES:]
     of = f", the newest {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
-    return join(
-        [element("h3", f"Changes of the {what}{of}"), element("ul", join(element("li", line) for line in shown))]
-    )
+    items = element("ul", join(element("li", line) for line in shown))
+    return join([element("h3", f"Changes of the {what}{of}"), items])

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from sunspot.report.charts import Band, Line, Point, Range, chart, linear_axis, over_time, points_of
+from sunspot.report.charts import Line, Point, chart, linear_axis, over_time, points_of
 from sunspot.report.history import RankTotal
 from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
 from sunspot.report.model import Report
@@ -19,27 +19,16 @@ def show(report: Report) -> Html:
         return paragraph("No numbers of single ranks are recorded.")
     across = over_time(report, history.series)
     throughput = points_of(across, history.series.column("rows_per_s"))
+    y = linear_axis((point.y for point in throughput), from_zero=True)
     charts = [
-        chart(
-            "Rows per second, all ranks,",
-            across,
-            linear_axis((point.y for point in throughput), from_zero=True),
-            [Line("all ranks", throughput)],
-        ),
+        chart("Rows per second, all ranks,", across, y, [Line("all ranks", throughput)]),
         _spread("Rows per second of one rank", report, "rows_per_s"),
         _spread("Seconds of a step on one rank", report, "step_time"),
     ]
-    return join(
-        [
-            element("div", join(charts), class_="charts"),
-            _ranks(report),
-            paragraph(
-                "In every step all ranks wait for the slowest, so one that lags slows all of them down. ",
-                *(element("code", f"sunspot doctor {report.run.name}"), " looks for it."),
-                kind="note",
-            ),
-        ]
-    )
+    lag = "In every step all ranks wait for the slowest, so one that lags slows all of them down. "
+    doctor = element("code", f"sunspot doctor {report.run.name}")
+    note = paragraph(lag, doctor, " looks for it.", kind="note")
+    return join([element("div", join(charts), class_="charts"), _ranks(report), note])
 
 
 def _spread(title: str, report: Report, name: str) -> Html:
@@ -51,10 +40,9 @@ def _spread(title: str, report: Report, name: str) -> Html:
         for x, *values, group in zip(across.places, *columns, across.groups, strict=True)
         if x is not None and None not in values
     ]
-    band = [Range(x, low, high, group) for x, low, _, high, group in known]
-    mean = [Point(x, value, group) for x, _, value, _, group in known]
-    y = linear_axis((edge for item in band for edge in (item.low, item.high)), from_zero=True)
-    return chart(title, across, y, [Line("mean of the ranks", mean)], Band("lowest to highest rank", band))
+    low, mean, high = ([Point(x, values[at], group) for x, *values, group in known] for at in range(3))
+    y = linear_axis((point.y for point in low + high), from_zero=True)
+    return chart(title, across, y, [Line("mean of the ranks", mean)], (low, high))
 
 
 def _ranks(report: Report) -> Html:

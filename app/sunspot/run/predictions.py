@@ -1,29 +1,31 @@
-"""The predictions of held-out rows that the report shows: `predictions.json`."""
+"""What the report shows of a finished run's model: its predictions of held-out rows, and what the task shows of it."""
 
-import base64
-from dataclasses import asdict, dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from sunspot.errors import DamageError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, read, read_if_usable
+from sunspot.run.objects import CheckpointName, Count, Measure, adapter, read, read_if_usable
 
-FILE = "predictions.json"
-
-EXAMPLES = ("mistakes", "right", "samples")
+FILE, EXHIBIT_FILE = "predictions.json", "shown.json"
 
 MAX_MISTAKES, MAX_RIGHT, MAX_SAMPLES = 48, 24, 24
-"""Images kept of each kind; with them the report stays far below 2 MB."""
+"""Images kept of each kind of prediction; with them the report stays far below 2 MB."""
 
 MAX_PIXELS = 64
 """Largest width and height of a kept image: enough to see what it shows."""
+
+MAX_PARTS, MAX_ROWS, MAX_CHARACTERS, MAX_IMAGES = 20, 50, 2000, 48
+"""Of what a task shows: parts, rows of a table, characters of a text or a cell, and all images."""
+
+AS_BASE64 = {"val_json_bytes": "base64", "ser_json_bytes": "base64"}
 
 
 @dataclass(frozen=True)
 class Example:
     """One row and, unless it is a sample, its prediction."""
 
-    __pydantic_config__: ClassVar = {"val_json_bytes": "base64"}
+    __pydantic_config__: ClassVar = AS_BASE64
 
     row: Count
     "The row's id in its source."
@@ -62,13 +64,42 @@ class Predictions:
         return self.names[label] if label < len(self.names) else str(label)
 
 
+@dataclass(frozen=True)
+class Exhibit:
+    """A text, a table, or images."""
+
+    __pydantic_config__: ClassVar = AS_BASE64
+
+    title: str
+    text: str = ""
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[str | Measure | None]] = field(default_factory=list)
+    "Cells, one for each column."
+    images: list[bytes] = field(default_factory=list)
+    "PNGs."
+
+
+@dataclass(frozen=True)
+class TaskExhibit:
+    """What the task showed of a checkpoint's model."""
+
+    checkpoint: CheckpointName
+    step: Count
+    parts: list[Exhibit]
+
+
 def write_predictions(run: Run, predictions: Predictions) -> None:
     """Replace the run's predictions. Raises `StorageError`."""
-    record = asdict(predictions)
-    for kind in EXAMPLES:
-        for example in record[kind]:
-            example["image"] = base64.b64encode(example["image"]).decode()
-    run.storage.write(run.key(FILE), to_json(record))
+    _write(run, FILE, predictions)
+
+
+def write_exhibit(run: Run, shown: TaskExhibit) -> None:
+    """Replace what the task shows. Raises `StorageError`."""
+    _write(run, EXHIBIT_FILE, shown)
+
+
+def _write(run: Run, file: str, value: Any) -> None:
+    run.storage.write(run.key(file), to_json(adapter(type(value)).dump_python(value, mode="json", warnings=False)))
 
 
 def read_predictions(run: Run) -> Predictions | None:
@@ -83,3 +114,13 @@ def load_predictions(run: Run) -> Predictions:
         place = run.storage.locate(run.key(FILE))
         raise DamageError(f"{place} cannot be used: the confusion matrix is none of {found.classes} classes")
     return found
+
+
+def read_exhibit(run: Run) -> TaskExhibit | None:
+    """Return what the task shows; None without it, or when it is damaged. Raises `StorageError`."""
+    return read_if_usable(lambda: load_exhibit(run))
+
+
+def load_exhibit(run: Run) -> TaskExhibit:
+    """Return what the task shows; raises `NotFoundError`, `DamageError` or `StorageError`."""
+    return read(run, TaskExhibit, EXHIBIT_FILE)
