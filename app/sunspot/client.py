@@ -12,7 +12,7 @@ from sunspot.extras import how_to_install
 from sunspot.report.page import POLICY
 from sunspot.report.search import render_stored
 from sunspot.run import Run as StoredRun
-from sunspot.run.events import read_events
+from sunspot.run.history import read_events
 from sunspot.run.logs import read_stream
 from sunspot.settings import load_settings, setting_text, with_place
 from sunspot.submitter.checkpoint_list import list_checkpoints

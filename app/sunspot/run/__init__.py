@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from sunspot.storage import open_storage
-from sunspot.storage.base import Storage
+from sunspot.storage.base import Entry, Storage
 
 __all__ = ["Run", "open_run"]
 
@@ -62,6 +62,11 @@ class Run:
     def key(self, *parts: str) -> str:
         """Return the storage key of something in this run."""
         return "/".join((self.name, *parts))
+
+    def entries(self, folder: str) -> list[tuple[str, Entry]]:
+        """Return all objects in a folder of this run, by their keys below it."""
+        begin = len(self.key(folder, ""))
+        return [(entry.key[begin:], entry) for entry in self.storage.list(self.key(folder))]
 
     @property
     def location(self) -> str:

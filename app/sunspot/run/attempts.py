@@ -24,11 +24,20 @@ from typing import Annotated, NamedTuple
 from annotated_types import Predicate
 
 from sunspot.background import map_parallel
-from sunspot.errors import ConflictError, DamageError, NotFoundError, SupersededError, by_name
+from sunspot.errors import ConflictError, DamageError, SupersededError, by_name
 from sunspot.formatting import as_time
 from sunspot.run import Run
 from sunspot.run.claimant import Claimant
-from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Workers, read_verified, with_checksum
+from sunspot.run.objects import (
+    MAX_NUMBER,
+    CheckpointName,
+    Count,
+    Moment,
+    Workers,
+    read_if_there,
+    read_verified,
+    with_checksum,
+)
 from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.submissions import owner_of
 
@@ -304,10 +313,7 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
     run.storage.refresh(run.key("attempts"))
     if run.storage.exists(_key(run, attempt.number + 1)) and (attempts := read_attempts(run)):
         raise _superseded(attempts[-1])  # or else it has just been deleted
-    try:
-        claimed = _read_attempt(run, f"{attempt.number:04d}.json")
-    except NotFoundError:
-        claimed = None
+    claimed = read_if_there(lambda: _read_attempt(run, f"{attempt.number:04d}.json"))
     if not claimed or claimed.nonce != attempt.nonce:
         raise SupersededError(
             f"{run.location} was deleted while attempt {attempt.number} trained; this process has ended"
@@ -331,11 +337,8 @@ class Ended:
 
 def read_error(run: Run, attempt: int) -> Exception | None:
     """Return the error recorded for an attempt, as an exception of its class; raises `DamageError`."""
-    try:
-        ended = read_verified(run, Ended, "attempts", f"{attempt:04d}-error.json")
-    except NotFoundError:
-        return None
-    return by_name(ended.type)(ended.message)
+    ended = read_if_there(lambda: read_verified(run, Ended, "attempts", f"{attempt:04d}-error.json"))
+    return by_name(ended.type)(ended.message) if ended else None
 
 
 def _superseded(newest: Attempt) -> SupersededError:
@@ -356,8 +359,7 @@ def _start_file(attempt: Attempt) -> str:
 
 def _list_files(run: Run) -> dict[str, str]:
     """Return the files of `attempts/`, and the version of each."""
-    folder = run.key("attempts")
-    return {entry.key.removeprefix(folder + "/"): entry.version for entry in run.storage.list(folder)}
+    return {file: entry.version for file, entry in run.entries("attempts")}
 
 
 def newest_number(run: Run) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sunspot.errors import DamageError, shorten
 from sunspot.run import Run
 from sunspot.run.attempts import Span
-from sunspot.run.streams import Segment, StreamWriter, read_segments, tidy, without_parts
+from sunspot.run.streams import Segment, StreamWriter, list_all, read_segments, tidy, without_parts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -59,7 +59,7 @@ def tidy_audit(run: Run, before: int) -> None:
         _parse(run, segment, content)  # or what is damaged would get a digest of its own
         return content
 
-    older = [segment for segment in _list(run) if segment.attempt < before]
+    older = [segment for segment in list_all(run.storage, run.key(FOLDER), NAME) if segment.attempt < before]
     tidy(run.storage, older, lambda *segment: _key(run, *segment), _join, read)
 
 
@@ -69,16 +69,23 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
     Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
     may repeat the start of the file before, when storage reported a write as failed that it had taken.
     """
+    import pyarrow.compute as pc
+
     bounds = {span.label: (span.after, span.upto) for span in spans}
 
     def find() -> list[Segment]:
-        return [segment for segment in without_parts(_list(run)) if _counted(segment, bounds)]
+        segments = without_parts(list_all(run.storage, run.key(FOLDER), NAME))
+        return [segment for segment in segments if _counted(segment, bounds)]
 
     tables = []
     for segment, content, _ in read_segments(run.storage, run.key(FOLDER), find):
         if counted := _counted(segment, bounds):
-            tables.append(_steps(_parse(run, segment, content), segment, *counted))
-            bounds[segment.stream] = (counted[1], bounds[segment.stream][1])
+            table = _parse(run, segment, content)
+            first, last = counted
+            if counted != (segment.first, segment.last):
+                table = table.filter((pc.field("step") >= first) & (pc.field("step") <= last))
+            tables.append(table)
+            bounds[segment.stream] = (last, bounds[segment.stream][1])
     return tables
 
 
@@ -92,24 +99,6 @@ def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> 
     after, upto = bounds[segment.stream]
     first, last = max(segment.first, after + 1), segment.last if upto is None else min(segment.last, upto)
     return (first, last) if first <= last else None
-
-
-def _list(run: Run) -> list[Segment]:
-    found = []
-    for entry in run.storage.list(run.key(FOLDER)):
-        if name := NAME.fullmatch(entry.key.removeprefix(run.key(FOLDER) + "/")):
-            attempt, first, last = int(name["attempt"]), int(name["first"]), int(name["last"])
-            found.append(Segment(attempt, name["stream"], first, last, entry))
-    return found
-
-
-def _steps(table: pyarrow.Table, segment: Segment, first: int, last: int) -> pyarrow.Table:
-    """Return the rows of the steps `first`..`last` of a segment."""
-    import pyarrow.compute as pc
-
-    if (first, last) == (segment.first, segment.last):
-        return table
-    return table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
 
 
 def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:

@@ -133,8 +133,8 @@ def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
 def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
     """List the files of every checkpoint directory; one with MANIFEST is committed. Other folders are ignored."""
     found: dict[str, dict[str, Entry]] = {}
-    for entry in run.storage.list(run.key("checkpoints")):
-        name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
+    for path, entry in run.entries("checkpoints"):
+        name, _, file = path.partition("/")
         if CHECKPOINT.fullmatch(name):
             found.setdefault(name, {})[file] = entry
     return found
@@ -192,7 +192,8 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
         )
         if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
             raise DamageError(f"{MANIFEST} cannot be used: it describes another checkpoint")
-        if not checkpoint.files or not all(map(_is_file, checkpoint.files.values())):
+        files = checkpoint.files.values()
+        if not files or not all(is_count(file.get("size")) and isinstance(file.get("sha256"), str) for file in files):
             raise DamageError(f"{MANIFEST} cannot be used: it lists no file, or not its size and SHA-256")
         if outside := [file for file in checkpoint.files if ".." in file.split("/") or file.startswith("/")]:
             raise DamageError(f"{MANIFEST} cannot be used: it lists {outside[0]}, which lies outside")
@@ -201,10 +202,6 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
         return None
     except DamageError as error:
         return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=str(error))
-
-
-def _is_file(entry: dict[str, Any]) -> bool:
-    return is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
@@ -284,18 +281,14 @@ def find_newest_good(
     `trust_listing` skips reading what the listing shows to be unchanged (`find_faults`): for display, not for loading.
     `inspect` finds a checkpoint's faults in place of both.
     """
-    spans = lineage(attempts)
-    directories = list_directories(run)
+    inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
+    spans, directories = lineage(attempts), list_directories(run)
     passed: list[PassedOver] = []
     for name in reversed(by_step(name for name in directories if leads_to_newest(name, spans))):
         if MANIFEST not in directories[name]:
             passed.append(PassedOver(name, Unusable.INCOMPLETE, "it has no manifest"))
         elif checkpoint := read_manifest(run, name):
-            listed = directories[name]
-            if inspect:
-                faults = inspect(checkpoint, listed)
-            else:
-                faults = find_faults(run, checkpoint, listed if trust_listing else None)
+            faults = inspect(checkpoint, directories[name])
             if not faults:
                 return checkpoint, tuple(passed)
             passed.append(PassedOver(name, Unusable.DAMAGED, "; ".join(faults)))
@@ -349,10 +342,9 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
     """
     if which not in ("newest", "best"):
         refuse_if_absent(run, which, list_directories(run))
-        named = read_manifest(run, which)
-        if named is None:
-            raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))}: deleted meanwhile")
-        return named, []
+        if named := read_manifest(run, which):
+            return named, []
+        raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))}: deleted meanwhile")
     notes: list[str] = []
     attempts = read_attempts(run)
     if which == "newest":

@@ -91,8 +91,7 @@ def record_failure(run: Run, failure: Failure) -> None:
 
 def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
     """Return all failures that can be read, oldest first; `damaged` gets why others cannot. Raises `StorageError`."""
-    files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("failures"))]
-    ours = [file for file in files if STREAM.fullmatch(file.removesuffix(".json"))]
+    ours = [file for file, _ in run.entries("failures") if STREAM.fullmatch(file.removesuffix(".json"))]
 
     def read_one(file: str) -> Failure | None:
         try:

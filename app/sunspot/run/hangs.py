@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sunspot.run.objects import Count, Moment, Workers, adapter
+from sunspot.run.objects import Count, Moment, Workers, as_event
 
 HUNG = "hung"
 """The `event` of a rank that stopped taking steps."""
@@ -47,15 +47,7 @@ class Hang:
 
 def read_hangs(events: Iterable[dict[str, Any]]) -> list[Hang]:
     """Return the hung ranks among a run's events; malformed ones are skipped."""
-    return [hang for event in events if event["event"] == HUNG and (hang := _read(event))]
-
-
-def _read(event: dict[str, Any]) -> Hang | None:
-    try:
-        hang: Hang = adapter(Hang).validate_python(event)
-        return hang
-    except ValueError:
-        return None
+    return [hang for event in events if event["event"] == HUNG and (hang := as_event(Hang, event))]
 
 
 def suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:

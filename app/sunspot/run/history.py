@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from sunspot.errors import NotFoundError, StorageError
+from sunspot.errors import DamageError, NotFoundError, StorageError
+from sunspot.formatting import plural
 from sunspot.run import Run, dump_json
-from sunspot.run.attempts import Span
-from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, tell_damage
+from sunspot.run.attempts import Attempt, Ended, Span, read_attempts
+from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, read_verified, tell_damage
 from sunspot.run.streams import (
     READ_TRIES,
     LineWriter,
@@ -31,16 +32,8 @@ HELD_OUT = "test_"
 
 NOT_MEASURED = {
     *("attempt", "step", "epoch", "steps", "rows", "recent_rows", "learning_rate", "world_size", "time", "seconds"),
-    *(
-        "best_evaluation",
-        "evaluations_since_best",
-        "rows_per_s",
-        "step_time_median_s",
-        "step_time_p95_s",
-        "data_wait_s",
-        "memory_mib",
-        "gpu_memory_mib",
-    ),
+    *("best_evaluation", "evaluations_since_best", "rows_per_s", "step_time_median_s", "step_time_p95_s"),
+    *("data_wait_s", "memory_mib", "gpu_memory_mib"),
 }
 """What a record has besides the numbers that measure the model: loss, and the metrics of the task and of the data."""
 
@@ -240,3 +233,38 @@ def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]
         if span.attempt in recorded and (found := list(each_rank_record(run, [span]))):
             return found
     return []
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+def read_events(run: Run) -> list[dict[str, Any]]:
+    """Read every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
+    attempts = read_attempts(run)
+    found = [*map(_began, attempts), *read_journal(run, "events"), *_errors(run, attempts)]
+    return sorted(found, key=lambda event: (event["time"], event["attempt"]))
+
+
+def _began(attempt: Attempt) -> dict[str, Any]:
+    workers = attempt.metadata.world_size
+    by = f"{plural(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
+    where = " in memory" if attempt.metadata.tier == "memory" else ""
+    begin = f", from {attempt.starts_from or 'the beginning'}{where}"
+    detail = by + (begin if attempt.chosen else "; where it starts has not been chosen")
+    known = {"time": attempt.time, "attempt": attempt.number, "step": attempt.step}
+    return {**known, "event": "attempt began", "detail": detail}
+
+
+def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
+    """Read the errors that ended attempts for good, including those whose record cannot be read."""
+    steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
+    for file, entry in run.entries("attempts"):
+        number = file.removesuffix("-error.json")
+        if number not in steps:
+            continue
+        event = {"attempt": int(number), "step": steps[number], "event": "failed for good"}
+        try:
+            ended = read_verified(run, Ended, "attempts", file)
+            yield {**event, "time": ended.time, "detail": f"{ended.type}: {ended.message}"}
+        except (NotFoundError, DamageError):
+            yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}

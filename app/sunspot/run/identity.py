@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from sunspot.errors import ConflictError, NotFoundError
+from sunspot.errors import ConflictError
 from sunspot.run import Run
-from sunspot.run.objects import Count, read_verified, with_checksum
+from sunspot.run.objects import Count, read_if_there, read_verified, with_checksum
 
 log = logging.getLogger(__name__)
 
@@ -52,25 +52,20 @@ def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str]
     if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
         return
     refuse_other_settings(run, environment, names)
-    begun = read_identity(run)
-    if rows and begun.rows:
-        _refuse_other_rows(run, begun.rows, rows, environment)
-        _refuse_other_order(run, begun, rows, environment)
+    if rows:
+        _keep_rows(run, read_identity(run), rows, environment)
 
 
-def _refuse_other_rows(run: Run, begun: Rows, rows: Rows, environment: Mapping[str, str]) -> None:
-    from sunspot.settings import PREFIX  # pydantic: slow to import, and most verbs do without
+def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[str, str]) -> None:
+    from sunspot.settings import PREFIX, accepts  # pydantic: slow to import, and most verbs do without
 
+    begun = identity.rows
+    if begun is None:
+        return
     if begun.data != rows.data:
         where = f"the data behind {environment[PREFIX + 'DATASET']}"
         refuse_changes(run, [f"{where}: {begun.rows} rows -> {rows.rows} rows, or other content"])
-
-
-def _refuse_other_order(run: Run, identity: Identity, rows: Rows, environment: Mapping[str, str]) -> None:
-    from sunspot.settings import PREFIX, accepts
-
-    begun = identity.rows
-    if begun is None or rows.order == begun.order:
+    if begun.order == rows.order:
         return
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
     if accepts(environment, name := f"order-{rows.order}"):
@@ -88,12 +83,10 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
     """Raise `ConflictError` when the run was begun with other values of these settings, or keeps more of them."""
     from sunspot.settings import differences
 
-    try:
-        begun = read_identity(run).settings
-    except NotFoundError:
-        return
-    kept = dict.fromkeys([*begun, *_variables(names)])
-    refuse_changes(run, differences(begun, {name: environment[name] for name in kept if name in environment}))
+    if identity := read_if_there(lambda: read_identity(run)):
+        begun = identity.settings
+        kept = dict.fromkeys([*begun, *_variables(names)])
+        refuse_changes(run, differences(begun, {name: environment[name] for name in kept if name in environment}))
 
 
 def refuse_changes(run: Run, changed: list[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sunspot.formatting import plural
 from sunspot.run.attempts import Attempt
-from sunspot.run.objects import Count, Measure, Moment, Workers, adapter
+from sunspot.run.objects import Count, Measure, Moment, Workers, as_event
 
 RECOVERED = "recovered"
 """The `event` of a receipt, in the run's events."""
@@ -130,16 +130,8 @@ class Receipt:
 
 def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
     """Return the receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
-    found = [receipt for event in events if event.get("event") == RECOVERED and (receipt := _read(event))]
+    found = [each for event in events if event.get("event") == RECOVERED and (each := as_event(Receipt, event))]
     return sorted(found, key=lambda receipt: receipt.attempt)
-
-
-def _read(event: dict[str, Any]) -> Receipt | None:
-    try:
-        receipt: Receipt = adapter(Receipt).validate_python(event)
-        return receipt
-    except ValueError:
-        return None
 
 
 def describe(receipt: Receipt) -> str:

@@ -31,21 +31,12 @@ BURST, DRIVER_EVERY_S, RANK_EVERY_S = 120, 10.0, 60.0
 """The first writes of a process, and those after a pause, come as often as asked for. One that prints all the time
 costs a write every so many seconds from then on: a day of a thousand ranks would cost 86 dollars otherwise."""
 
+TOO_FAST = "more was printed than storage took in time"
+
 STREAM = re.compile(r"driver-[0-9TZ]+|attempt-[0-9]{4,9}-rank-[0-9]{4,9}")
 
 SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log")
 """A segment, by where it begins in the stream."""
-
-
-class _Gap(NamedTuple):
-    """Where output was left out."""
-
-    begin: int
-    "In the tail."
-    length: int
-    "Of the words that say so."
-    lost: int
-    "Bytes left out."
 
 
 class LogWriter:
@@ -59,8 +50,8 @@ class LogWriter:
         "That segment, and what is to follow it."
         self._written = 0
         "Bytes of it that are in storage, or on their way."
-        self._gap = _Gap(-1, 0, 0)
-        "The newest one in the tail."
+        self._lost = 0
+        "Bytes left out of what is not in storage yet."
         self._later: list[tuple[int, int]] = []
         "Begin and size of the complete segments behind the first FIRST_BYTES that are in storage."
         self._ends = False
@@ -74,12 +65,9 @@ class LogWriter:
             self._tail += data
             begin, end = max(self._written, SEGMENT_BYTES), len(self._tail) - MAX_WAITING // 2
             if end > begin + MAX_WAITING // 2:
-                lost = end - begin
-                if self._gap.begin >= begin:
-                    lost += self._gap.lost - self._gap.length
-                words = _describe_gap(lost, "more was printed than storage took in time")
-                self._tail[begin:end] = words
-                self._gap = _Gap(begin, len(words), lost)
+                said = len(_describe_gap(self._lost, TOO_FAST)) if self._lost else 0
+                self._lost += end - begin - said
+                self._tail[begin:end] = _describe_gap(self._lost, TOO_FAST)
 
     def end(self) -> None:
         """Have every later flush write at once."""
@@ -91,17 +79,18 @@ class LogWriter:
             with self._lock:
                 if len(self._tail) == self._written or not (self._ends or self._pace.take()):
                     return
-                content, before, self._written = bytes(self._tail), self._written, len(self._tail)
+                content, before, lost = bytes(self._tail), self._written, self._lost
+                self._written, self._lost = len(content), 0
             try:
                 self._run.storage.write(self._key(self._begin), content)
             except BaseException:
-                self._written = before
+                with self._lock:
+                    self._written, self._lost = before, self._lost + lost
                 raise
             if len(content) >= SEGMENT_BYTES:
                 with self._lock:
                     del self._tail[: len(content)]
-                    self._written = 0
-                    self._gap = self._gap._replace(begin=self._gap.begin - len(content))
+                    self._written = self._lost = 0
                 if self._begin >= FIRST_BYTES:
                     self._later.append((self._begin, len(content)))
                 self._begin += len(content)
@@ -138,8 +127,8 @@ def rank_stream(attempt: int, rank: int) -> str:
 def list_streams(run: Run) -> dict[str, int]:
     """Return the streams of a run by name, with their sizes in bytes."""
     sizes: dict[str, int] = {}
-    for entry in run.storage.list(run.key("logs")):
-        stream, _, segment = entry.key.removeprefix(run.key("logs") + "/").partition("/")
+    for path, entry in run.entries("logs"):
+        stream, _, segment = path.partition("/")
         if STREAM.fullmatch(stream) and SEGMENT.fullmatch(segment):
             sizes[stream] = sizes.get(stream, 0) + entry.size
     return sizes

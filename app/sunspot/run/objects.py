@@ -177,8 +177,13 @@ def read_or_default(read: Callable[[], Form], otherwise: Form) -> Form:
 
 def read_if_usable(load: Callable[[], Form]) -> Form | None:
     """Return what `load` returns; None when that is not there, or damaged, which is warned of."""
+    return read_if_there(lambda: read_or_default(load, None))
+
+
+def read_if_there(load: Callable[[], Form]) -> Form | None:
+    """Return what `load` returns; None when that is not there."""
     try:
-        return read_or_default(load, None)
+        return load()
     except NotFoundError:
         return None
 
@@ -195,6 +200,15 @@ def adapter(form: Any) -> "TypeAdapter[Any]":
     """Return what checks and makes values of a form."""
     with _building:  # takes milliseconds the first time, which the many threads of a listing need not all spend
         return _build(form)
+
+
+def as_event(form: type[Form], event: Any) -> Form | None:
+    """Return an event of a run in its `form`; None when it is malformed."""
+    try:
+        found: Form = adapter(form).validate_python(event)
+        return found
+    except ValueError:
+        return None
 
 
 _building = threading.Lock()

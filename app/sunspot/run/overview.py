@@ -21,7 +21,7 @@ from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, 
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
-from sunspot.run.objects import CHECKPOINT, RUN
+from sunspot.run.objects import CHECKPOINT, RUN, read_if_there
 from sunspot.run.requests import DELETION, STOP, deletion_begun
 from sunspot.run.status import (
     FOLDER,
@@ -365,7 +365,7 @@ def read_view(run: Run) -> RunView:
         lambda: _summarize(run),
         lambda: read_fresh_status(run),
         attempts,
-        lambda: _identity(run),
+        lambda: read_if_there(lambda: read_identity(run)),
         lambda: read_journal(run, "events"),
     )
     if not summary:
@@ -412,10 +412,3 @@ def _summarize(run: Run) -> RunSummary | None:
     parts = ("run.json", FOLDER, "submissions", STOP, DELETION)
     entries = [entry for part in map_parallel(lambda name: run.storage.list(run.key(name)), parts) for entry in part]
     return summarize(run.name, entries if newest_status(entries) else run.storage.list(run.name))
-
-
-def _identity(run: Run) -> Identity | None:
-    try:
-        return read_identity(run)
-    except NotFoundError:
-        return None

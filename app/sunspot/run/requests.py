@@ -3,9 +3,9 @@
 import time
 from dataclasses import asdict, dataclass
 
-from sunspot.errors import NotFoundError, SunspotError, SupersededError, TerminatedError
+from sunspot.errors import SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import Moment, read, read_or_default
+from sunspot.run.objects import Moment, read, read_if_there, read_or_default
 
 STOP, DELETION = "stop.json", "delete.json"
 """There while the run must stand still, or is being deleted."""
@@ -58,10 +58,7 @@ def request_stop(run: Run, by: str) -> None:
 
 def read_stop(run: Run) -> Request | None:
     """Return the request to stop, if there is one. It holds even when it is damaged."""
-    try:
-        return read_or_default(lambda: read(run, Request, STOP), Request())
-    except NotFoundError:
-        return None
+    return read_if_there(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
 
 
 def stop_requested(run: Run) -> bool:

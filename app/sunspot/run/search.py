@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sunspot.errors import DamageError
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest
+from sunspot.run.checkpoints import Checkpoint, best_first, in_lineage, list_checkpoints
 from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_if_usable, read_or_default
 from sunspot.run.requests import read_stop
 from sunspot.run.status import RunState, read_status
@@ -105,9 +105,8 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
 
 def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:
     """Return the best checkpoint with the metric as a number; nothing is verified."""
-    names, _, _ = classify(list_directories(run), lineage(read_attempts(run)))
-    found = [checkpoint for name in names if (checkpoint := read_manifest(run, name)) and not checkpoint.damage]
-    measured = [c for c in found if math.isfinite(_number(c, metric))]
+    found = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))
+    measured = [checkpoint for checkpoint in found if math.isfinite(_number(checkpoint, metric))]
     return best_first(measured, metric, order)[0] if measured else None
 
 

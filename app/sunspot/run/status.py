@@ -162,10 +162,8 @@ def newest_status(listed: Iterable[Entry], driver: str = "") -> Entry | None:
 
     With `driver`, only among the objects of that start of a driver.
     """
-    found = [(int(match[1]), entry) for entry in listed if (match := NAME.fullmatch(entry.key))]
-    own = [(number, entry) for number, entry in found if not driver or driver_of(entry) == driver]
-    newest = max(own, key=lambda one: (one[0], one[1].modified), default=None)
-    return newest[1] if newest else None
+    own = [entry for entry in listed if NAME.fullmatch(entry.key) and driver in ("", driver_of(entry))]
+    return max(own, key=lambda entry: (attempt_in(entry), entry.modified), default=None)
 
 
 def attempt_in(entry: Entry) -> int:
@@ -247,9 +245,7 @@ def refuse_if_ended(run: Run, status: Status) -> None:
 def delete_older_statuses(run: Run, attempt: int) -> None:
     """Tidy away the statuses of older attempts; a failure is made up for by the next attempt."""
     with contextlib.suppress(StorageError):
-        run.storage.delete_many(
-            [entry.key for entry in run.storage.list(run.key(FOLDER)) if attempt_in(entry) < attempt]
-        )
+        run.storage.delete_many([entry.key for _, entry in run.entries(FOLDER) if attempt_in(entry) < attempt])
 
 
 def withdraw_status(run: Run, driver: str) -> None:

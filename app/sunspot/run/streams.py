@@ -49,17 +49,16 @@ def new_stream(attempt: int) -> str:
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
     """Return the segments that make up the streams of a folder, by attempt, stream and line."""
-    return without_parts(_list_all(storage, folder))
+    return without_parts(list_all(storage, folder))
 
 
-def _list_all(storage: Storage, folder: str) -> list[Segment]:
+def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> list[Segment]:
+    """Return all segments in a folder whose names are like `name`, also those that are part of others."""
     found = []
     for entry in storage.list(folder):
-        name = entry.key.removeprefix(f"{folder}/")
-        if match := NAME.fullmatch(name):
-            found.append(
-                Segment(int(match["attempt"]), match["stream"], int(match["first"]), int(match["last"]), entry)
-            )
+        if match := name.fullmatch(entry.key.removeprefix(f"{folder}/")):
+            attempt, first, last = (int(match[each]) for each in ("attempt", "first", "last"))
+            found.append(Segment(attempt, match["stream"], first, last, entry))
     return found
 
 
@@ -221,7 +220,7 @@ def tidy_lines(storage: Storage, folder: str, before: int) -> None:
     """Tidy the streams of lines in a folder."""
     tidy(
         storage,
-        [segment for segment in _list_all(storage, folder) if segment.attempt < before],
+        [segment for segment in list_all(storage, folder) if segment.attempt < before],
         lambda stream, first, last, _: _name(f"{folder}/{stream}", first, last),
     )
 

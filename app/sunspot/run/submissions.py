@@ -50,10 +50,8 @@ def owner_of(run: Run, job: str) -> str:
 
 def list_submissions(run: Run) -> list[str]:
     """Return the storage keys of the manifests, oldest first."""
-    folder = run.key("submissions") + "/"
-    keys = [entry.key for entry in run.storage.list(run.key("submissions"))]
-    ours = [key for key in keys if SUBMISSION.fullmatch(key.removeprefix(folder))]
-    return sorted(ours, key=lambda key: int(key.removeprefix(folder).partition("-")[0]))
+    ours = [file for file, _ in run.entries("submissions") if SUBMISSION.fullmatch(file)]
+    return [run.key("submissions", file) for file in sorted(ours, key=lambda file: int(file.partition("-")[0]))]
 
 
 def _job(key: str) -> str:

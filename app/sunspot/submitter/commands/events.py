@@ -5,7 +5,7 @@ import textwrap
 from typing import Any
 
 from sunspot.formatting import as_time
-from sunspot.run.events import read_events
+from sunspot.run.history import read_events
 from sunspot.run.incidents import describe, read_receipts
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn
