@@ -840,10 +840,10 @@ def test_a_clock_that_is_set_back_changes_nothing(run: Run, monkeypatch: pytest.
 @pytest.fixture
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in S3 behind the proxy; the checkpoints take several parts."""
+    from sunspot.storage import bucket
     from sunspot.storage import bucket as storage
-    from sunspot.storage import multipart
 
-    monkeypatch.setattr(multipart, "PART", 5 << 20)
+    monkeypatch.setattr(bucket, "PART", 5 << 20)
     limits = {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():
         monkeypatch.setattr(storage, name, value)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from sunspot.errors import NotFoundError, StorageError
-from sunspot.storage import bucket, multipart, open_storage
+from sunspot.storage import bucket, open_storage
 from sunspot.storage.base import Storage
+from sunspot.storage.bucket import Part
 from sunspot.storage.google import ComposedUpload, put
-from sunspot.storage.multipart import Part
 from tests.harness import clouds, s3
 from tests.harness.s3 import FaultProxy, Request
 
@@ -42,7 +42,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     from azure.storage.blob import ExponentialRetry
     from google.cloud.storage import retry
 
-    monkeypatch.setattr(multipart, "PART", MIB)
+    monkeypatch.setattr(bucket, "PART", MIB)
     monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 0.5)
     monkeypatch.setattr(bucket, "REQUEST_TRIES", 3)
     monkeypatch.setattr(retry, "DEFAULT_RETRY", retry.DEFAULT_RETRY.with_delay(initial=0.01, maximum=0.02))
@@ -52,7 +52,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["s3", *clouds.CLOUDS])
 def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     if request.param == "s3":
-        monkeypatch.setattr(multipart, "PART", 5 * MIB)  # the least that S3 takes
+        monkeypatch.setattr(bucket, "PART", 5 * MIB)  # the least that S3 takes
         monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 1.5)  # its stand-in is slow with so much
         tell = (
             lambda request: request.operation == "UploadPart",
@@ -215,7 +215,7 @@ def test_other_bytes_than_were_sent_are_an_error_whatever_google_says() -> None:
 
 
 def test_parts_of_many_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART", 1 << 10)
+    monkeypatch.setattr(bucket, "PART", 1 << 10)
     storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
     write(storage, content)
     assert storage.read("run/model.pt") == content

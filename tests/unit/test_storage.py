@@ -25,7 +25,7 @@ import sunspot.storage.local
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, SettingsError, StorageError
 from sunspot.storage import bucket as module
-from sunspot.storage import multipart, open_storage
+from sunspot.storage import open_storage
 from sunspot.storage.base import CHUNK, Storage
 from sunspot.storage.limits import MIN_RATE, ProgressDeadline, RetryWindow, operation, record_progress
 from sunspot.storage.local import LocalStorage
@@ -48,7 +48,7 @@ MANY_TRIES = 10
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small parts, and no thread of an upload left behind by any test."""
-    monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(module, "PART", PART)
     yield
     assert_no_threads()
 
@@ -560,11 +560,11 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
 
 def test_parts_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    sizes = [multipart.part_size(number) for number in range(1, 10_001)]
+    sizes = [module.part_size(number) for number in range(1, 10_001)]
     assert sum(sizes) >= 5 << 40
     assert max(sizes) <= 5 << 30, "S3 takes no larger part"
-    assert sum(sizes[:1000]) == 1000 * multipart.PART, "an object of the usual size has even parts"
-    assert all(size * multipart.PARTS_IN_FLIGHT < max(200 * MIB, sum(sizes[:n]) / 50) for n, size in enumerate(sizes))
+    assert sum(sizes[:1000]) == 1000 * module.PART, "an object of the usual size has even parts"
+    assert all(size * module.PARTS_IN_FLIGHT < max(200 * MIB, sum(sizes[:n]) / 50) for n, size in enumerate(sizes))
 
 
 def test_parts_are_uploaded_in_the_sizes_they_grow_to(
@@ -572,8 +572,8 @@ def test_parts_are_uploaded_in_the_sizes_they_grow_to(
     s3_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(multipart, "EVEN_PARTS", 2)
-    monkeypatch.setattr(multipart, "GROWTH", MIB)
+    monkeypatch.setattr(module, "EVEN_PARTS", 2)
+    monkeypatch.setattr(module, "GROWTH", MIB)
     sha256 = write_parts(s3_storage, 5)
     assert s3_storage.digest("run/model.pt") == (5 * PART + 1, sha256)
     sizes = {int(each.query["partNumber"]): len(each.body) for each in s3_proxy.seen("UploadPart")}
@@ -673,7 +673,7 @@ def test_uploads_give_up_in_the_end(
     with pytest.raises(StorageError, match=where):
         write_parts(s3_storage)
     assert_nothing_left(s3_storage)
-    at_once = multipart.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
+    at_once = module.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
     tries = len(s3_proxy.seen(operation))
     assert at_once < tries <= MANY_TRIES * at_once if passes else tries <= at_once
 

@@ -13,23 +13,15 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from azure.core import MatchConditions
-from azure.core.exceptions import (
-    AzureError,
-    HttpResponseError,
-    ResourceExistsError,
-    ResourceModifiedError,
-    ResourceNotFoundError,
-)
+from azure.core import MatchConditions, exceptions
 from azure.identity import DefaultAzureCredential
 from azure.storage.blob import BlobBlock, BlobServiceClient, ExponentialRetry
 
 from sunspot.errors import NotFoundError, StorageError, shorten
-from sunspot.storage import bucket, multipart
+from sunspot.storage import bucket
 from sunspot.storage.base import Entry, Errors, Unfinished
-from sunspot.storage.bucket import Bucket, Page, Range, is_below
+from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
 from sunspot.storage.limits import record_progress
-from sunspot.storage.multipart import Part, PartUpload
 
 
 class AzureStorage(Bucket):
@@ -40,7 +32,6 @@ class AzureStorage(Bucket):
     """
 
     SCHEME = "az"
-
     FIXES: ClassVar[dict[str, str]] = {
         "ContainerNotFound": "create the container, or correct STORAGE_PATH",
         "AuthorizationPermissionMismatch": "give the identity the role Storage Blob Data Contributor on the container",
@@ -53,16 +44,11 @@ class AzureStorage(Bucket):
         "ServiceRequestError": "check AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING, and that it can be "
         "reached from here",
     }
-
     MISSING = "BlobNotFound"
-
     VERSIONS_FIX = "switch versioning and soft delete of blobs off for this storage account, or keep them for a day"
-
     VERSIONS_RIGHT = "Microsoft.Storage/storageAccounts/blobServices/read"
-
     UNFINISHED_FIX = UNFINISHED_RIGHT = ""  # Azure always removes them
-
-    FAILURES = (AzureError, OSError, ValueError)
+    FAILURES = (exceptions.AzureError, OSError, ValueError)
 
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
@@ -75,7 +61,7 @@ class AzureStorage(Bucket):
             try:
                 answer = self._container.download_blob(self._full(key), offset=begin, length=size, **condition)
                 body = answer.readall()
-            except HttpResponseError as error:
+            except exceptions.HttpResponseError as error:
                 if error.status_code == 416:
                     return None
                 raise
@@ -89,7 +75,7 @@ class AzureStorage(Bucket):
     def _put_new(self, key: str, data: bytes) -> bool:
         try:
             self._container.upload_blob(self._full(key), data, overwrite=False, validate_content="md5")
-        except (ResourceExistsError, ResourceModifiedError):
+        except (exceptions.ResourceExistsError, exceptions.ResourceModifiedError):
             return False
         return True
 
@@ -155,8 +141,8 @@ def _azure_client(url: str) -> Any:
         "retry_policy": ExponentialRetry(
             initial_backoff=1, increment_base=2, retry_total=bucket.REQUEST_TRIES - 1, random_jitter_range=0
         ),
-        "max_single_get_size": multipart.PART,
-        "max_chunk_get_size": multipart.PART,
+        "max_single_get_size": bucket.PART,
+        "max_chunk_get_size": bucket.PART,
     }
     connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
     account = os.environ.get("AZURE_STORAGE_ACCOUNT")
@@ -197,7 +183,7 @@ class BlockUpload(PartUpload):
         with self._errors():
             try:
                 self._blob.commit_block_list([BlobBlock(block_id=self._block(part.number)) for part in sorted(parts)])
-            except HttpResponseError as error:
+            except exceptions.HttpResponseError as error:
                 # An earlier try may have succeeded and its answer been lost: then no block is left, but the blob is.
                 if error.error_code != "InvalidBlockList" or self._blob.get_blob_properties().size != size:
                     raise
@@ -205,8 +191,8 @@ class BlockUpload(PartUpload):
 
     def abort(self) -> None:
         # Only a blob's end, or a week, frees the blocks of one that was never committed.
-        committed_meanwhile = (ResourceExistsError, ResourceModifiedError, ResourceNotFoundError)
-        with self._errors(), contextlib.suppress(*committed_meanwhile):
+        committed = (exceptions.ResourceExistsError, exceptions.ResourceModifiedError, exceptions.ResourceNotFoundError)
+        with self._errors(), contextlib.suppress(*committed):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
             self._blob.delete_blob(etag=empty["etag"], match_condition=MatchConditions.IfNotModified)
 

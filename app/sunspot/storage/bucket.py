@@ -1,4 +1,4 @@
-"""What the object stores share: keys below a prefix, ranges of one version, listings and guarded creation."""
+"""What the object stores share: keys below a prefix, ranges of one version, listings, guarded creation, parts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import contextlib
 import functools
 import io
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
-from sunspot.storage import multipart
 from sunspot.storage.base import CHUNK, RACE_PAUSE_S, RACE_TRIES, Entry, Storage, Writer, completed
 from sunspot.storage.limits import OPERATION_S, operation
-from sunspot.storage.multipart import PartUpload, PartWriter
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4
 """A request fails after about 4 x 20 s of silence plus the client's backoff."""
 
-CONNECTIONS = 4 * multipart.PARTS_IN_FLIGHT
+PART, EVEN_PARTS, GROWTH = 16 << 20, 1000, 136 << 10
+"""Bytes of a part, for so many parts (16 GiB); from there on each has GROWTH more than the one before, so that the
+10,000 parts which S3 allows make up the 5 TiB which it allows, in parts of at most 1.2 GiB. Other clouds allow more."""
+
+PARTS_IN_FLIGHT = 8
+"""Parts of an object sent or read at once, each over a connection of its own, as servers limit the speed of one. With
+their size this bounds the memory of one transfer besides the part being filled: 128 MiB, and one percent of an object
+of 200 GiB."""
+
+CONNECTIONS = 4 * PARTS_IN_FLIGHT
 """Kept open by a client, for several files whose parts are under way at once."""
 
 
@@ -50,27 +58,20 @@ class Bucket(Storage):
     is_bucket = True
 
     SCHEME: ClassVar[str]
-
     FIXES: ClassVar[dict[str, str]]
-    """What to do about an error, by the service's code for it or the class of the client's exception."""
-
+    "What to do about an error, by the service's code for it or the class of the client's exception."
     MISSING: ClassVar[str]
-    """The code for an object that is not there, in a bucket that is."""
-
+    "The code for an object that is not there, in a bucket that is."
     VERSIONS_FIX: ClassVar[str]
-    """How to have deleted objects take no more space."""
-
+    "How to have deleted objects take no more space."
     VERSIONS_RIGHT: ClassVar[str]
-    """The permission that `keeps_versions` needs."""
-
+    "The permission that `keeps_versions` needs."
     UNFINISHED_FIX: ClassVar[str]
-    """How to have unfinished uploads removed."""
-
+    "How to have unfinished uploads removed."
     UNFINISHED_RIGHT: ClassVar[str]
-    """The permission that `drops_unfinished` needs."""
-
+    "The permission that `drops_unfinished` needs."
     FAILURES: ClassVar[tuple[type[Exception], ...]]
-    """The exceptions of the service's client."""
+    "The exceptions of the service's client."
 
     def __init__(self, storage_path: str) -> None:
         self.bucket, _, prefix = storage_path.partition("://")[2].partition("/")
@@ -119,20 +120,20 @@ class Bucket(Storage):
             yield stream
 
     def chunks(self, key: str) -> Iterator[bytes | bytearray]:
-        first = self._begin_range(key, 0, multipart.PART)
+        first = self._begin_range(key, 0, PART)
         if first is None:
             return
         version = first.version
 
         def read_part(begin: int) -> bytes | bytearray:
-            part = self._begin_range(key, begin, multipart.PART, version)
+            part = self._begin_range(key, begin, PART, version)
             assert part
             return part.read()
 
-        begins = deque(range(multipart.PART, first.total, multipart.PART))
+        begins = deque(range(PART, first.total, PART))
         under_way = deque([start_thread(first.read, "storage-part")])
         while under_way:
-            while begins and len(under_way) < multipart.PARTS_IN_FLIGHT:
+            while begins and len(under_way) < PARTS_IN_FLIGHT:
                 under_way.append(start_thread(functools.partial(read_part, begins.popleft()), "storage-part"))
             yield under_way.popleft().result()
 
@@ -249,9 +250,100 @@ class _RangeReader(io.RawIOBase):
     def _take(self, begun: Range) -> None:
         self._left = memoryview(begun.read())
         self._next += len(self._left)
-        self._size = min(2 * self._size, multipart.PART)
+        self._size = min(2 * self._size, PART)
 
 
 def is_below(key: str, prefix: str) -> bool:
     """Whether `key` is the object `prefix` or lies in the folder `prefix`; buckets themselves have no folders."""
     return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")
+
+
+# -------------------------------------------------------------------------------------------------------- large objects
+
+
+class Part(NamedTuple):
+    """A part that storage has."""
+
+    number: int
+    "Counted from 1."
+    version: str
+    "What storage calls this content of the part: S3's ETag, Google's generation."
+    crc32: int = 0
+    "Of its bytes, where the service wants it again in the end (S3)."
+
+
+class PartUpload(ABC):
+    """A large object on its way in parts."""
+
+    @abstractmethod
+    def send(self, number: int, body: bytes | bytearray) -> Part:
+        """Send one part; a part of the same number is replaced."""
+
+    @abstractmethod
+    def complete(self, parts: Sequence[Part], size: int) -> bool:
+        """Publish the object of `size` bytes; whether storage has verified what it got, as `Writer.verified`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove the parts; raises `StorageError`."""
+
+
+class PartWriter(Writer):
+    """Writes an upload in parts, a few at once; what fits into one part is written by one request.
+
+    The clouds' clients pull from a file and torch.save pushes into one; joining them would take a temporary file
+    or a second copy of the state in memory.
+    """
+
+    def __init__(self, begin: Callable[[], PartUpload], put: Callable[[bytearray], None]) -> None:
+        super().__init__()
+        self._begin, self._put = begin, put
+        self._buffer, self._filled = bytearray(), 0
+        self._sent: list[bytearray] = []
+        "Buffers of parts that have arrived, to be filled again: the pages of a new one cost as much as filling it."
+        self._upload: PartUpload | None = None
+        self._parts: list[Future[Part]] = []
+
+    def _store(self, view: memoryview) -> None:
+        while len(view):
+            size = part_size(len(self._parts) + 1)
+            if self._filled == size:
+                self._send_part()
+                continue
+            taken = min(len(view), size - self._filled)
+            end = self._filled + taken
+            self._buffer[self._filled : end] = view[:taken]
+            self._filled, view = end, view[taken:]
+
+    def _send_part(self) -> None:
+        self._upload = self._upload or self._begin()
+        if len(self._parts) >= PARTS_IN_FLIGHT:
+            self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
+        number, body = len(self._parts) + 1, self._buffer
+        del body[self._filled :]
+        self._parts.append(start_thread(functools.partial(self._send, number, body), "storage-part"))
+        self._buffer, self._filled = self._sent.pop() if self._sent else bytearray(), 0
+
+    def _send(self, number: int, body: bytearray) -> Part:
+        assert self._upload
+        part = self._upload.send(number, body)
+        self._sent.append(body)
+        return part
+
+    def complete(self) -> None:
+        if self._upload is None:
+            self._put(self._buffer)
+            return
+        self._send_part()
+        self.verified = self._upload.complete([part.result() for part in self._parts], self.size)
+
+    def abort(self) -> None:
+        wait(self._parts)  # one that arrives after the upload's end would stay
+        if self._upload:
+            with contextlib.suppress(Exception):  # then `list_unfinished` shows it, and a lifecycle rule removes it
+                self._upload.abort()
+
+
+def part_size(number: int) -> int:
+    """Bytes of a part, counted from 1; the last one may have fewer."""
+    return PART + max(0, number - EVEN_PARTS) * GROWTH

@@ -29,9 +29,8 @@ from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
 from sunspot.storage.base import Entry, Errors, Unfinished
-from sunspot.storage.bucket import Bucket, Page, Range
+from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range
 from sunspot.storage.limits import record_progress
-from sunspot.storage.multipart import Part, PartUpload
 
 LISTED_AT_ONCE = 1000
 """Objects on a page of a listing, the most that the service allows."""
@@ -53,7 +52,6 @@ class GoogleStorage(Bucket):
     """
 
     SCHEME = "gs"
-
     FIXES: ClassVar[dict[str, str]] = {
         "NotFound": "create the bucket, or correct STORAGE_PATH",
         "Forbidden": "give the identity the role Storage Object User (roles/storage.objectUser) on the bucket",
@@ -64,18 +62,13 @@ class GoogleStorage(Bucket):
         "ConnectionError": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
         "ConnectTimeout": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
     }
-
     MISSING = "no such object"
-
     VERSIONS_FIX = (
         "switch versioning and soft delete off for this bucket (gcloud storage buckets update gs://BUCKET "
         "--no-versioning --clear-soft-delete), or let a lifecycle rule delete noncurrent versions"
     )
-
     UNFINISHED_FIX = f"add a lifecycle rule that deletes objects with matchesSuffix {PART_SUFFIX} after a day"
-
     VERSIONS_RIGHT = UNFINISHED_RIGHT = "storage.buckets.get"
-
     FAILURES = (GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, RequestException, OSError, ValueError)
 
     def __init__(self, storage_path: str) -> None:
@@ -168,13 +161,11 @@ class GoogleStorage(Bucket):
     def drops_unfinished(self) -> bool | None:
         with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask
             self._bucket.reload(**self._limits)
-            conditions = [
-                rule["condition"] for rule in self._bucket.lifecycle_rules if rule["action"]["type"] == "Delete"
-            ]
             return any(
-                PART_SUFFIX in condition.get("matchesSuffix", ())
-                and self._full("").startswith(tuple(condition.get("matchesPrefix", ("",))))
-                for condition in conditions
+                rule["action"]["type"] == "Delete"
+                and PART_SUFFIX in rule["condition"].get("matchesSuffix", ())
+                and self._full("").startswith(tuple(rule["condition"].get("matchesPrefix", ("",))))
+                for rule in self._bucket.lifecycle_rules
             )
         return None
 
@@ -260,15 +251,8 @@ class ComposedUpload(PartUpload):
 def put(blob: Any, body: bytes | bytearray, limits: dict[str, Any], **condition: int) -> str:
     """Write an object and return its generation; raises `ValueError` when other bytes arrived than were sent."""
     checksum = base64.b64encode(Checksum(bytes(body)).digest()).decode()
-    blob.upload_from_file(
-        io.BytesIO(body),
-        size=len(body),
-        content_type="application/octet-stream",
-        checksum="crc32c",
-        crc32c_checksum_value=checksum,
-        **condition,
-        **limits,
-    )
+    told = {"content_type": "application/octet-stream", "checksum": "crc32c", "crc32c_checksum_value": checksum}
+    blob.upload_from_file(io.BytesIO(body), size=len(body), **told, **condition, **limits)
     if blob.crc32c != checksum:
         raise ValueError(f"the service has got bytes of CRC-32C {blob.crc32c} for {checksum}")
     return str(blob.generation)

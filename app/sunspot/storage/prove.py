@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from sunspot.errors import StorageError
 from sunspot.storage import open_storage
 from sunspot.storage.base import Storage
-from sunspot.storage.bucket import Bucket
-from sunspot.storage.multipart import PART
+from sunspot.storage.bucket import PART, Bucket
 
 FOLDER = "sunspot-doctor"
 
@@ -131,8 +130,7 @@ def probe_small(storage: Storage, key: str) -> Check:
 def probe_large(storage: Storage, key: str) -> Check:
     """Throughput of a large object, in parts, both ways."""
     content = os.urandom(LARGE)
-    up: list[float] = []
-    down: list[float] = []
+    up, down = list[float](), list[float]()
 
     def write() -> None:
         with storage.writer(key) as writer:

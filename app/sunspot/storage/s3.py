@@ -21,8 +21,7 @@ from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
 from sunspot.storage.base import CHUNK, Entry, Errors, ObjectReader, Unfinished
-from sunspot.storage.bucket import Bucket, Page, Range, is_below
-from sunspot.storage.multipart import Part, PartUpload
+from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
 
 DELETED_AT_ONCE = 1000
 """Objects that S3 deletes in one request, at most."""
@@ -34,11 +33,13 @@ WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
 """S3's error codes for a part that does not match the checksum sent along, and MinIO's."""
 
 
+Prove = Callable[[Callable[[], bool]], Future[bool]]
+
+
 class S3Storage(Bucket):
     """A prefix of a bucket, through boto3: endpoint, region and credentials come from the usual AWS environment."""
 
     SCHEME = "s3"
-
     FIXES: ClassVar[dict[str, str]] = {
         "NoSuchBucket": "create the bucket, or correct STORAGE_PATH",
         "AccessDenied": "allow s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject, s3:DeleteObject and "
@@ -53,23 +54,19 @@ class S3Storage(Bucket):
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
         "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
     }
-
     MISSING = "NoSuchKey"
-
     VERSIONS_FIX = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
-
     VERSIONS_RIGHT = "s3:GetBucketVersioning"
-
     UNFINISHED_FIX = "add a lifecycle rule with AbortIncompleteMultipartUpload after a few days"
-
     UNFINISHED_RIGHT = "s3:GetLifecycleConfiguration"
-
     FAILURES = (ClientError, BotoCoreError, HTTPError, OSError, ValueError)
 
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
         self._client = _s3_client(storage_path)
-        self._verification = Verification()
+        self._proof: Future[bool] | None = None
+        "Whether the server refuses a part that does not match its checksum: proven once."
+        self._proving = threading.Lock()
 
     @functools.cached_property
     def _transfers(self) -> Any:
@@ -113,7 +110,14 @@ class S3Storage(Bucket):
 
     def _begin_upload(self, key: str) -> MultipartUpload:
         errors = functools.partial(self._errors, "upload", key)
-        return MultipartUpload(self._transfers, self.bucket, self._full(key), errors, self._verification)
+        return MultipartUpload(self._transfers, self.bucket, self._full(key), errors, self._prove)
+
+    def _prove(self, refuses_damage: Callable[[], bool]) -> Future[bool]:
+        """The proof that there is, or else one by a try in an upload: one that failed may have met another error."""
+        with self._proving:
+            if self._proof is None or (self._proof.done() and not self._proof.result()):
+                self._proof = start_thread(refuses_damage, "storage-part")
+            return self._proof
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
@@ -136,7 +140,7 @@ class S3Storage(Bucket):
     def _so_far(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
         """Bytes of an upload's parts, and when it was started or got its last part."""
         parts: list[dict[str, Any]] = []
-        with self._errors("list the parts of", key), _unless_upload_is_gone():
+        with self._errors("list the parts of", key), self._unless_upload_is_gone():
             parts = self._list_all("list_parts", "Parts", Key=upload["Key"], UploadId=upload["UploadId"])
         times = [upload["Initiated"], *(part["LastModified"] for part in parts)]
         return sum(part["Size"] for part in parts), max(times).timestamp()
@@ -145,8 +149,12 @@ class S3Storage(Bucket):
         pages = self._client.get_paginator(request).paginate(Bucket=self.bucket, **of)
         return [item for page in pages for item in page.get(what, ())]
 
+    def _unless_upload_is_gone(self) -> contextlib.AbstractContextManager[None]:
+        """Ignore an upload completed or aborted meanwhile, by its writer or the bucket's lifecycle rules."""
+        return contextlib.suppress(self._client.exceptions.NoSuchUpload)
+
     def discard(self, unfinished: Unfinished) -> None:
-        with self._errors("abort the upload of", unfinished.key), _unless_upload_is_gone():
+        with self._errors("abort the upload of", unfinished.key), self._unless_upload_is_gone():
             key = self._full(unfinished.key)
             self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=unfinished.token)
 
@@ -206,16 +214,6 @@ def _prefix_of(rule: dict[str, Any]) -> str:
     return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
 
 
-@contextlib.contextmanager
-def _unless_upload_is_gone() -> Iterator[None]:
-    """Ignore an upload completed or aborted meanwhile, by its writer or the bucket's lifecycle rules."""
-    try:
-        yield
-    except ClientError as error:
-        if error.response["Error"]["Code"] != "NoSuchUpload":
-            raise
-
-
 def _s3_client(url: str, **options: Any) -> Any:
     try:
         session = boto3.session.Session()
@@ -240,31 +238,16 @@ def _s3_client(url: str, **options: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------------- uploads
 
 
-class Verification:
-    """Whether the server refuses a part that does not match its checksum: proven once for each client."""
-
-    def __init__(self) -> None:
-        self._proof: Future[bool] | None = None
-        self._lock = threading.Lock()
-
-    def prove(self, refuses_damage: Callable[[], bool]) -> Future[bool]:
-        """The proof that there is, or else one by a try in this upload: one that failed may have met another error."""
-        with self._lock:
-            if self._proof is None or (self._proof.done() and not self._proof.result()):
-                self._proof = start_thread(refuses_damage, "storage-part")
-            return self._proof
-
-
 class MultipartUpload(PartUpload):
     """A multipart upload."""
 
-    def __init__(self, client: Any, bucket: str, key: str, errors: Errors, verification: Verification) -> None:
+    def __init__(self, client: Any, bucket: str, key: str, errors: Errors, prove: Prove) -> None:
         self._client = client
-        self._target, self._errors = {"Bucket": bucket, "Key": key}, errors
+        self._object, self._errors = {"Bucket": bucket, "Key": key}, errors
         with errors():
-            upload = self._client.create_multipart_upload(**self._target, ChecksumAlgorithm="CRC32")
-        self._id = upload["UploadId"]
-        self._verifies = verification.prove(self._refuses_damage)
+            upload = self._client.create_multipart_upload(**self._object, ChecksumAlgorithm="CRC32")
+        self._upload = {**self._object, "UploadId": upload["UploadId"]}
+        self._verifies = prove(self._refuses_damage)
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         checksum = zlib.crc32(body)
@@ -273,9 +256,7 @@ class MultipartUpload(PartUpload):
         return Part(number, answer["ETag"], checksum)
 
     def _upload_part(self, number: int, body: bytes | bytearray, checksum: int) -> Any:
-        return self._client.upload_part(
-            **self._target, UploadId=self._id, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum)
-        )
+        return self._client.upload_part(**self._upload, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum))
 
     def _refuses_damage(self) -> bool:
         """Try a part that is not the one whose checksum comes with it, under a number that the object will not have."""
@@ -295,23 +276,21 @@ class MultipartUpload(PartUpload):
         ]
         with self._errors():  # not begun when the upload was given up meanwhile
             try:
-                self._client.complete_multipart_upload(
-                    **self._target, UploadId=self._id, MultipartUpload={"Parts": listed}
-                )
-            except ClientError as error:
+                self._client.complete_multipart_upload(**self._upload, MultipartUpload={"Parts": listed})
+            except self._client.exceptions.NoSuchUpload:
                 # An earlier try may have succeeded and its answer been lost: no upload is left, but the object is.
-                if error.response["Error"]["Code"] != "NoSuchUpload" or not self._is_there(size):
+                if not self._is_there(size):
                     raise
         return verified
 
     def _is_there(self, size: int) -> bool:
         with contextlib.suppress(ClientError):
-            return bool(self._client.head_object(**self._target)["ContentLength"] == size)
+            return bool(self._client.head_object(**self._object)["ContentLength"] == size)
         return False
 
     def abort(self) -> None:
         wait([self._verifies])
-        self._client.abort_multipart_upload(**self._target, UploadId=self._id)
+        self._client.abort_multipart_upload(**self._upload)
 
 
 def as_base64(checksum: int) -> str:
