@@ -94,12 +94,9 @@ class Telemetry:
         of_rank = {"run": run, "rank": str(rank)}
         self._counters = {name: _make(Counter, name, text, of_rank) for name, text in COUNTERS.items()}
         self._gauges = {name: _make(Gauge, name, text, of_rank) for name, text in GAUGES.items()}
-        self._duration = Histogram(
-            "sunspot_step_duration_seconds",
-            "Duration of optimizer steps; Ray keeps the buckets alone, so the sum is an estimate.",
-            STEP_BUCKETS_S,
-            tuple(of_rank),
-        ).set_default_tags(of_rank)
+        text = "Duration of optimizer steps; Ray keeps the buckets alone, so the sum is an estimate."
+        self._duration = Histogram("sunspot_step_duration_seconds", text, STEP_BUCKETS_S, tuple(of_rank))
+        self._duration.set_default_tags(of_rank)
         of_run = {"run": run}
         self._run_gauges = {name: _make(Gauge, name, text, of_run) for name, text in RUN_GAUGES.items()}
         text = "Incidents of the whole run so far that interrupted its training, by cause."

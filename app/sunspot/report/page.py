@@ -106,10 +106,10 @@ def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
         paused = f"stood still for {duration(report.paused_s).text} of it" if report.paused_s else None
         found.append(("Time", "time", duration(report.seconds), paused))
     newest = report.history.latest("rows_per_s")
-    newest_rate = rate(newest[0], " rows/s") if newest else "not known"
-    found.append(("Throughput", "throughput", newest_rate, "in the newest record" if newest else None))
-    goodput = percent(report.goodput, 0) if report.goodput is not None else "not known"
-    found.append(("Goodput", "goodput", goodput, None if report.goodput is not None else "no receipt yet"))
+    speed = (rate(newest[0], " rows/s"), "in the newest record") if newest else ("not known", None)
+    found.append(("Throughput", "throughput", *speed))
+    goodput = (percent(report.goodput, 0), None) if report.goodput is not None else ("not known", "no receipt yet")
+    found.append(("Goodput", "goodput", *goodput))
     found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart")))
     return found
 

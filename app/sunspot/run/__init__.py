@@ -20,6 +20,7 @@
                                           writes, the lines 0 to 311 (sunspot/run/streams.py)
         ranks/attempt-0001-...            the numbers of each rank, thinned with age
         events/attempt-0001-...           what happened to the run besides training
+        failures/driver-20261121T141013679Z.json
         failures/attempt-0001-rank-0000.json
                                           the error that ended a process, with its traceback
         logs/driver-20261121T141013679Z/000000000000000.log
@@ -87,19 +88,14 @@ def to_json(value: Any) -> bytes:
 def dump_json(value: Any, **options: Any) -> str:
     """Return JSON that every reader takes."""
     text = json.dumps(value, **options)
-    return json.dumps(_without_surrogates(value), **options) if "\\ud" in text else text
-
-
-def _without_surrogates(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which Python makes of undecodable file names and no reader takes."""
-    if isinstance(value, str):
-        return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
-    if isinstance(value, dict):
-        return {_without_surrogates(name): _without_surrogates(item) for name, item in value.items()}
-    return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+    if "\\ud" in text:
+        plain = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", json.dumps(value, ensure_ascii=False))
+        return json.dumps(json.loads(plain), **options)
+    return text
 
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which Python makes of undecodable file names and no reader takes."""
 
 
 SHARED_MEMORY = Path("/dev/shm")

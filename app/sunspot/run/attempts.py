@@ -287,10 +287,7 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 
 
 def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
-    """Take the run over as `attempt`; False when another process took this number first.
-
-    Raises `SupersededError` when the owner was superseded, or the run is being deleted.
-    """
+    """Take the run over as `attempt`; False if its number is taken. Raises `SupersededError`, also if it is deleted."""
     refuse_if_superseded(attempts, attempt.owner, attempt.driver)
     refuse_if_deleted(run)
     return run.storage.create(_key(run, attempt.number), _to_json(attempt))

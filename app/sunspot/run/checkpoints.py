@@ -37,6 +37,7 @@ from sunspot.run.objects import (
     parse_verified,
     read,
     read_content,
+    read_if_there,
     with_checksum,
 )
 from sunspot.storage import open_storage
@@ -403,10 +404,8 @@ def open_directory(location: str) -> tuple[Run, Checkpoint]:
     location = location.rstrip("/") if "://" in location else str(local_path(location))
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)
-    try:
-        checkpoint = read_manifest(directory, read(directory, Named, "checkpoints", name, MANIFEST).name)
-    except NotFoundError:
-        checkpoint = None
+    named = read_if_there(lambda: read(directory, Named, "checkpoints", name, MANIFEST))
+    checkpoint = read_manifest(directory, named.name) if named else None
     if checkpoint is None:
         raise NotFoundError(f"{location}: holds no {MANIFEST}, so it is no checkpoint, or an incomplete one")
     return directory, checkpoint

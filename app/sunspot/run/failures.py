@@ -1,10 +1,4 @@
-"""The errors that ended processes of a run, with their tracebacks.
-
-    failures/attempt-0001-rank-0003.json     a worker's
-    failures/driver-20261121T141013679Z.json a driver's
-
-A killed process leaves none.
-"""
+"""The errors that ended processes of a run, with their tracebacks. A killed process leaves none."""
 
 import re
 import time
@@ -60,19 +54,9 @@ class Failure:
 
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
     """Return the record of an error that ends a process; that of a remote Ray task is found in its text."""
-    text = format_trace(error)
-    file, line, function = find_place(text)
-    return Failure(
-        attempt=attempt,
-        rank=rank,
-        step=step,
-        type=type(error).__name__,
-        message=without_secrets(str(error))[-MAX_MESSAGE:],
-        traceback=text[-MAX_TRACEBACK:],
-        file=file,
-        line=line,
-        function=function,
-    )
+    kind, message, trace = type(error).__name__, without_secrets(str(error)), format_trace(error)
+    place = find_place(trace)
+    return Failure(attempt, rank, step, kind, message[-MAX_MESSAGE:], trace[-MAX_TRACEBACK:], *place)
 
 
 def find_place(text: str) -> tuple[str, int, str]:
@@ -95,8 +79,7 @@ def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
 
     def read_one(file: str) -> Failure | None:
         try:
-            failure: Failure = read(run, Failure, "failures", file)
-            return failure
+            return read(run, Failure, "failures", file)
         except DamageError as error:
             tell_damage(str(error), damaged)
             return None

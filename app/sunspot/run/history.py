@@ -158,7 +158,8 @@ def _parse_lines(
     kind: Kind, lines: Sequence[bytes], place: str, troubles: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a segment that are as they must be."""
-    validate, is_usable = adapter(FORMS[kind]).validate_json, USABLE[kind]
+    form, is_usable = FORMS[kind]
+    validate = adapter(form).validate_json
     damaged = 0
     for line in lines:
         try:
@@ -171,14 +172,6 @@ def _parse_lines(
         damaged += not usable
     if damaged:
         tell_damage(f"{place}: {damaged} of {len(lines)} lines cannot be used", troubles)
-
-
-FORMS: dict[Kind, Any] = {
-    "metrics": dict[str, float | Whole | str | None],
-    "ranks": dict[str, float | Whole | dict[str, list[Measure | Whole | None]]],
-    "events": dict[str, float | Whole | bool | str | None],
-}
-"""Of a line. Numbers may be NaN and infinite, but for those of the `ranks`. (Floats first: most are.)"""
 
 
 def _is_of_ranks(record: dict[str, Any]) -> bool:
@@ -199,11 +192,13 @@ def _is_placed(record: dict[str, Any]) -> bool:
     return all(map(is_count, counts)) and is_moment(record.get("time", 0))
 
 
-USABLE: dict[Kind, Callable[[dict[str, Any]], bool]] = {
-    "metrics": _is_placed,
-    "ranks": _is_of_ranks,
-    "events": _is_event,
+FORMS: dict[Kind, tuple[Any, Callable[[dict[str, Any]], bool]]] = {
+    "metrics": (dict[str, float | Whole | str | None], _is_placed),
+    "ranks": (dict[str, float | Whole | dict[str, list[Measure | Whole | None]]], _is_of_ranks),
+    "events": (dict[str, float | Whole | bool | str | None], _is_event),
 }
+"""Of a line, and what else holds of it. Numbers may be NaN and infinite, but for those of the `ranks`. (Floats first:
+most are.)"""
 
 
 # ------------------------------------------------------------------------------------------------- numbers of each rank

@@ -91,13 +91,11 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
 
 def refuse_changes(run: Run, changed: list[str]) -> None:
     """Raise `ConflictError` when anything has changed; a line each (`settings.differences`)."""
-    from sunspot.settings import PREFIX
-
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(
             f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
-            f"set them back, or choose another {PREFIX}RUN_NAME"
+            "set them back, or choose another SUNSPOT_RUN_NAME"
         )
 
 

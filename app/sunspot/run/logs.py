@@ -148,10 +148,7 @@ def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
 
 
 def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
-    """Yield a stream a segment at a time, each with a note of what was left out before it.
-
-    Costs one listing when nothing is new.
-    """
+    """Yield a stream by segments, each with a note of what was left out before it. Nothing new costs one listing."""
     folder = run.key("logs", stream)
 
     def find_unread() -> list[Segment]:

@@ -81,8 +81,7 @@ FORMAT, FORMAT_NUMBER = "format", 1
 def read(run: Run, form: type[Form], *parts: str) -> Form:
     """Return the object at `parts` of the run, in its `form`. Raises `NotFoundError`, `StorageError`, `DamageError`."""
     key = run.key(*parts)
-    found: Form = parse(form, read_content(run.storage, key), run.storage.locate(key))
-    return found
+    return parse(form, read_content(run.storage, key), run.storage.locate(key))
 
 
 def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
@@ -90,8 +89,7 @@ def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
     key = run.key(*parts)
     content, place = read_content(run.storage, key), run.storage.locate(key)
     _refuse_before_1_0(content, place)
-    found: Form = parse_verified(form, content, place)
-    return found
+    return parse_verified(form, content, place)
 
 
 def _refuse_before_1_0(content: bytes, place: str) -> None:
@@ -205,8 +203,7 @@ def adapter(form: Any) -> "TypeAdapter[Any]":
 def as_event(form: type[Form], event: Any) -> Form | None:
     """Return an event of a run in its `form`; None when it is malformed."""
     try:
-        found: Form = adapter(form).validate_python(event)
-        return found
+        return adapter(form).validate_python(event)
     except ValueError:
         return None
 

@@ -11,21 +11,14 @@ from functools import partial
 from typing import Any
 
 from sunspot.background import Background
-from sunspot.errors import (
-    ConflictError,
-    DamageError,
-    NotFoundError,
-    StorageError,
-    SunspotError,
-    SupersededError,
-    shorten,
-)
+from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError, shorten
 from sunspot.formatting import as_time
 from sunspot.run import Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.claimant import Claimant
 from sunspot.run.failures import describe_failure, record_failure
+from sunspot.run.objects import read_if_usable
 from sunspot.run.requests import StopRequest
 from sunspot.run.status import (
     SILENT_S,
@@ -244,5 +237,4 @@ class DriverStatusWriter:
         return False
 
     def _load(self, entry: Entry) -> None:
-        with suppress(NotFoundError, DamageError):  # gone since, or damaged
-            self._last = load_status(self._run.storage, entry)
+        self._last = read_if_usable(lambda: load_status(self._run.storage, entry)) or self._last

@@ -77,12 +77,8 @@ class RunSummary:
 
 def run_exists(run: Run) -> bool:
     """Return whether the run was begun or submitted, or something is left of its deletion."""
-    return (
-        run.storage.exists(run.key("run.json"))
-        or bool(list_statuses(run))
-        or bool(list_submissions(run))
-        or deletion_begun(run)
-    )
+    begun = run.storage.exists(run.key("run.json")) or list_statuses(run) or list_submissions(run)
+    return bool(begun) or deletion_begun(run)
 
 
 def list_runs(storage: Storage) -> list[RunSummary]:
@@ -154,10 +150,7 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
 
 def read_fresh_status(run: Run) -> Status | None:
-    """Return the status, read again if its run seems to be silent: NFS clients show what they saw up to a minute ago.
-
-    Raises `StorageError`.
-    """
+    """Return the status, read again if its run seems silent: NFS clients show what they saw up to a minute ago."""
     status = read_status(run)
     if status and _seems_silent(run.storage, status):
         with contextlib.suppress(StorageError):  # it may not be written here
@@ -225,10 +218,7 @@ def describe_work(status: Status) -> str:
 
 
 def read_state(run: Run, status: Status | None = None) -> tuple[RunState, str]:
-    """Return the state of a run, and a sentence that says why, by as few requests as possible.
-
-    While the `status`, which is read if not given, is fresh, there is nothing else to read.
-    """
+    """Return the state of a run, and a sentence that says why; while its `status` is fresh, nothing else is read."""
     status = status or read_fresh_status(run)
     now = time.time()
     summary = None

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from sunspot.errors import DamageError
@@ -91,16 +91,10 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
         stop = read_stop(run)
         reason = f"by {stop.by}" if stop and stop.by else reason
     best = read_or_default(lambda: best_of(run, metric, order), None)  # one damaged trial does not end a search
-    return Trial(
-        run=run.name,
-        settings=dict(settings),
-        state=state,
-        reason=reason,
-        step=status.step if best is None else max(status.step, best.step),
-        total_steps=status.total_steps,
-        best=_number(best, metric) if best else None,
-        checkpoint=best.name if best else None,
-    )
+    trial = Trial(run.name, dict(settings), state, reason, status.step, status.total_steps)
+    if best is None:
+        return trial
+    return replace(trial, step=max(trial.step, best.step), best=_number(best, metric), checkpoint=best.name)
 
 
 def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:

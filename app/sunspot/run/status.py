@@ -23,6 +23,7 @@ from sunspot.run.objects import (
     Moment,
     Workers,
     parse,
+    read,
     read_content,
     read_or_default,
 )
@@ -150,18 +151,15 @@ def restore_status(run: Run, status: Status) -> None:
     """Replace the status of its driver's attempt as it is, time included; raises `StorageError`."""
     record = asdict(status)
     del record["stored"]
-    run.storage.write(_key(run, status), to_json(record))
+    run.storage.write(run.key(FOLDER, _file(status)), to_json(record))
 
 
-def _key(run: Run, status: Status) -> str:
-    return run.key(FOLDER, f"attempt-{status.attempt:04d}-{status.driver}.json")
+def _file(status: Status) -> str:
+    return f"attempt-{status.attempt:04d}-{status.driver}.json"
 
 
 def newest_status(listed: Iterable[Entry], driver: str = "") -> Entry | None:
-    """Return the status object that counts in a listing: the newest attempt's, and of those the one written last.
-
-    With `driver`, only among the objects of that start of a driver.
-    """
+    """Return the newest attempt's status object in a listing, of several the last; with `driver`, only of its own."""
     own = [entry for entry in listed if NAME.fullmatch(entry.key) and driver in ("", driver_of(entry))]
     return max(own, key=lambda entry: (attempt_in(entry), entry.modified), default=None)
 
@@ -191,10 +189,7 @@ def own_status(run: Run, driver: str) -> Entry | None:
 
 
 def read_status(run: Run, driver: str = "") -> Status | None:
-    """Return the status that counts, or that of one start of a driver; None before there is one, or when it is damaged.
-
-    Raises `StorageError`.
-    """
+    """Return the status that counts, or that of one start of a driver; None if there is none, or a damaged one."""
     return read_or_default(lambda: load_newest_status(run, driver), None)
 
 
@@ -234,8 +229,7 @@ def load_status(storage: Storage, entry: Entry) -> Status:
 def refuse_if_ended(run: Run, status: Status) -> None:
     """Raise `SupersededError` when the driver of this status has written that its attempt has ended."""
     try:
-        key = _key(run, status)
-        written: Status = parse(Status, read_content(run.storage, key), run.storage.locate(key))
+        written = read(run, Status, FOLDER, _file(status))
     except (NotFoundError, DamageError):
         return  # not written yet, or damaged: the next one mends it
     if written.state.terminal:

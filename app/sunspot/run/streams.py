@@ -6,7 +6,6 @@ written at most 1 + len(SIZES) times, and the number of small objects is bounded
 smaller ones it was made of leaves out the latter.
 """
 
-import functools
 import re
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.errors import DamageError, NotFoundError, StorageError
+from sunspot.run.objects import read_if_there
 from sunspot.storage.base import Entry, Storage
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
@@ -83,9 +83,9 @@ def read_segments(
     tries, given = READ_TRIES, dict[str, int]()
     while todo:
         part = todo[:AT_ONCE]
-        contents = map_parallel(functools.partial(_read, storage), part)
+        contents = map_parallel(lambda each: read_if_there(lambda: storage.read(each.entry.key)), part)
         for segment, content in zip(part, contents, strict=True):
-            if content is None:
+            if content is None:  # merged, or deleted, since it was listed
                 break
             tries = READ_TRIES
             yield segment, content, given.get(segment.stream, segment.first)
@@ -103,13 +103,6 @@ def list_again(storage: Storage, folder: str, find: Callable[[], list[Segment]])
     with suppress(StorageError):  # nothing may be written here
         storage.refresh(folder)
     return find()
-
-
-def _read(storage: Storage, segment: Segment) -> bytes | None:
-    """Return the content of a segment; None when it was merged, or deleted, since it was listed."""
-    with suppress(NotFoundError):
-        return storage.read(segment.entry.key)
-    return None
 
 
 class _Written(NamedTuple):
@@ -135,9 +128,7 @@ class StreamWriter:
         join: Join = b"".join,
         downsample: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """`key`: that of a segment, by its first and last line and its content. `downsample` shortens the
-        whole stream, each time it has grown to twice as much.
-        """
+        """`key` names a segment by its lines, first and last, and content; `downsample` shortens what has doubled."""
         self._storage, self._key, self._join, self._downsample = storage, key, join, downsample
         self._thin_at = SIZES[-1]
         self.open: list[_Written] = []

@@ -1,7 +1,4 @@
-"""The manifests of a run as they were applied to a cluster, and what they say of who trains it.
-
-submissions/0001-mnist-1a2b3c4d.yaml      the RayJob mnist-1a2b3c4d, below a line with the SHA-256 of the rest
-"""
+"""The manifests of a run as they were applied to a cluster: each below a line with the SHA-256 of the rest."""
 
 import hashlib
 import re
