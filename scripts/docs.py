@@ -17,7 +17,16 @@ from pydantic import BaseModel
 
 from sunspot.cli import make_parser
 from sunspot.settings import IDENTITY, PREFIX, describe_settings
-from sunspot.submitter.manifest.profile import DataWorkers, Head, Machine, Profile, SecretKey, Spot, Worker, WorkerGroup
+from sunspot.submitter.manifest.profile import (
+    DataWorkers,
+    Head,
+    Machine,
+    Profile,
+    SecretKey,
+    Spot,
+    Worker,
+    WorkerGroup,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

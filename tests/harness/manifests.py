@@ -1,5 +1,6 @@
 """Manifests of the shipped profiles; those for clouds want a bucket and an image of the user's own."""
 
+import re
 from typing import Any
 
 from sunspot.submitter.manifest.profile import load_profile
@@ -19,3 +20,9 @@ def render(profile: str, overrides: dict[str, str], **options: Any) -> Rendered:
     if chosen.cloud and not chosen.image:
         options = {"image": IMAGE, **options}
     return render_as_given(JobRequest(profile, overrides, **options))
+
+
+def in_pods(profile: str, pods: str) -> dict[str, str]:
+    """The setting for so many training pods: 2, or 1..2."""
+    [machine] = load_profile(profile, {}).groups
+    return {"NUM_WORKERS": re.sub(r"\d+", lambda number: str(int(number[0]) * max(1, machine.gpus or 0)), pods)}

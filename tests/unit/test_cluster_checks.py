@@ -17,11 +17,12 @@ from sunspot.run import Run, open_run
 from sunspot.storage import open_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.storage.prove import FOLDER, Check, Result, probe_path, probe_storage
-from sunspot.submitter.doctor.cluster_checks import what_it_takes
+from sunspot.submitter.cluster.api import connect
+from sunspot.submitter.doctor.cluster_checks import check_cluster, what_it_takes
 from sunspot.submitter.doctor.probe_pods import LABEL, make_pod, read_checks
 from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes
 from sunspot.submitter.manifest.profile import manifests
-from sunspot.submitter.manifest.shape import parse_quantity
+from sunspot.submitter.manifest.quantities import parse_quantity
 from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
@@ -88,6 +89,11 @@ def checks(sunspot: Command, *words: str, code: int = 0) -> dict[str, dict[str, 
     assert sunspot("doctor", "--json", *words) == code, sunspot.out + sunspot.err
     assert sunspot.json["fit"] is (code == 0)
     return {check["check"]: check for check in sunspot.json["checks"]}
+
+
+def of_cluster(profile: str) -> dict[str, Check]:
+    """The checks of the cluster alone, by name."""
+    return {check.check: check for check in check_cluster(connect(), render(profile, {}))}
 
 
 # ---------------------------------------------------------------------------------------------------------- all is well
@@ -349,6 +355,17 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
     broken = node()
     broken["status"]["conditions"][0]["status"] = "Unknown"
     assert find_schedulable_nodes(head, [broken]).why_not == {"not ready": 1}
+
+
+def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:
+    made = node(taints=[{"key": "nvidia.com/gpu", "effect": "NoSchedule"}])
+    made["status"]["allocatable"] |= {"nvidia.com/gpu": "8", "cpu": "96"}
+    fit.documents["/api/v1/nodes"]["items"].append(made)
+    found = of_cluster("on-demand")["GPUs of a node"]
+    assert found.seen.startswith("workers: a pod takes 1 of a node's 8 GPUs")
+    assert found.fix == "set worker.gpus to 8, for one pod with 8 workers"
+    made["status"]["allocatable"]["nvidia.com/gpu"] = "1"
+    assert "GPUs of a node" not in of_cluster("on-demand")
 
 
 @pytest.mark.parametrize(

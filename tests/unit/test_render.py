@@ -25,16 +25,19 @@ from sunspot.search_space import load_search
 from sunspot.settings import Settings
 from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from sunspot.submitter.cluster.preflight import find_references
+from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
 from sunspot.submitter.manifest.profile import load_profile
+from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
 from sunspot.submitter.manifest.yaml_files import read_documents
 from tests.harness import GOLDEN, SHELL
-from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, render, render_as_given
+from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, in_pods, render, render_as_given
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = REPOSITORY / "k8s"
 PROFILES = sorted(path.stem for path in (MANIFESTS / "profiles").glob("*.yaml"))
 GPU_PROFILES = [name for name in PROFILES if name != "kind"]
+NODE_PROFILES = [name for name in PROFILES if name.endswith("-8gpu")]
 SPOT_PROFILES = [name for name in PROFILES if name.endswith("-spot")]
 
 VIEWER = "sunspot-viewer"
@@ -74,9 +77,6 @@ ttl_s: 30
 backoff_limit: 5
 """
 """A user's own profile with every key that a shipped one does not have."""
-
-WITH_IDENTITY = {"aks-spot", "eks-spot", "gke-spot", "karpenter-spot"}
-"""Profiles whose pods reach storage by the cloud's identity, without a Secret."""
 
 OF_LOST_NODES = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
@@ -204,7 +204,7 @@ def test_nobody_but_the_submitter_gets_rights() -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_policies_and_budget_select_the_pods_that_are_rendered(profile: str) -> None:
-    elastic = render(profile, {"NUM_WORKERS": "1..2"})
+    elastic = render(profile, in_pods(profile, "1..2"))
     head, workers = (
         {**group["template"]["metadata"]["labels"], "ray.io/node-type": kind}
         for group, kind in zip(groups_of(elastic), ("head", "worker"), strict=True)
@@ -272,7 +272,7 @@ def test_another_port_is_a_patch_of_the_base(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_api_server_accepts_every_profile(profile: str) -> None:
-    for settings in ({}, {"NUM_WORKERS": "1..2"}):
+    for settings in ({}, in_pods(profile, "1..2")):
         assert_accepted(render(profile, settings, namespace="default"))
 
 
@@ -408,7 +408,7 @@ def test_generation_and_derived_values_are_annotations() -> None:
 @pytest.mark.parametrize("workers", ["2", "1..2"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_container_meets_the_restricted_standard(profile: str, workers: str) -> None:
-    check_restricted(render(profile, {"NUM_WORKERS": workers}))
+    check_restricted(render(profile, in_pods(profile, workers)))
 
 
 def test_every_container_of_a_full_profile_meets_it_too(full: Rendered) -> None:
@@ -469,10 +469,14 @@ def test_what_every_job_has(profile: str) -> None:
         assert variables["RAY_USAGE_STATS_ENABLED"] == "0", "nobody was asked"
         assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
         assert pod["serviceAccountName"] == "sunspot-train"
-        secrets = [] if profile in WITH_IDENTITY else [{"secretRef": {"name": "sunspot-storage"}}]
+        secrets = (
+            []
+            if profile != "on-demand" and load_profile(profile, {}).cloud
+            else [{"secretRef": {"name": "sunspot-storage"}}]
+        )
         assert pod["containers"][0]["envFrom"] == secrets
     assert not any("gpu" in name for name in pods_of(rendered)[0]["containers"][0]["resources"]["limits"])
-    assert (workers["groupName"], workers["replicas"]) == ("workers", 2)
+    assert (workers["groupName"], workers["replicas"]) == ("workers", 1 if profile in NODE_PROFILES else 2)
 
 
 def check_volumes(pod: dict[str, Any]) -> None:
@@ -590,7 +594,7 @@ def test_a_head_may_be_evictable(tmp_path: Path) -> None:
     assert "sunspot/evictable" not in head["labels"]
 
 
-@pytest.mark.parametrize("profile", GPU_PROFILES)
+@pytest.mark.parametrize("profile", sorted(set(GPU_PROFILES) - set(NODE_PROFILES)))
 def test_a_worker_for_each_gpu(profile: str) -> None:
     rendered = render(profile, {"NUM_WORKERS": "3"})
     _, group = groups_of(rendered)
@@ -606,6 +610,73 @@ def test_a_worker_for_each_gpu(profile: str) -> None:
     without = render(profile, {"USE_GPU": "false"})
     assert "gpu" not in json.dumps(groups_of(without)[1]["template"])
     assert settings_of_job(without).resources_per_worker == {"CPU": 6, "training-worker": 1}
+
+
+@pytest.mark.parametrize("profile", NODE_PROFILES)
+def test_a_pod_with_all_gpus_of_a_node(profile: str) -> None:
+    node = {"gke": (208, 1743, 0), "eks": (192, 2048, 0), "aks": (96, 1900, 0)}[profile[:3]]
+    rendered = render(profile, {"NUM_WORKERS": "16"})
+    head, group = groups_of(rendered)
+    assert (group["replicas"], group["resources"]["GPU"], group["resources"]["training-worker"]) == (2, "8", "8")
+    pod = group["template"]["spec"]
+    resources = pod["containers"][0]["resources"]
+    asked = {name: parse_quantity(amount) for name, amount in resources["requests"].items()}
+    assert node[0] * 0.85 <= asked["cpu"] <= node[0] - 4, "nearly the node's, less what Kubernetes and daemons take"
+    assert node[1] * 0.75 <= asked["memory"] / 2**30 <= node[1] * 0.92
+    assert asked["ephemeral-storage"] >= 80 * 2**30
+    assert resources["limits"]["nvidia.com/gpu"] == "8"
+    volumes = {volume["name"]: volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"]}
+    assert volumes["shared-mem"] == resources["limits"]["memory"] == "1600Gi"
+    assert settings_of_job(rendered).resources_per_worker == {
+        "CPU": asked["cpu"] // 8,
+        "GPU": 1,
+        "training-worker": 1,
+    }
+    assert list(find_split_nodes(rendered.manifest)) == []
+    why = {value.name: value.source for value in rendered.derived}
+    assert why["training pod's memory"] == f"profile {profile}: 200Gi for each of 8 GPUs"
+    assert head["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"] == "8Gi"
+
+
+def test_sizes_follow_gpus_and_workers(tmp_path: Path) -> None:
+    mine = own_profile(tmp_path, "extends: gke-spot\nworker: {gpus: 8, memory: 100Gi, per_gpu: {cpu: 7500m}}")
+    rendered = render(mine, {"NUM_WORKERS": "16..512"})
+    head, workers = (pod["containers"][0]["resources"]["requests"] for pod in pods_of(rendered))
+    assert (workers["cpu"], workers["memory"], workers["ephemeral-storage"]) == ("60", "100Gi", "80Gi")
+    assert (head["cpu"], head["memory"], head["ephemeral-storage"]) == ("11920m", "39Gi", "10Gi")
+    why = {value.name: value.source for value in rendered.derived}
+    assert why["training pod's cpu"] == f"profile {mine}: 7500m for each of 8 GPUs"
+    assert why["training pod's memory"] == f"profile {mine}"
+    assert why["training pod's ephemeral-storage"] == "profile on-demand: 10Gi for each of 8 GPUs"
+    assert why["head's memory"] == "head.per_worker for each of 512 workers beyond 16"
+    on_cpus = render(mine, {"NUM_WORKERS": "2", "USE_GPU": "false"})
+    assert pods_of(on_cpus)[1]["containers"][0]["resources"]["requests"]["cpu"] == "60"
+    own_profile(tmp_path, "extends: gke-spot\nhead: {per_worker: null}\nworker: {per_gpu: null}")
+    plain = [pod["containers"][0]["resources"]["requests"] for pod in pods_of(render(mine, {"NUM_WORKERS": "99"}))]
+    assert [(each["cpu"], each["memory"]) for each in plain] == [("2", "8Gi"), ("500m", "3Gi")]
+
+
+@pytest.mark.parametrize(
+    ("selector", "workers", "there"),
+    [
+        ("{node.kubernetes.io/instance-type: p5.48xlarge}", "8", 8),
+        ("{node.kubernetes.io/instance-type: Standard_ND96isr_H100_v5}", "1..8", 8),
+        ("{node.kubernetes.io/instance-type: a3-megagpu-8g}", "2", 8),
+        ("{karpenter.k8s.aws/instance-gpu-count: '4'}", "2", 4),
+        ("{node.kubernetes.io/instance-type: p5.4xlarge}", "2", 0),
+        ("{cloud.google.com/gke-accelerator-count: '1'}", "2", 0),
+        ("{nvidia.com/gpu.count: '8'}", "1", 0),
+    ],
+)
+def test_pods_that_would_share_a_node_are_warned_of(
+    selector: str, workers: str, there: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = own_profile(tmp_path, f"extends: on-demand\nworker: {{gpu_selector: {selector}}}")
+    with pytest.raises(SystemExit, match="0"):
+        main(["render", "--profile", mine, "--set", f"NUM_WORKERS={workers}", *ON_A_CLOUD])
+    said = capsys.readouterr().err
+    assert (f"a pod takes 1 of a node's {there} GPUs" in said) is bool(there)
+    assert (f"set worker.gpus to {there}" in said) is bool(there)
 
 
 def test_an_elastic_run_begins_with_the_least_and_has_an_autoscaler() -> None:
@@ -1031,7 +1102,7 @@ def test_a_profile_extends_another_by_key_and_null_takes_away(tmp_path: Path) ->
     )
     profile = load_profile(own_profile(tmp_path, "extends: ./team.yaml\nlabels: {cost: b, team: null}\nspot: null"), {})
     assert profile.worker
-    assert (profile.worker.memory, profile.worker.cpu, profile.worker.gpus) == ("48Gi", "6", 1)
+    assert (profile.worker.memory, profile.groups[0].cpu, profile.worker.gpus) == ("48Gi", "6", 1)
     assert profile.labels == {"floor": "1", "cost": "b"}
     assert profile.spot is None
     assert profile.notice_s == 15

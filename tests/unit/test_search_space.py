@@ -212,7 +212,7 @@ def test_the_job_of_a_search() -> None:
     cluster = spec["rayClusterSpec"]
     assert cluster["workerGroupSpecs"][0]["replicas"] == 6, "three trials of two workers"
     container = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
-    assert container["resources"]["limits"]["memory"] == "9216Mi", "the drivers of all three are on the head"
+    assert container["resources"]["limits"]["memory"] == "9Gi", "the drivers of all three are on the head"
     variables = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert variables["SUNSPOT_LEARNING_RATE"] == SPACE["SUNSPOT_LEARNING_RATE"]
     assert variables["SUNSPOT_TASK_ARGS"] == '{"depth": 3, "width": "choice(8,16)"}'

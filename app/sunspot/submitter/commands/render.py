@@ -16,11 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
+    from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
     from sunspot.submitter.manifest.render import render, write_directory
 
     if args.output == "":
         raise SettingsError("--output may not be empty; name a directory")
     rendered = render(job_request(args))
+    for split in find_split_nodes(rendered.manifest):
+        warn("; ".join(split))
     if args.output is not None:
         for path in write_directory(rendered, args.output):
             warn(f"wrote {path}")

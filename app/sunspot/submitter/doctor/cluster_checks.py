@@ -1,7 +1,7 @@
 """What a run needs of a cluster, and what it should have: every check is independent of the others."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from sunspot.errors import ClusterError
@@ -20,9 +20,10 @@ from sunspot.submitter.cluster.preflight import (
     find_references,
 )
 from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes, requests_of
+from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
 from sunspot.submitter.manifest.profile import QUEUE, manifests
+from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import Rendered
-from sunspot.submitter.manifest.shape import parse_quantity
 from sunspot.submitter.manifest.yaml_files import read_documents
 
 OPERATOR = "app.kubernetes.io/component=kuberay-operator"
@@ -198,6 +199,14 @@ def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         else:
             fix = "unless an autoscaler brings such nodes, add them, or correct selectors and resources in the profile"
             yield Check(f"nodes for {name}", Result.WARNING, seen, fix)
+
+    def count(pod: Mapping[str, Any]) -> int:
+        taking = [node for node in nodes if find_schedulable_nodes(pod, [node]).nodes]
+        amounts = [node["status"]["allocatable"].get(name, 0) for node in taking for name in WHOLE]
+        return max(map(int, amounts), default=0)
+
+    for what, fix in find_split_nodes(rendered.manifest, count):
+        yield Check("GPUs of a node", Result.WARNING, what, fix)
 
 
 def _check_queue(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:

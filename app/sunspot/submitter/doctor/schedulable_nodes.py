@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sunspot.submitter.manifest.shape import parse_quantity
+from sunspot.submitter.manifest.quantities import parse_quantity
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 from sunspot.settings import PREFIX
 from sunspot.submitter.manifest.pod_merge import merge_pod
-from sunspot.submitter.manifest.profile import DataWorkers, Machine, Profile, Spot, Toleration, Worker
-from sunspot.submitter.manifest.shape import SLOT, Shape, parse_quantity, pod_cpus, whole_cpus
+from sunspot.submitter.manifest.profile import DataWorkers, Head, Machine, Profile, Sizes, Spot, Toleration, Worker
+from sunspot.submitter.manifest.quantities import format_quantity, parse_quantity
+from sunspot.submitter.manifest.shape import SLOT, Shape, pod_cpus, whole_cpus
 from sunspot.submitter.manifest.yaml_files import to_yaml
 
 RUN_LABEL = "sunspot/run"
@@ -41,6 +42,9 @@ TRIAL_MEMORY = "2Gi"
 """Extra memory of the head for each concurrent trial after the first: all drivers run there. The processes of one took
 1.55 GB (Ray 2.60), and a 5Gi head with two trials killed some of them over and over."""
 
+FEW_WORKERS = 16
+"""As many as the sizes of a head are for, without `per_worker`."""
+
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
     # With Ray's default of 60 s, a new node may be removed before the running workers have restarted with it.
@@ -64,10 +68,7 @@ def make_cluster(
         ray_container(head)["image"] = profile.head.image
     if profile.head and profile.head.evictable:
         _make_evictable(head["template"]["metadata"])
-    if shape.runs > 1:
-        memory = parse_quantity(ray_container(head)["resources"]["limits"]["memory"])
-        memory += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
-        _set_machine(head, Machine(memory=f"{math.ceil(memory / 2**20)}Mi"))
+    _enlarge_head(head, profile.head or Head(), shape)
     if profile.spot:
         _avoid_spot(head, profile.spot)
     training = [_training_group(workers, profile, shape, number, run) for number in range(len(profile.groups))]
@@ -128,6 +129,18 @@ def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
     group["template"]["spec"]["affinity"] = {
         "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
     }
+
+
+def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
+    """Give the head what each concurrent trial after the first, and each worker that is more than few, costs it."""
+    requests = ray_container(head)["resources"]["requests"]
+    sizes = {name: parse_quantity(requests[name.replace("_", "-")]) for name in Sizes.model_fields}
+    sizes["memory"] += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
+    given = machine.per_worker.model_dump(exclude_none=True) if machine.per_worker else {}
+    for name, each in given.items():
+        sizes[name] += max(0, shape.workers - FEW_WORKERS) * parse_quantity(each)
+    written = {name: format_quantity(amount, of_cpus=name == "cpu") for name, amount in sizes.items()}
+    _set_machine(head, Machine.model_validate(written))
 
 
 def _make_evictable(metadata: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -26,6 +26,7 @@ from pydantic import (
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
 from sunspot.settings import PREFIX, cut
+from sunspot.submitter.manifest.quantities import format_quantity, parse_quantity
 from sunspot.submitter.manifest.yaml_files import read_yaml
 
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -158,6 +159,14 @@ class Spot(_Part):
     "Default: a taint of the same key, whatever its value."
 
 
+class Sizes(_Part):
+    """What a pod gets for each of something."""
+
+    cpu: Cpus | None = _takes(CPU)
+    memory: Bytes | None = _takes(BYTES)
+    ephemeral_storage: Bytes | None = _takes(BYTES)
+
+
 class Machine(_Part):
     """What one pod gets, and where it may go."""
 
@@ -178,6 +187,8 @@ class Head(Machine):
 
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     "For the head alone, of the same version, e.g. without CUDA (`make image HEAD=1`)."
+    per_worker: Sizes | None = _takes("cpu, memory and ephemeral_storage")
+    "More of them for each training worker beyond 16."
     evictable: bool | None = _takes("true or false")
     "Whether the drain of a node may end it; default: only the end of the run does."
 
@@ -189,6 +200,8 @@ class Worker(Machine):
     "CPUs as Ray counts them; default: `cpu`, rounded down."
     gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
     "GPUs per pod, each with a training worker."
+    per_gpu: Sizes | None = _takes("cpu, memory and ephemeral_storage")
+    "Sizes of a pod for each of its GPUs, where `cpu` and so on do not name the whole pod's."
     gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
     "Also the key of the tolerated taint."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
@@ -197,6 +210,16 @@ class Worker(Machine):
     "For taints of nodes with GPUs, beside that of `gpu_resource`."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
     "Over many nodes or in one zone as far as possible, or in one zone or not at all."
+
+    def with_sizes(self) -> Self:
+        """Return it with the sizes of a pod, those that it has for each GPU multiplied."""
+        given = self.per_gpu.model_dump(exclude_none=True) if self.per_gpu else {}
+        gpus = max(1, self.gpus or 0)
+        missing = {name: each for name, each in given.items() if getattr(self, name) is None}
+        sizes = {
+            name: format_quantity(gpus * parse_quantity(each), of_cpus=name == "cpu") for name, each in missing.items()
+        }
+        return self.model_copy(update=sizes)
 
 
 class WorkerGroup(Worker):
@@ -290,7 +313,8 @@ class Profile(_Part):
     @property
     def groups(self) -> list[WorkerGroup]:
         """The groups of training pods: those of `workers`, or the one that `worker` is."""
-        return self.workers or [WorkerGroup.model_construct(**dict(self.worker or Worker()))]
+        groups = self.workers or [WorkerGroup.model_construct(**dict(self.worker or Worker()))]
+        return [group.with_sizes() for group in groups]
 
 
 def manifests() -> Path:

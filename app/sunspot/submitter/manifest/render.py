@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from sunspot.submitter.manifest.job_merge import merge_job
 from sunspot.submitter.manifest.merge import SHOWN
 from sunspot.submitter.manifest.pods import (
     DRAIN,
+    FEW_WORKERS,
     NOTICE,
     RUN_LABEL,
     TRIAL_MEMORY,
@@ -36,6 +37,8 @@ from sunspot.submitter.manifest.profile import (
     ELASTIC,
     QUEUE,
     Profile,
+    Sizes,
+    Worker,
     WorkerGroup,
     find_origin,
     load_profile,
@@ -454,6 +457,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         ),
         *([("head's image", head_image, source(head_image, "head", "image"))] if head_image else ()),
         ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
+        *_explain_sizes(ray_container(workers), profile, name),
         *(groups if len(groups) > 1 else ()),
         ("autoscaler", *autoscaler),
         ("head", *where),
@@ -468,9 +472,12 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
             source(deadline_s, "pre_running_deadline_s"),
         ),
     ]
-    if shape.runs > 1:
-        memory = ray_container(head_group(job))["resources"]["limits"]["memory"]
-        found.append(("head's memory", memory, f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"))
+    resources = ray_container(head_group(job))["resources"]["requests"]
+    enlarged = [f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"] if shape.runs > 1 else []
+    if profile.head and profile.head.per_worker and shape.workers > FEW_WORKERS:
+        enlarged.append(f"head.per_worker for each of {shape.workers} workers beyond {FEW_WORKERS}")
+    if enlarged:
+        found += [(f"head's {size}", resources[size], "; ".join(enlarged)) for size in ("cpu", "memory")]
     if profile.data_workers:
         if shape.data:
             most = shape.data.max
@@ -478,6 +485,22 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         else:
             found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
     return [Derived(*entry) for entry in found]
+
+
+def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) -> Iterator[tuple[str, str, str]]:
+    """Say what a training pod of the first group gets, and why."""
+    given = profile.workers[0] if profile.workers else profile.worker or Worker()
+    for key in Sizes.model_fields:
+        each = getattr(given.per_gpu, key, None)
+        if getattr(given, key) is not None:
+            why = find_origin(name, "workers", key) or find_origin(name, "worker", key)
+        elif each:
+            origin = find_origin(name, "workers", "per_gpu", key) or find_origin(name, "worker", "per_gpu", key)
+            why = f"{origin}: {each} for each of {plural(max(1, given.gpus or 0), 'GPU')}"
+        else:
+            why = BASE
+        resource = key.replace("_", "-")
+        yield f"training pod's {resource}", container["resources"]["requests"][resource], why
 
 
 def _where(profile: Profile, group: WorkerGroup) -> str:

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from sunspot.settings import PREFIX, READING_SHARE, Settings, WorkerRange
 from sunspot.submitter.manifest.profile import DataWorkers, Profile, Worker
+from sunspot.submitter.manifest.quantities import parse_quantity
 
 USE_GPU = PREFIX + "USE_GPU"
 
@@ -43,6 +43,11 @@ class Shape:
     def workers_per_pod(self) -> int:
         """Training workers per pod."""
         return max(1, self.gpus)
+
+    @property
+    def workers(self) -> int:
+        """The most training workers."""
+        return self.pods.most * self.workers_per_pod
 
     @property
     def autoscaled(self) -> bool:
@@ -150,11 +155,3 @@ def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
             "worker.cpu"
         )
     return problems
-
-
-def parse_quantity(quantity: Any) -> float:
-    """Parse a Kubernetes quantity, such as 250m or 5Gi. (The client's own parser would import all of the client.)"""
-    units = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-    units |= {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
-    number = str(quantity).rstrip("numkMGTPEKi")
-    return float(number) * units.get(str(quantity).removeprefix(number), 1.0)

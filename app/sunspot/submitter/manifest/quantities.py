@@ -1,0 +1,22 @@
+"""Quantities of Kubernetes, such as 250m or 5Gi. (The client's own parser would import all of the client.)"""
+
+import math
+from typing import Any
+
+UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+UNITS |= {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
+
+
+def parse_quantity(quantity: Any) -> float:
+    """Parse a quantity to base units."""
+    number = str(quantity).rstrip("numkMGTPEKi")
+    return float(number) * UNITS.get(str(quantity).removeprefix(number), 1.0)
+
+
+def format_quantity(amount: float, of_cpus: bool = False) -> str:
+    """Write CPUs, in thousandths if they are not whole, or bytes, in MiB if they are not whole GiB; rounded up."""
+    small, large = (1e-3, "m"), (1.0, "")
+    if not of_cpus:
+        small, large = (2.0**20, "Mi"), (2.0**30, "Gi")
+    size, unit = large if amount % large[0] == 0 else small
+    return f"{math.ceil(round(amount / size, 3))}{unit}"
