@@ -171,6 +171,11 @@ def fill_quota(used: str, hard: str) -> Any:
     return act
 
 
+def limit_cpus(cluster: FakeCluster) -> None:
+    quota = {"metadata": {"name": "corp"}, "spec": {"hard": {"limits.cpu": "100"}}}
+    cluster.documents[f"{CORE}/resourcequotas"] = {"items": [quota]}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "result", "seen", "fix"),
     [
@@ -266,6 +271,20 @@ def fill_quota(used: str, hard: str) -> Any:
         ),
         ("quota", fill_quota("0", "10Gi"), "failed", "11.8 GB needed, 10.7 GB free of 10.7 GB", "ask for less"),
         ("quota", fill_quota("0", "40Gi"), "ok", "team has room for a run", ""),
+        (
+            "quota",
+            limit_cpus,
+            "failed",
+            "corp counts limits.cpu, so it lets in no pod without",
+            "set cpu_limit of head",
+        ),
+        (
+            "pods",
+            lambda c: c.on("POST", "/pods?dryRun=All", answer(403, "failed quota: corp: must specify limits.cpu")),
+            "failed",
+            "must specify limits.cpu",
+            "set cpu_limit of head, worker and data_workers",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_cluster_is_named(
@@ -355,6 +374,18 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
     broken = node()
     broken["status"]["conditions"][0]["status"] = "Unknown"
     assert find_schedulable_nodes(head, [broken]).why_not == {"not ready": 1}
+
+
+def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) -> None:
+    """The autoscaler's container counts, too."""
+    limit_cpus(fit)
+    profile = tmp_path / "mine.yaml"
+    limits = "head: {cpu_limit: 1}\nworker: {cpu_limit: 2}"
+    profile.write_text(f"extends: kind\nsettings: {{NUM_WORKERS: 1..2}}\n{limits}")
+    assert of_cluster(str(profile))["quota"].seen == "corp has room for a run"
+    assert what_it_takes(render(str(profile), {}).manifest)["limits.cpu"] == 1 + 1 + 2
+    profile.write_text("extends: kind\nhead: {cpu_limit: 1}")
+    assert of_cluster(str(profile))["quota"].result is Result.FAILED
 
 
 def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:

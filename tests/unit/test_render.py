@@ -679,6 +679,35 @@ def test_pods_that_would_share_a_node_are_warned_of(
     assert (f"set worker.gpus to {there}" in said) is bool(there)
 
 
+def test_what_enterprises_and_openshift_ask_of_pods(tmp_path: Path) -> None:
+    text = "extends: kind\nassigned_ids: true\nhead: {cpu_limit: 2}\nworker: {cpu_limit: 500m}"
+    rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "1..2"})
+    check_restricted(rendered)
+    for pod, limit in zip(pods_of(rendered), ("2", "500m"), strict=True):
+        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert pod["containers"][0]["resources"]["limits"]["cpu"] == limit
+    assert cluster_of(rendered)["autoscalerOptions"]["resources"]["limits"]["cpu"] == "1"
+    plain = cluster_of(render("kind", {"NUM_WORKERS": "1..2"}))
+    assert plain["autoscalerOptions"]["resources"]["limits"] == {"memory": "512Mi"}, "nothing is left of a profile"
+
+
+def test_parts_of_gpus_and_claims(tmp_path: Path) -> None:
+    part = pods_of(
+        render(own_profile(tmp_path, "extends: gke-spot\nworker: {gpu_resource: nvidia.com/mig-1g.10gb}"), {})
+    )
+    assert part[1]["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.10gb"] == "1"
+    for key in ("nvidia.com/mig-1g.10gb", "nvidia.com/gpu"):
+        assert {"key": key, "operator": "Exists"} in part[1]["tolerations"]
+    text = "extends: on-demand\nworker: {gpus: 4, gpu_claim: four}"
+    rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "4"})
+    pod = pods_of(rendered)[1]
+    assert pod["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "four"}]
+    resources = pod["containers"][0]["resources"]
+    assert resources["claims"] == [{"name": "gpus"}]
+    assert not any("gpu" in name for kind in ("requests", "limits") for name in resources[kind])
+    assert groups_of(rendered)[1]["resources"] == {"CPU": "24", "GPU": "4", "training-worker": "4"}
+
+
 def test_an_elastic_run_begins_with_the_least_and_has_an_autoscaler() -> None:
     rendered = render("gke-spot", {"NUM_WORKERS": "2..8"})
     cluster, (_, group) = cluster_of(rendered), groups_of(rendered)

@@ -353,7 +353,8 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
         assert told not in sunspot.err
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
-        assert f"{told}; change the profile, or have the namespace allow it" in sunspot.err
+        fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or have the namespace allow it"
+        assert f"{told}; {fix}" in sunspot.err
     else:
         assert "warning: pods of the group workers would be refused now" in sunspot.err
         assert f"{told}; {'they wait' if 'quota' in told else 'the operator'}" in sunspot.err

@@ -36,6 +36,9 @@ MAY_PASS = {
 }
 """Refusals that need not come again when the operator creates the pods, with what to make of them."""
 
+CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
+"""What helps against a quota that counts limits of CPUs, and against a default limit below what is asked for."""
+
 
 class Problem(NamedTuple):
     """What keeps a run from starting."""
@@ -98,7 +101,7 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Pr
     """
     if not cluster.allows("create", "", "pods"):
         return
-    for group, template in _templates(manifest).items():
+    for group, template in pod_templates(manifest).items():
         name = f"{manifest['metadata']['name']}-{group}"
         pod = {**template, "apiVersion": "v1", "kind": "Pod", "metadata": {**template["metadata"], "name": name}}
         try:
@@ -108,7 +111,8 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Pr
             if error.status in NOT_ASKED or NOT_WITHOUT_EFFECT in said:
                 continue
             may_pass = next((hint for words, hint in MAY_PASS.items() if words in said), "")
-            fix = may_pass or "change the profile, or have the namespace allow it"
+            limit = CPU_LIMIT if "limits.cpu" in said or "cpu limit" in said else ""
+            fix = may_pass or limit or "change the profile, or have the namespace allow it"
             yield Problem(f"pods of the group {group} would be refused now: {said}", fix, bool(may_pass))
 
 
@@ -206,7 +210,7 @@ def find_references(manifest: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for pod in (template["spec"] for template in _templates(manifest).values()):
+    for pod in (template["spec"] for template in pod_templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
         if "priorityClassName" in pod:
@@ -221,24 +225,32 @@ def _references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Secret", cluster["authOptions"]["secretName"]
     password = cluster.get("gcsFaultToleranceOptions", {}).get("redisPassword", {})
     yield from _named(password.get("valueFrom", {}), secretKeyRef="Secret")
-    for container in (*_containers(manifest), cluster.get("autoscalerOptions", {})):
+    for container in _containers(manifest):
         for source in container.get("envFrom", ()):
             yield from _named(source, secretRef="Secret", configMapRef="ConfigMap")
         for variable in container.get("env", ()):
             yield from _named(variable.get("valueFrom", {}), secretKeyRef="Secret", configMapKeyRef="ConfigMap")
 
 
-def _templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the pod template of each group; none for a cluster that is there already."""
+def pod_templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return each group's pod template, the autoscaler beside the head; none for a cluster that is there already."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {}
+    head = cluster["headGroupSpec"]["template"]
+    if cluster.get("enableInTreeAutoscaling"):
+        [ray, *others] = head["spec"]["containers"]
+        options = cluster.get("autoscalerOptions", {})
+        fields = ("imagePullPolicy", "resources", "securityContext", "volumeMounts", "env", "envFrom")
+        beside = {"name": "autoscaler", "image": options.get("image", ray["image"])}
+        beside |= {name: options[name] for name in fields if name in options}
+        head = {**head, "spec": {**head["spec"], "containers": [ray, beside, *others]}}
     workers = {group["groupName"]: group["template"] for group in cluster.get("workerGroupSpecs", ())}
-    return {"head": cluster["headGroupSpec"]["template"], **workers}
+    return {"head": head, **workers}
 
 
 def _containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    pods = [template["spec"] for template in _templates(manifest).values()]
+    pods = [template["spec"] for template in pod_templates(manifest).values()]
     return [c for pod in pods for c in (*pod.get("initContainers", ()), *pod["containers"])]
 
 

@@ -9,6 +9,7 @@ from sunspot.formatting import as_bytes, plural
 from sunspot.storage.prove import Check, Result, failure
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from sunspot.submitter.cluster.preflight import (
+    CPU_LIMIT,
     Problem,
     explain_refusal,
     find_missing_namespace,
@@ -18,6 +19,7 @@ from sunspot.submitter.cluster.preflight import (
     find_pod_problems,
     find_queue_problem,
     find_references,
+    pod_templates,
 )
 from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes, requests_of
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
@@ -180,10 +182,9 @@ def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
     """Each group's name, its initial number of pods, and their spec."""
-    cluster = manifest["spec"]["rayClusterSpec"]
-    groups = [("head", 1, cluster["headGroupSpec"])]
-    groups += [(group["groupName"], int(group["replicas"]), group) for group in cluster["workerGroupSpecs"]]
-    return [(name, pods, group["template"]["spec"]) for name, pods, group in groups]
+    workers = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    pods = {"head": 1} | {group["groupName"]: int(group["replicas"]) for group in workers}
+    return [(name, pods[name], template["spec"]) for name, template in pod_templates(manifest).items()]
 
 
 def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
@@ -231,11 +232,17 @@ def _check_quota(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     if not quotas:
         yield Check("quota", Result.OK, f"none in namespace {cluster.namespace}")
     needed = what_it_takes(rendered.manifest)
+    containers = [container for _, _, pod in groups_of(rendered.manifest) for container in pod["containers"]]
+    limited = all("cpu" in container.get("resources", {}).get("limits", {}) for container in containers)
     for quota in quotas:
         name = quota["metadata"]["name"]
         hard = {**quota.get("spec", {}).get("hard", {}), **quota.get("status", {}).get("hard", {})}
         used = quota.get("status", {}).get("used", {})
         short, never = [], False
+        if "limits.cpu" in hard and not limited:
+            seen = f"{name} counts limits.cpu, so it lets in no pod without"
+            yield Check("quota", Result.FAILED, seen, CPU_LIMIT)
+            continue
         for resource, limit in hard.items():
             need = needed.get(resource, 0.0)
             most = parse_quantity(limit)

@@ -29,6 +29,15 @@ AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
 
 GPU = "nvidia.com/gpu"
 
+GPU_PART = "nvidia.com/mig-"
+"""What resources of NVIDIA's MIG begin with."""
+
+CLAIM = "gpus"
+"""A pod's name for its claim of GPUs."""
+
+IDS = ("runAsUser", "runAsGroup", "fsGroup")
+"""What a namespace may assign to pods."""
+
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 NOTICE = PREFIX + "NOTICE_S"
@@ -52,6 +61,9 @@ AUTOSCALER: dict[str, Any] = {
     "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
     "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
 }
+
+AUTOSCALER_CPU_LIMIT = "1"
+"""Where the head has a limit."""
 
 
 def make_cluster(
@@ -168,6 +180,8 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
         if value is not None:
             target[field] = value
 
+    if profile.assigned_ids:
+        spec["securityContext"] = {name: v for name, v in spec["securityContext"].items() if name not in IDS}
     if profile.env_from_secrets is not None:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in profile.env_from_secrets]
     environment = {entry["name"]: entry for entry in container["env"] if not entry["name"].startswith(PREFIX)}
@@ -189,6 +203,8 @@ def _set_machine(group: dict[str, Any], machine: Machine) -> None:
     resources = ray_container(group)["resources"]
     if machine.cpu:
         resources["requests"]["cpu"] = machine.cpu
+    if machine.cpu_limit:
+        resources["limits"]["cpu"] = machine.cpu_limit
     for name, amount, volume in (
         ("memory", machine.memory, "shared-mem"),
         ("ephemeral-storage", machine.ephemeral_storage, "tmp"),
@@ -233,10 +249,17 @@ def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> Non
 def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
     resource = machine.gpu_resource or GPU
     resources = ray_container(group)["resources"]
-    resources["requests"][resource] = resources["limits"][resource] = str(gpus)
+    if machine.gpu_claim:
+        resources["claims"] = [{"name": CLAIM}]
+        claim = {"name": CLAIM, "resourceClaimTemplateName": machine.gpu_claim}
+        group["template"]["spec"]["resourceClaims"] = [claim]
+    else:
+        resources["requests"][resource] = resources["limits"][resource] = str(gpus)
     group["resources"]["GPU"] = str(gpus)
-    tolerations = [Toleration(key=resource, operator="Exists"), *(machine.gpu_tolerations or ())]
-    _select_nodes(group, machine.gpu_selector, tolerations)
+    # Pools whose GPUs are shared out in parts are tainted like all others.
+    keys = [resource, GPU] if resource.startswith(GPU_PART) else [resource]
+    tolerations = [Toleration(key=key, operator="Exists") for key in keys]
+    _select_nodes(group, machine.gpu_selector, [*tolerations, *(machine.gpu_tolerations or ())])
 
 
 def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers) -> dict[str, Any]:
@@ -265,10 +288,12 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
     container = head["spec"]["containers"][0]
     cluster["enableInTreeAutoscaling"] = True
     cluster["autoscalerOptions"] = {
-        **AUTOSCALER,
+        **copy.deepcopy(AUTOSCALER),
         "imagePullPolicy": container["imagePullPolicy"],
         "securityContext": container["securityContext"],
     }
+    if profile.head and profile.head.cpu_limit:
+        cluster["autoscalerOptions"]["resources"]["limits"]["cpu"] = AUTOSCALER_CPU_LIMIT
     head["metadata"]["labels"][AUTOSCALER_LABEL] = "true"
     head["spec"]["automountServiceAccountToken"] = True
     head["spec"]["serviceAccountName"] = profile.service_account or AUTOSCALER_ACCOUNT

@@ -171,7 +171,9 @@ class Machine(_Part):
     """What one pod gets, and where it may go."""
 
     cpu: Cpus | None = _takes(CPU)
-    "Requested; there is no limit."
+    "Requested; there is no limit but `cpu_limit`."
+    cpu_limit: Cpus | None = _takes(CPU)
+    "Only where a quota demands it, as it throttles. Of the head, it gives the autoscaler one of 1."
     memory: Bytes | None = _takes(BYTES)
     "Request and limit, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
@@ -204,6 +206,8 @@ class Worker(Machine):
     "Sizes of a pod for each of its GPUs, where `cpu` and so on do not name the whole pod's."
     gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
     "Also the key of the tolerated taint."
+    gpu_claim: ObjectName | None = _takes("the name of a ResourceClaimTemplate")
+    "GPUs come from it (dynamic resource allocation) in place of `gpu_resource`; `gpus` says how many it claims."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     "The labels of nodes with the wanted GPU."
     gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
@@ -278,6 +282,8 @@ class Profile(_Part):
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     service_account: ObjectName | None = _takes("the name of a service account")
     "For workload identity: used by all pods, including an autoscaling head."
+    assigned_ids: bool | None = _takes("true or false")
+    "Whether the namespace assigns users and groups to pods, as on OpenShift; default: they are 1000."
     env: dict[Variable, str] | None = _takes(VARIABLES)
     "Not for credentials: see `env_secrets`."
     env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
