@@ -274,7 +274,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in cluster.documents:
             document = cluster.documents[path]
             if "items" in document:
-                self.reply_page(document["items"])
+                key, _, value = query.get("labelSelector", "").partition("=")
+                items = document["items"]
+                self.reply_page([i for i in items if not key or i["metadata"].get("labels", {}).get(key) == value])
             else:
                 self.reply(200, document)
         elif path in cluster.objects:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from sunspot.run import Run, open_run
 from sunspot.storage import open_storage
@@ -61,7 +62,7 @@ def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
     """A cluster and a bucket with nothing wrong."""
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     operator = pod("kuberay-operator", "")
-    operator["metadata"]["namespace"] = "ray"
+    operator["metadata"] |= {"namespace": "ray", "labels": {"app.kubernetes.io/component": "kuberay-operator"}}
     patient = {"name": "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", "value": "600"}
     operator["spec"]["containers"] = [{"image": "quay.io/kuberay/operator:v1.7.0", "env": [patient]}]
     cluster.documents = {
@@ -376,6 +377,47 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
     assert find_schedulable_nodes(head, [broken]).why_not == {"not ready": 1}
 
 
+@pytest.mark.parametrize(
+    ("profile", "provider", "address", "dataplane_v2", "closed"),
+    [
+        ("gke-spot", "gce://p/z/n", "10.0.0.1", False, ""),
+        ("gke-spot", "gce://p/z/n", "10.0.0.1", True, "base-gke"),
+        ("eks-spot", "aws:///z/n", "10.0.0.1", False, ""),
+        ("eks-spot", "aws:///z/n", "2001:db8::1", False, "base-eks"),
+        ("aks-spot", "azure:///n", "10.0.0.1", False, ""),
+    ],
+)
+def test_the_way_to_the_credentials_of_a_cloud(
+    fit: FakeCluster, profile: str, provider: str, address: str, dataplane_v2: bool, closed: str
+) -> None:
+    where = node(providerID=provider)
+    where["status"]["addresses"] = [{"type": "InternalIP", "address": address}]
+    fit.documents["/api/v1/nodes"] = {"items": [where]}
+    if dataplane_v2:
+        agent = {"metadata": {"name": "anetd", "labels": {"k8s-app": "cilium"}}}
+        fit.documents["/api/v1/pods"]["items"].append(agent)
+    fit.documents[f"{NETWORK}/to-workload-identity"] = built("base")
+    found = of_cluster(profile)["identity"]
+    assert found.result is (Result.WARNING if closed else Result.OK)
+    assert found.fix == (f"`kubectl apply -k k8s/{closed}` opens it" if closed else "")
+    if closed:
+        fit.documents[f"{NETWORK}/to-workload-identity"] = built(closed)
+        assert of_cluster(profile)["identity"].result is Result.OK
+    assert "identity" not in of_cluster("kind"), "it has keys"
+
+
+def built(overlay: str) -> Any:
+    """The policy towards workload identity as kustomize builds it of an overlay of k8s/base."""
+    text = (manifests() / "base" / "network.yaml").read_text()
+    [policy] = [item for item in yaml.safe_load_all(text) if item["metadata"]["name"] == "to-workload-identity"]
+    if overlay != "base":
+        [patch] = yaml.safe_load((manifests() / overlay / "kustomization.yaml").read_text())["patches"]
+        [operation] = yaml.safe_load(patch["patch"])
+        assert (operation["op"], operation["path"]) == ("add", "/spec/egress/-")
+        policy["spec"]["egress"].append(operation["value"])
+    return policy
+
+
 def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) -> None:
     """The autoscaler's container counts, too."""
     limit_cpus(fit)
@@ -386,6 +428,16 @@ def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) ->
     assert what_it_takes(render(str(profile), {}).manifest)["limits.cpu"] == 1 + 1 + 2
     profile.write_text("extends: kind\nhead: {cpu_limit: 1}")
     assert of_cluster(str(profile))["quota"].result is Result.FAILED
+
+
+def test_runs_that_are_apart(fit: FakeCluster, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: kind\nrayjob: {spec: {rayClusterSpec: {networkPolicy: {mode: DenyAll}}}}")
+    seen = [check.seen for check in check_cluster(connect(), render(str(profile), {}))]
+    assert any("within-clusters lets all runs here reach each other" in text for text in seen)
+    fit.objects.remove(f"{NETWORK}/within-clusters")
+    assert of_cluster(str(profile))["NetworkPolicy"].result is Result.OK
+    assert of_cluster("kind")["NetworkPolicy"].result is Result.WARNING
 
 
 def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:

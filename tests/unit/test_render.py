@@ -42,6 +42,8 @@ SPOT_PROFILES = [name for name in PROFILES if name.endswith("-spot")]
 
 VIEWER = "sunspot-viewer"
 
+AZURE = "azure.workload.identity"
+
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
 """The profiles in docs/profiles.md."""
 
@@ -259,6 +261,37 @@ def test_kustomize_builds_the_base() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+@pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
+def test_what_the_overlay_of_a_cloud_changes(cloud: str) -> None:
+    def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(item["kind"], item["metadata"]["name"]): item for item in objects}
+
+    base, own = by_name(build(MANIFESTS / "base")), by_name(build(MANIFESTS / f"base-{cloud}"))
+    assert set(own) == set(base)
+    changed = {name: item for name, item in own.items() if item != base[name]}
+    if cloud == "aks":
+        assert set(changed) == {("ServiceAccount", f"sunspot-{name}") for name in ("train", "autoscaler")}
+        assert all(list(item["metadata"]["annotations"]) == [f"{AZURE}/client-id"] for item in changed.values())
+        return
+    [(name, policy)] = changed.items()
+    assert name == ("NetworkPolicy", "to-workload-identity")
+    *same, added = policy["spec"]["egress"]
+    assert same == base[name]["spec"]["egress"]
+    address = {"gke": "169.254.169.254/32", "eks": "fd00:ec2::23/128"}[cloud]
+    assert added == {"to": [{"ipBlock": {"cidr": address}}], "ports": [{"protocol": "TCP", "port": 80}]}
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_runs_apart_leave_out_one_policy(tmp_path: Path) -> None:
+    names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
+    text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
+    (tmp_path / "kustomization.yaml").write_text(text)
+    apart = build(tmp_path)
+    left_out = [item["metadata"]["name"] for item in build(MANIFESTS / "base-gke") if item not in apart]
+    assert left_out == ["within-clusters"]
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 def test_another_port_is_a_patch_of_the_base(tmp_path: Path) -> None:
     """As docs/cluster.md has it."""
     [example] = re.findall(r"```yaml\n(resources: .*?)```", (REPOSITORY / "docs/cluster.md").read_text(), re.DOTALL)
@@ -429,7 +462,7 @@ def check_restricted(rendered: Rendered) -> None:
     for pod in (head, *others):
         context = pod["securityContext"]
         assert context["runAsNonRoot"] is True
-        assert (context["runAsUser"], context["fsGroup"]) == (1000, 1000)
+        assert (context.get("runAsUser"), context.get("fsGroup")) in ((1000, 1000), (None, None))  # None: assigned
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["enableServiceLinks"] is False
         assert {tuple(volume) for volume in pod["volumes"]} == {("name", "emptyDir")}

@@ -21,6 +21,7 @@ from sunspot.submitter.cluster.preflight import (
     find_references,
     pod_templates,
 )
+from sunspot.submitter.doctor.identity_path import check_identity
 from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes, requests_of
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
 from sunspot.submitter.manifest.profile import QUEUE, manifests
@@ -35,6 +36,9 @@ MIN_OPERATOR = (1, 7)
 
 STATUS_TIMEOUT, DEFAULT_STATUS_TIMEOUT_S = "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", 300
 """The operator's variable for how long a head may not answer, and what holds without it (`utils/constant.go`)."""
+
+SHARED_POLICY = "within-clusters"
+"""The policy of k8s/base without which runs are apart."""
 
 LEVEL = "pod-security.kubernetes.io/enforce"
 
@@ -54,6 +58,7 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         ("permissions", _check_rights),
         ("objects", _check_references),
         ("k8s/base", _check_base),
+        ("identity", check_identity),
         ("manifest", _check_manifest),
         ("nodes", _check_nodes),
         ("queue", _check_queue),
@@ -150,6 +155,11 @@ def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     """Check the objects that protect runs, without which pods start all the same."""
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
+    if rendered.manifest["spec"]["rayClusterSpec"].get("networkPolicy"):
+        objects = [item for item in objects if item["metadata"]["name"] != SHARED_POLICY]
+        if cluster.exists("NetworkPolicy", SHARED_POLICY):
+            seen = f"{SHARED_POLICY} lets all runs here reach each other, whatever the policy of each run says"
+            yield Check("NetworkPolicy", Result.WARNING, seen, "take it away: k8s/runs-apart")
     for kind in ("NetworkPolicy", "PodDisruptionBudget"):
         names = [item["metadata"]["name"] for item in objects if item["kind"] == kind]
         there = {name: cluster.exists(kind, name) for name in names}
