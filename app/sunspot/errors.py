@@ -163,7 +163,7 @@ def _secrets() -> list[str]:
         if CREDENTIAL.search(name.upper()):
             secret = value.strip()
         else:
-            within = re.search(r"//(.+)@", value)  # a password in a URL may itself have a '/'
+            within = re.search(r"//(.+)@(?!sha256:)", value)  # a password in a URL may itself have a '/'
             secret = within[1] if within else ""
         if len(secret) >= MIN_SECRET:
             found |= {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe="")}

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sunspot.code_archive import CODE, SETUP_HOOK
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
 
 RAY_ENVIRONMENT = {
@@ -45,9 +46,10 @@ def ray_session() -> Iterator[None]:
     # where there is no dashboard: those are in the session's logs.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     here = {"address": "local", "num_cpus": cores_here(), "include_dashboard": False}
+    code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(**({} if address else here), **quiet)
+        ray.init(**({} if address else here), **quiet, **code)
     except Exception as error:  # Ray has no class of its own for it
         what = (
             f"reached at RAY_ADDRESS={address}"

@@ -44,7 +44,7 @@ Whether a run lasts until its warm restarts begin would depend on the machine.
 """
 
 
-GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH")
+GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH", "SUNSPOT_CODE")
 """How the variables begin that workers get: what clients of object stores read, and where tasks are."""
 
 WORKER_NODE = {"training-worker": 1.0}

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sunspot.code_archive import find_code
 from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.formatting import visible
@@ -29,6 +30,7 @@ def main() -> int:
     from sunspot.plan import with_absolute_paths
 
     settings = with_absolute_paths(settings)
+    find_code(settings.code)
     if arguments.prompt:
         from sunspot.predict.answers import answer_prompts
 

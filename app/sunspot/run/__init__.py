@@ -32,6 +32,7 @@
         shown.json                        what the task shows of the last checkpoint's model, for the report
         tracking/mlflow.json              the run of a tracking service that shows this one
         tracking/mlflow-delivered.json    how much has been delivered there
+        code/5f3a...c1.tar                own code that `submit --code` packed, named by its SHA-256
         report.html                       all of this as a page, made by the last driver
 
 A step is the number of optimizer steps taken; with the data, the seed and the global batch size it is the whole

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from sunspot.code_archive import CODE, code_in
 from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.formatting import plural
 from sunspot.run import Run, dump_json
@@ -236,18 +237,26 @@ def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]
 def read_events(run: Run) -> list[dict[str, Any]]:
     """Read every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
     attempts = read_attempts(run)
-    found = [*map(_began, attempts), *read_journal(run, "events"), *_errors(run, attempts)]
+    before = [None, *attempts]
+    found = [*map(_began, attempts, before), *read_journal(run, "events"), *_errors(run, attempts)]
     return sorted(found, key=lambda event: (event["time"], event["attempt"]))
 
 
-def _began(attempt: Attempt) -> dict[str, Any]:
+def _began(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
     workers = attempt.metadata.world_size
     by = f"{plural(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
     where = " in memory" if attempt.metadata.tier == "memory" else ""
-    begin = f", from {attempt.starts_from or 'the beginning'}{where}"
+    begin = f", from {attempt.starts_from or 'the beginning'}{where}{_other_code(attempt, before)}"
     detail = by + (begin if attempt.chosen else "; where it starts has not been chosen")
     known = {"time": attempt.time, "attempt": attempt.number, "step": attempt.step}
     return {**known, "event": "attempt began", "detail": detail}
+
+
+def _other_code(attempt: Attempt, before: Attempt | None) -> str:
+    """Say that an attempt trains with other code of the user's than the one before; empty: with the same."""
+    settings = [each.metadata.settings if each else {} for each in (before, attempt)]
+    then, now = (code_in(each.get(CODE, ""))[:12] or "the image's" for each in settings)
+    return f", with other code: {then} -> {now}" if before and now != then else ""
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:

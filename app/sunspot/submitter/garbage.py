@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from sunspot.code_archive import FOLDER
 from sunspot.errors import ConflictError, SupersededError
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.attempts import attempt_of, ensure_owner, lineage, read_attempts, step_of
+from sunspot.run.attempts import attempt_of, ensure_owner, lineage, read_attempts, recorded_setting, step_of
 from sunspot.run.checkpoints import (
     ABANDONED_S,
     MANIFEST,
@@ -23,6 +24,7 @@ from sunspot.run.checkpoints import (
 )
 from sunspot.run.overview import read_state
 from sunspot.run.status import RunState
+from sunspot.run.submissions import newest_submission
 from sunspot.submitter.printing import warn
 from sunspot.submitter.runs import list_unfinished
 
@@ -32,7 +34,7 @@ class Removal:
     """Something to remove, and why."""
 
     name: str
-    "Of the checkpoint, or the key of an unfinished upload."
+    "Of the checkpoint, or the key of another object."
     bytes: int
     why: str
     remove: Callable[[], None]
@@ -41,11 +43,21 @@ class Removal:
 def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
     """Find what is of no use in the run at `now` (seconds since the epoch)."""
     yield from _find_checkpoints(run, keep, now)
+    yield from _find_code(run, now)
     for upload in list_unfinished(run):
         age = now - upload.modified
         if age > ABANDONED_S:
             why = f"upload begun {in_words(age)} ago and never finished"
             yield Removal(upload.key, upload.size, why, lambda upload=upload: run.storage.discard(upload))  # type: ignore[misc]
+
+
+def _find_code(run: Run, now: float) -> Iterator[Removal]:
+    """Find archives of code that neither the newest submission nor the newest start names."""
+    named = " ".join(newest_submission(run) or ()) + recorded_setting(read_attempts(run), "code")
+    for entry in run.storage.list(run.key(FOLDER)):
+        if entry.key not in named and now - entry.modified > ABANDONED_S:
+            why = "code that the run was begun with, and no longer names"
+            yield Removal(entry.key, entry.size, why, lambda key=entry.key: run.storage.delete(key))  # type: ignore[misc]
 
 
 def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Removal]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from sunspot.code_archive import enter_code
 from sunspot.errors import ConflictError, shorten
 from sunspot.formatting import plural, visible
 from sunspot.observe.output import shipped_driver_output
@@ -108,6 +109,7 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     from sunspot.plan import make_plan
     from sunspot.tasks import load_task
 
+    enter_code(settings.code)
     task = load_task(settings)
     plan = make_plan(settings, task)
     if find_library := getattr(task, "find_library", None):

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from sunspot.code_archive import enter_code
 from sunspot.errors import DamageError, NotFoundError, SettingsError, SunspotError, SupersededError
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
@@ -114,6 +115,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     if stop_requested(run):
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
         return RunState.STOPPED
+    enter_code(running.search.settings.code)
     search = running.search = ranked_by_held_out(running.search)
     environment = {**search.settings.environment(), **search.given}
     keep_identity(run, environment, search.identity)

@@ -5,8 +5,10 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from sunspot.code_archive import code_in
 from sunspot.errors import HIDDEN, ConflictError, GaveUpError, is_credential
 from sunspot.run import open_run
 from sunspot.run.requests import clear_stop
@@ -18,7 +20,8 @@ from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, requir
 from sunspot.submitter.cluster.preflight import check, check_identity
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
-from sunspot.submitter.manifest.render import JobRequest, Rendered, render, settings_of
+from sunspot.submitter.code_files import CodeArchive, pack
+from sunspot.submitter.manifest.render import JobRequest, Rendered, choose_profile, render, settings_of
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
@@ -40,6 +43,8 @@ class PreparedJob:
     "The manifest as YAML, which is kept in storage."
     expected: JobView | None = None
     "The RayJob as the API server would complete it, if it was asked."
+    archive: CodeArchive | None = None
+    "Own code to upload first."
 
     @property
     def name(self) -> str:
@@ -63,11 +68,17 @@ def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Render
 
     Raises `ClusterError` when there is no cluster to ask.
     """
-    rendered = render(request)
+    rendered = render_with_code(request)
     cluster = connect(context, rendered.chosen_namespace)
     if cluster.namespace != rendered.namespace:
-        rendered = render(replace(request, namespace=cluster.namespace))
+        rendered = render(replace(request, namespace=cluster.namespace), rendered.archive)
     return rendered, cluster
+
+
+def render_with_code(request: JobRequest) -> Rendered:
+    """Render a request; code that is a folder is packed."""
+    code = choose_profile(request).code
+    return render(request, pack(Path(code).expanduser().resolve()) if code and not code_in(code) else None)
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submission:
@@ -77,21 +88,34 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     """
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
+    archive, absent = rendered.archive, []
+    if archive:
+        warn(f"code: {archive}")
+        absent = find_absent_task(settings, archive)
     with progress_note("checking the cluster and the storage"):
         expected, warnings = check(cluster, access.run, rendered.manifest)
-    for text in [*warnings, *find_local_paths(settings)]:
+    for text in [*warnings, *absent, *find_local_paths(settings, archive)]:
         warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
-    return start_job(access, PreparedJob(rendered.manifest, rendered.to_yaml(), expected), dry_run)
+    return start_job(access, PreparedJob(rendered.manifest, rendered.to_yaml(), expected, archive), dry_run)
 
 
-def find_local_paths(settings: Settings) -> list[str]:
-    """Find the task's arguments that name what is in the working directory, which pods do not have."""
+def find_local_paths(settings: Settings, archive: CodeArchive | None) -> list[str]:
+    """Find the task's arguments that name what is in the working directory, which pods have only with the code."""
     return [
         f"{PREFIX}TASK_ARGS: {name}={value!r} is here on this machine; pods do not have it, unless the image does"
         for name, value in settings.task_args.items()
         if isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
+        if not (archive and archive.holds(value))
     ]
+
+
+def find_absent_task(settings: Settings, archive: CodeArchive) -> list[str]:
+    """Find a task that is not in the code, and is none of Sunspot's own."""
+    top = settings.task.partition(".")[0]
+    if top == "sunspot" or archive.holds(top) or archive.holds(f"{top}.py"):
+        return []
+    return [f"{PREFIX}TASK={settings.task}: the code has no {top}.py; pods do not have it, unless the image does"]
 
 
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -> Submission:
@@ -141,6 +165,8 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     if status and not state.terminal:
         was = f"it takes the run over from {status.owner}: {reason}"
     if not dry_run:
+        if prepared.archive:
+            _upload(access, prepared.archive)
         clear_stop(run)
         with progress_note("waiting for the old cluster to go"):
             gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
@@ -150,6 +176,13 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
             record_submission(run, name, prepared.text)
             cluster.apply(dict(prepared.manifest))
     return submission("replaced" if ended else "created", was)
+
+
+def _upload(access: RunAccess, archive: CodeArchive) -> None:
+    """Put the code into the run, over what may be there: it may have been damaged, or be due to be collected."""
+    run = access.run
+    with progress_note("uploading the code"), run.storage.writer(run.key(archive.name)) as file:
+        file.write(archive.content)
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:

@@ -51,6 +51,9 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
     add_settings(parser)
     parser.add_argument("--image", metavar="REF", help="the image; default: the profile's")
+    parser.add_argument(
+        "--code", metavar="CODE", help="your own code: a folder, for submit, or an archive's URL@sha256:HASH"
+    )
     parser.add_argument("--queue", metavar="NAME", help="a LocalQueue of Kueue")
     parser.add_argument("--cluster", metavar="NAME", help="run in this RayCluster instead of one of the job's own")
     parser.add_argument(
@@ -81,7 +84,8 @@ def job_request(args: argparse.Namespace) -> JobRequest:
     from sunspot.submitter.manifest.render import JobRequest
 
     settings = with_place(given_settings(args), args.run, args.storage)
-    return JobRequest(args.profile, settings, args.image, args.namespace, args.queue, args.cluster, args.generation)
+    options = {name: getattr(args, name) for name in ("image", "namespace", "queue", "cluster", "generation", "code")}
+    return JobRequest(args.profile, settings, **options)
 
 
 def run_target(args: argparse.Namespace) -> Target:

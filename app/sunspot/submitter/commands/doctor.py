@@ -104,12 +104,12 @@ def _check_preconditions(args: argparse.Namespace) -> None:
 def _render(args: argparse.Namespace) -> tuple[Rendered, Cluster | None, str]:
     """Render the manifest of a run; also returns the cluster, or why there is none."""
     from sunspot.settings import with_place
-    from sunspot.submitter.cluster.start import render_for_cluster
-    from sunspot.submitter.manifest.render import JobRequest, render
+    from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
+    from sunspot.submitter.manifest.render import JobRequest
 
     settings = with_place({}, None, args.storage)
     request = JobRequest(args.profile or "kind", settings, args.image, args.namespace)
     try:
         return *render_for_cluster(request, args.context), ""
     except ClusterError as error:
-        return render(request), None, str(error)
+        return render_with_code(request), None, str(error)

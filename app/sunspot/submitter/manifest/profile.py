@@ -280,6 +280,8 @@ class Profile(_Part):
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
+    code: Text | None = _takes("a folder, for `submit`, or an archive's URL@sha256:HASH")
+    "Your own code, first on the path of every pod."
     service_account: ObjectName | None = _takes("the name of a service account")
     "For workload identity: used by all pods, including an autoscaling head."
     assigned_ids: bool | None = _takes("true or false")

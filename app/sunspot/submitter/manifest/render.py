@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sunspot.code_archive import CODE, code_in
 from sunspot.errors import SettingsError, StorageError, is_credential, shorten
 from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
 from sunspot.settings import PREFIX, Settings
+from sunspot.submitter.code_files import CodeArchive
 from sunspot.submitter.manifest.job_merge import merge_job
 from sunspot.submitter.manifest.merge import SHOWN
 from sunspot.submitter.manifest.pods import (
@@ -86,6 +88,8 @@ class JobRequest:
     "A RayCluster in which the job runs, instead of one of its own."
     generation: int = 1
     "Part of the name: another number starts an ended job again."
+    code: str | None = None
+    "The user's own: a folder, or the URL of an archive with its hash."
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class Rendered:
     derived: list[Derived]
     chosen_namespace: str | None
     "The namespace that an option or the profile names; None: it is only the default."
+    archive: CodeArchive | None = None
+    "Own code that the job names, and that has to be in the run's storage before it starts."
 
     @property
     def name(self) -> str:
@@ -119,11 +125,19 @@ class Rendered:
         return to_yaml(self.manifest)
 
 
-def render(request: JobRequest) -> Rendered:
-    """Make the RayJob of a run. Raises `SettingsError` with every problem."""
+def choose_profile(request: JobRequest) -> Profile:
+    """Load the profile of a request, below the options that are keys of a profile, too."""
+    options = {name: getattr(request, name) for name in ("image", "namespace", "queue", "code")}
+    return load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
+
+
+def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
+    """Make the RayJob of a run, whose code is in `archive` if that is a folder.
+
+    Raises `SettingsError` with every problem.
+    """
     # What was given: the profile, and the settings with their sources.
-    options = {"image": request.image, "namespace": request.namespace, "queue": request.queue}
-    chosen = load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
+    chosen = choose_profile(request)
     # Through JSON: YAML aliases would make one change show in several places.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
     given = _gather(ray_container(head_group(job))["env"], chosen, request)
@@ -138,6 +152,11 @@ def render(request: JobRequest) -> Rendered:
     problems += _find_long_drain(job, chosen)
     if chosen.cloud:
         problems += _find_unnamed(job, chosen, shape, given)
+    if chosen.code and not archive and not (code_in(chosen.code) and "://" in chosen.code):
+        problems.append(
+            f"code {chosen.code}: a manifest names an archive by URL and hash, s3://bucket/code.tar@sha256:HASH; of a "
+            "folder `sunspot submit` makes one, or `git archive -o code.tar HEAD` and `sha256sum code.tar`"
+        )
     if request.image and chosen.head and chosen.head.image:
         problems.append(
             f"image {request.image}: the head would keep head.image={chosen.head.image}, maybe another version; name "
@@ -148,6 +167,10 @@ def render(request: JobRequest) -> Rendered:
     # The manifest.
     deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
     variables, derived = _resolve(search, given, chosen, shape, deadline_s)
+    if chosen.code:
+        variables[CODE] = archive.url(settings.storage_path, settings.run_name) if archive else chosen.code
+        source = "given" if request.code else find_origin(request.profile, "code")
+        derived.append(Derived(CODE, variables[CODE], source))
     if shape:
         _refuse(make_cluster(job, chosen, shape, settings.run_name, variables), request.profile)
         derived += _explain(job, chosen, shape, request.profile)
@@ -166,7 +189,7 @@ def render(request: JobRequest) -> Rendered:
     job["metadata"]["name"] = name
     set_variable(job, PREFIX + "JOB_ID", name)
     job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
-    return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace)
+    return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace, archive)
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -330,6 +353,8 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest) ->
     ]
     if settings.num_workers.most > MAX_PODS:
         problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes counts to {MAX_PODS}; set it lower")
+    if settings.code:
+        problems.append(f"{CODE}={settings.code}: it follows from --code, or code in the profile; unset it")
     if settings.job_id:
         problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
     if "notice_s" in settings.model_fields_set:

@@ -1,0 +1,154 @@
+"""The user's own code, as one archive: what git tracks or does not ignore. The same files give the same bytes.
+
+Nothing is left out silently that the code may need: what must not go along, or is too large, is refused by name.
+"""
+
+import functools
+import hashlib
+import io
+import os
+import re
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from sunspot.code_archive import FOLDER, MAX_BYTES, MAX_FILES
+from sunspot.errors import SettingsError, shorten
+from sunspot.formatting import as_bytes, plural
+
+MAX_FILE = 10_000_000
+"""Size of the largest file: one that is larger is rarely code."""
+
+MAX_NAMED = 10
+"""Files that one refusal names."""
+
+LEFT_OUT = {".git", ".venv", "venv", "__pycache__", ".ipynb_checkpoints", "node_modules"}
+"""Folders that go along with no code; where git says what does, it says so of these too."""
+
+WRITTEN = {"data", "runs"}
+"""Folders that training here has written, and no code unless they are deeper."""
+
+SECRET = re.compile(
+    r"\.env(\.(?!example$|sample$|template$|dist$).+)?|\.envrc|\.netrc|\.pgpass|\.pypirc|\.npmrc|\.git-credentials|id_(rsa|dsa|ecdsa|ed25519)"
+    r"|.*\.(env|pem|key|p12|pfx|jks|keystore|kdbx)|(.*[._-])?credentials(\.json)?|service[._-]?account.*\.json"
+    r"|(.*\.)?kubeconfig",
+    re.IGNORECASE,
+)
+"""Names of files that hold passwords and keys; but `.env.example` and the like are for people to copy."""
+
+
+@dataclass(frozen=True)
+class CodeArchive:
+    """A folder, packed."""
+
+    folder: Path
+    names: frozenset[str]
+    "Of its files, from the folder."
+    content: bytes
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Where a run keeps it."""
+        return f"{FOLDER}/{self.sha256}.tar"
+
+    def url(self, storage_path: str, run: str) -> str:
+        """Return what CODE names it in a run."""
+        return f"{storage_path.rstrip('/')}/{run}/{self.name}@sha256:{self.sha256}"
+
+    def holds(self, path: str) -> bool:
+        """Whether a file or folder with this relative path is in it."""
+        name = os.path.normpath(path)
+        return name in self.names or any(each.startswith(f"{name}/") for each in self.names)
+
+    def __str__(self) -> str:
+        size = as_bytes(len(self.content))
+        return f"{plural(len(self.names), 'file')} of {self.folder}, {size}, sha256:{self.sha256[:12]}"
+
+
+def pack(folder: Path) -> CodeArchive:
+    """Pack a folder; raises `SettingsError` with every file that cannot go along, and what to do."""
+    if not folder.is_dir():
+        raise SettingsError(f"code {folder}: no such folder; name that of your code, such as --code .")
+    names = sorted(set(islice(list_files(folder), 2 * MAX_FILES)))
+    problems = [problem for name in names if (problem := _find_problem(folder, name))]
+    size = sum((folder / name).stat().st_size for name in names) if not problems else 0
+    if len(names) > MAX_FILES or size > MAX_BYTES:
+        what = f"{len(names)} files of {as_bytes(size)}" if size else f"{len(names)} files or more"
+        problems.append(f"{what}, of at most {MAX_FILES} and {as_bytes(MAX_BYTES)}; is it the folder of your code?")
+    if not names:
+        problems.append("there is nothing in it, or git ignores all of it")
+    if problems:
+        lines = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
+        ignore = "" if _in_git(folder) else "`git init` there, "
+        raise SettingsError(
+            f"{plural(len(problems), 'problem')} with code {folder}:\n{lines}\nto leave it out: {ignore}list it "
+            "in .gitignore (`git rm --cached` it if git tracks it), or give a folder without it, such as --code src"
+        )
+    return CodeArchive(folder, frozenset(names), _pack(folder, names))
+
+
+def list_files(folder: Path) -> Iterator[str]:
+    """List what git tracks or does not ignore, submodules too; or without git, every file that may be code."""
+    if not _in_git(folder):
+        for place, folders, files in os.walk(folder):
+            here = Path(place).relative_to(folder)
+            left_out = LEFT_OUT if here.parts else LEFT_OUT | WRITTEN
+            folders[:] = [name for name in folders if name not in left_out]
+            links = [name for name in folders if Path(place, name).is_symlink()]  # which are refused by name
+            yield from ((here / name).as_posix() for name in files + links)
+        return
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = os.fsdecode(error.stderr).strip() if isinstance(error, subprocess.CalledProcessError) else shorten(error)
+        raise SettingsError(f"code {folder}: git cannot say which files are its code: {said}") from error
+    for name in filter(None, os.fsdecode(listed).split("\0")):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():  # a submodule, or another repository
+            if (path / ".git").exists():
+                yield from (f"{name.rstrip('/')}/{below}" for below in list_files(path))
+        elif os.path.lexists(path):  # or it was deleted, and that is not committed
+            yield name
+
+
+def _in_git(folder: Path) -> bool:
+    place = folder.resolve()
+    return any((above / ".git").exists() for above in (place, *place.parents))
+
+
+def _find_problem(folder: Path, name: str) -> str:
+    """Say why a file cannot go along; empty if it can."""
+    path = folder / name
+    if not name.isprintable():
+        return f"{name!r}: a name that cannot be printed; rename it"
+    if SECRET.fullmatch(path.name) or SECRET.fullmatch(path.resolve().name):
+        return f"{name}: holds secrets, by its name; pods take theirs from a Secret (env_secrets in a profile)"
+    if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
+        return f"{name}: a link to {os.readlink(path)}, which is no file of this folder; put the file in its place"
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return f"{name}: cannot be read, or is no file"
+    size = path.stat().st_size
+    if size > MAX_FILE:
+        return f"{name}: {as_bytes(size)}, of at most {as_bytes(MAX_FILE)}; data belong into a bucket"
+    return ""
+
+
+def _pack(folder: Path, names: list[str]) -> bytes:
+    """Write the archive: nothing in it depends on when, where and by whom."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in names:
+            content = (folder / name).read_bytes()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            member.mode = 0o755 if os.access(folder / name, os.X_OK) else 0o644
+            archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()

@@ -1,0 +1,349 @@
+"""Own code without an image: what goes along, under which name, and what a node makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sunspot import code_archive
+from sunspot.client import submit
+from sunspot.code_archive import CODE, find_code
+from sunspot.errors import DamageError, SettingsError
+from sunspot.run import Run, open_run
+from sunspot.run.history import read_events
+from sunspot.run.status import RunState
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter import code_files
+from sunspot.submitter.code_files import pack
+from sunspot.submitter.garbage import find_removals
+from sunspot.submitter.manifest.render import JobRequest, render, settings_of
+from tests.harness.kubernetes import FakeCluster
+from tests.harness.runs import commit, start
+from tests.unit.test_submit import Command, end, only_job
+from tests.unit.test_submit import sunspot as sunspot
+
+DAY = 24 * 3600
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Somebody's repository."""
+    folder = tmp_path / "mine"
+    write(folder, {"my_task.py": "HIDDEN = 1\n", "layers/__init__.py": "", "run.sh": "#!/bin/sh\n", "gone.py": ""})
+    (folder / "run.sh").chmod(0o755)
+    write(folder, {".gitignore": "*.bin\n/data\n", "weights.bin": "ignored", "data/rows.csv": "1"})
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    write(folder, {"new.py": "", "inner/.git/HEAD": "", "ключ.py": ""})
+    (folder / "gone.py").unlink()
+    return folder
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node's folder for what passes, and a process whose path is as before at the end."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "node").mkdir()
+    return tmp_path / "node"
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
+
+
+def keep(content: bytes, place: Path) -> str:
+    """Keep an archive in storage; returns its name, as a job has it."""
+    place.mkdir(exist_ok=True)
+    (place / "code.tar").write_bytes(content)
+    return f"{place}/code.tar@sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+# ------------------------------------------------------------------------------------------------------------ packing
+
+
+def test_what_git_tracks_or_does_not_ignore_goes_along(folder: Path) -> None:
+    git(folder / "inner", "init", "-q")
+    write(folder, {"inner/deep.py": "", "inner/.gitignore": "left\n", "inner/left": ""})
+    (folder / "same.py").symlink_to("my_task.py")
+    every = {".gitignore", "my_task.py", "layers/__init__.py", "run.sh", "new.py", "ключ.py", "same.py"}
+    assert pack(folder).names == every | {"inner/deep.py", "inner/.gitignore"}
+    assert pack(folder / "layers").names == {"__init__.py"}
+
+
+def test_without_git_all_goes_along_but_what_is_no_code(tmp_path: Path) -> None:
+    write(tmp_path, {"my_task.py": "", "lib/data/reader.py": "", "data/rows": "", "runs/a": "", ".venv/bin/python": ""})
+    write(tmp_path, {"lib/__pycache__/x.pyc": "", "conf/model.yaml": ""})
+    assert pack(tmp_path).names == {"my_task.py", "lib/data/reader.py", "conf/model.yaml"}
+
+
+def test_the_same_files_are_the_same_archive_wherever_and_whenever(folder: Path, tmp_path: Path) -> None:
+    first = pack(folder)
+    copy = tmp_path / "copy"
+    for name in sorted(first.names, reverse=True):
+        write(copy, {name: (folder / name).read_text()})
+        shutil.copymode(folder / name, copy / name)
+        os.utime(copy / name, (0, 0))
+    assert pack(copy).content == first.content
+    with tarfile.open(fileobj=io.BytesIO(first.content)) as archive:
+        assert {(m.mtime, m.uid, m.uname) for m in archive} == {(0, 0, "")}
+        assert {m.name: m.mode for m in archive}["run.sh"] == 0o755
+    write(folder, {"my_task.py": "HIDDEN = 2\n"})
+    assert pack(folder).sha256 != first.sha256
+    write(folder, {"my_task.py": "HIDDEN = 1\n"})
+    assert pack(folder).sha256 == first.sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.pt", "model.pt: 12 MB, of at most 10 MB"),
+        (".env", ".env: holds secrets, by its name"),
+        ("keys/id_ed25519", "keys/id_ed25519: holds secrets"),
+        ("gcp/service-account-1.json", "gcp/service-account-1.json: holds secrets"),
+        ("harmless.txt -> weights.pem", "harmless.txt: holds secrets"),
+        ("out -> ../other", "out: a link to ../other, which is no file of this folder"),
+        ("lost -> nowhere", "lost: a link to nowhere"),
+        ("below -> layers", "below: a link to layers"),
+        ("a\nb.py", r"'a\nb.py': a name that cannot be printed"),
+        ("pipe", "pipe: cannot be read, or is no file"),
+    ],
+)
+def test_what_cannot_go_along_is_named_with_what_to_do(name: str, said: str, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    write(folder, {"my_task.py": "", "layers/__init__.py": "", ".env.example": ""})
+    write(tmp_path, {"other/x.py": "", "weights.pem": ""})
+    name, arrow, target = name.partition(" -> ")
+    (folder / name).parent.mkdir(exist_ok=True)
+    if arrow:
+        (folder / name).symlink_to(tmp_path / target if target.endswith(".pem") else target)
+    elif name == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).write_bytes(b"\0" * (12_000_000 if name == "model.pt" else 1))
+    with pytest.raises(SettingsError) as refused:
+        pack(folder)
+    assert f"1 problem with code {folder}:\n  {said}" in str(refused.value)
+    assert "git init" in str(refused.value)
+    git(folder, "init", "-q")
+    if name not in ("a\nb.py", "pipe"):  # git does not list a pipe
+        write(folder, {".gitignore": f"{name}\n"})
+        assert "my_task.py" in pack(folder).names
+
+
+def test_a_folder_that_is_no_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="no such folder"):
+        pack(tmp_path / "nowhere")
+    with pytest.raises(SettingsError, match="nothing in it, or git ignores all"):
+        pack(tmp_path)
+    monkeypatch.setattr(code_files, "MAX_FILES", 3)
+    write(tmp_path, {f"{number}.py": "x" * 50 for number in range(4)})
+    with pytest.raises(SettingsError, match="4 files of 200 bytes, of at most 3 and 100 MB"):
+        pack(tmp_path)
+    write(tmp_path, {".git": "gitdir: nowhere"})
+    with pytest.raises(SettingsError, match=r"git cannot say which files are its code: .*not a git"):
+        pack(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------- on the node
+
+
+def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(folder: Path, tmp_path: Path, node: Path) -> None:
+    reference = keep(pack(folder).content, tmp_path / "storage")
+    threads = [threading.Thread(target=find_code, args=(reference,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shutil.rmtree(tmp_path / "storage")
+    found = Path(find_code(reference))
+    assert sys.path[0] == str(found)
+    assert sys.path.count(str(found)) == 1
+    assert {path.name for path in found.parent.iterdir()} == {found.name, f"{found.name}.lock"}
+    assert importlib.import_module("my_task").HIDDEN == 1
+    assert os.access(found / "run.sh", os.X_OK)
+    del sys.modules["my_task"]
+    assert find_code("") == ""
+
+
+def test_other_bytes_than_the_named_ones_are_not_run(folder: Path, tmp_path: Path, node: Path) -> None:
+    reference = keep(pack(folder).content, tmp_path / "storage")
+    tampered = (tmp_path / "storage/code.tar").read_bytes().replace(b"HIDDEN = 1", b"HIDDEN = 9")
+    (tmp_path / "storage/code.tar").write_bytes(tampered)
+    with pytest.raises(DamageError, match=f"has the SHA-256 {hashlib.sha256(tampered).hexdigest()}"):
+        find_code(reference)
+    (tmp_path / "storage/code.tar").unlink()
+    with pytest.raises(SettingsError, match="no such archive, or no more; `sunspot submit --code FOLDER`"):
+        find_code(reference)
+    assert not [path for path in node.rglob("*") if path.suffix == ".py"]
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"name": "/etc/harm"},
+        {"name": "../harm"},
+        {"name": "a/../../harm"},
+        {"name": "harm", "type": tarfile.SYMTYPE, "linkname": "/etc"},
+        {"name": "harm", "type": tarfile.LNKTYPE, "linkname": "../harm"},
+        {"name": "harm", "type": tarfile.FIFOTYPE},
+        {"name": "harm", "size": 1001},
+        {},
+    ],
+    ids=str,
+)
+def test_an_archive_that_could_do_harm_is_refused_whole(
+    member: dict[str, Any], tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_archive, "MAX_BYTES", 1000)
+    content = io.BytesIO(b"no archive")
+    if member:
+        with tarfile.open(fileobj=content, mode="w") as archive:
+            made = tarfile.TarInfo()
+            for field, value in member.items():
+                setattr(made, field, value)
+            archive.addfile(made, io.BytesIO(b"x" * made.size))
+    monkeypatch.setattr(code_archive, "fetch", lambda reference: content.getvalue())
+    with pytest.raises(DamageError, match="no archive of code"):
+        find_code(f"s3://bucket/code.tar@sha256:{'a' * 64}")
+    assert not [path for path in tmp_path.rglob("*") if path.name == "harm"]
+    assert [path.suffix for path in (node / f"sunspot-{os.getuid()}" / "code").iterdir()] == [".lock"]
+
+
+def test_what_git_archive_makes_is_taken(folder: Path, tmp_path: Path, node: Path) -> None:
+    git(folder, "-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "mine")
+    git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
+    found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
+    assert (Path(found) / "layers/__init__.py").exists()
+
+
+def test_another_users_folder_is_not_trusted(node: Path, folder: Path, tmp_path: Path) -> None:
+    (node / f"sunspot-{os.getuid()}").symlink_to("/proc/1/root" if os.getuid() else tmp_path)
+    if os.getuid() == 0:
+        os.chown(node / "sunspot-0", 12345, 12345, follow_symlinks=False)
+    with pytest.raises(SettingsError, match="belongs to another user"):
+        find_code(keep(pack(folder).content, tmp_path / "storage"))
+
+
+# ------------------------------------------------------------------------------------------------------------ the job
+
+
+def code_of(cluster: FakeCluster) -> str:
+    return settings_of(cluster.jobs[only_job(cluster)])[CODE]
+
+
+def test_each_edit_is_another_job_that_takes_the_run_over(
+    cluster: FakeCluster, sunspot: Command, folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    options = ("--code", ".", "--set", "TASK=my_task", "--set", 'TASK_ARGS={"a": "layers", "b": "data"}')
+    assert sunspot.submit(*options, "--dry-run") == 0
+    assert sunspot.run.storage.list("") == []
+    names = set()
+    for edit in range(3):
+        write(folder, {"my_task.py": f"HIDDEN = {edit}\n"})
+        assert sunspot.submit(*options) == 0, sunspot.err
+        assert f"code: 6 files of {folder}" in sunspot.err
+        assert "b='data' is here on this machine" in sunspot.err, "which is not packed"
+        assert sunspot.err.count("pods do not have it") == 1
+        names.add(only_job(cluster))
+        assert (Path(find_code(code_of(cluster))) / "my_task.py").read_text() == f"HIDDEN = {edit}\n"
+        if edit == 1:
+            cluster.set_status(only_job(cluster), "Running", "RUNNING")
+            assert sunspot.submit(*options, "--json") == 0
+            assert sunspot.json["action"] == "attached", "the same code is the same job"
+            write(folder, {"my_task.py": "HIDDEN = 9\n"})
+            assert sunspot.submit(*options) == 6
+            assert f"{CODE}: {code_of(cluster)} -> s3://" in sunspot.err
+        end(cluster, sunspot.run, RunState.FAILED)
+    assert len(names) == 3
+    assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
+
+
+def test_the_code_comes_from_the_profile_and_python_too(
+    cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")
+    storage = f"s3://{s3_bucket}/runs"
+    submit("run", str(tmp_path / "mine.yaml"), storage=storage)
+    named = code_of(cluster)
+    sha256 = pack(folder).sha256
+    assert named == f"{storage}/run/code/{sha256}.tar@sha256:{sha256}"
+    write(folder, {"my_task.py": "HIDDEN = 2\n"})
+    end(cluster, open_run(storage, "run"), RunState.FAILED)
+    submit("run", code=str(folder), storage=storage)
+    assert code_of(cluster) != named
+
+
+def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
+    for request in (JobRequest(code=named), JobRequest(code=named, cluster="mine")):
+        rendered = render(request)
+        assert settings_of(rendered.manifest)[CODE] == named
+        assert rendered.name != render(JobRequest(cluster=request.cluster)).name
+        assert {value.name: value.source for value in rendered.derived}[CODE] == "given"
+    for given in (str(folder), f"code.tar@sha256:{'a' * 64}", "s3://bucket/code.tar"):
+        with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, or `git archive -o code\.tar"):
+            render(JobRequest(code=given))
+    with pytest.raises(SettingsError, match=r"SUNSPOT_CODE=\.: set it to nothing, but `sunspot submit --code FOLDER`"):
+        render(JobRequest(settings={"CODE": "."}))
+    monkeypatch.setenv(CODE, named)
+    with pytest.raises(SettingsError, match=f"{CODE}={named}: it follows from --code"):
+        render(JobRequest())
+
+
+def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot: Command, folder: Path) -> None:
+    assert sunspot.submit("--code", str(folder / "nowhere")) == 2
+    assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
+    assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
+    assert "SUNSPOT_TASK=other.task: the code has no other.py; pods do not have it, unless the image" in sunspot.err
+    end(cluster, sunspot.run, RunState.FAILED)
+    assert sunspot("delete", "run", "--yes") == 0, sunspot.err
+    assert "code" in sunspot.out
+    assert sunspot.run.storage.list("") == []
+
+
+# ----------------------------------------------------------------------------------------------------------- the run
+
+
+def test_code_that_is_named_no_more_is_collected(tmp_path: Path) -> None:
+    run = Run(LocalStorage(str(tmp_path)), "run")
+    for name in ("a", "b"):
+        run.storage.write(run.key("code", f"{name * 64}.tar"), b"12345")
+    named = {name: f"s3://bucket/runs/run/code/{name * 64}.tar@sha256:{name * 64}" for name in "ab"}
+    for name in ("a", "b", "b"):
+        attempt = start(run, "job", settings={CODE: named[name]})
+    commit(run, attempt, 2)
+    later = run.storage.list("run")[0].modified + 2 * DAY
+    assert list(find_removals(run, None, later - 2 * DAY)) == [], "it may be about to be named"
+    [removal] = find_removals(run, None, later)
+    assert (removal.name, removal.bytes) == (run.key("code", f"{'a' * 64}.tar"), 5)
+    removal.remove()
+    assert [entry.key for entry in run.storage.list("run/code")] == [f"run/code/{'b' * 64}.tar"]
+
+
+def test_other_code_is_an_event(tmp_path: Path) -> None:
+    run = Run(LocalStorage(str(tmp_path)), "run")
+    named = {name: {CODE: f"s3://bucket/code.tar@sha256:{name * 64}"} for name in "ab"}
+    for settings in ({}, named["a"], named["a"], named["b"], {}):
+        start(run, "job", settings=settings)
+    said = [event["detail"].partition(", with other code: ")[2] for event in read_events(run)]
+    a, b = "a" * 12, "b" * 12
+    assert said == ["", f"the image's -> {a}", "", f"{a} -> {b}", f"{b} -> the image's"]
