@@ -30,7 +30,7 @@ from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
 from sunspot.submitter.manifest.yaml_files import read_documents
-from tests.harness import GOLDEN, SHELL
+from tests.harness import GOLDEN
 from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, in_pods, render, render_as_given
 
 REPOSITORY = Path(__file__).parents[2]
@@ -300,31 +300,6 @@ def test_another_port_is_a_patch_of_the_base(tmp_path: Path) -> None:
     patched = build(tmp_path)
     assert [ports_of(rule) for rule in egress("to-storage", patched)] == [{443, 9000, 7070, 8333}]
     assert egress("to-tracking", patched) == egress("to-tracking", base_objects())
-
-
-@pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_api_server_accepts_every_profile(profile: str) -> None:
-    for settings in ({}, in_pods(profile, "1..2")):
-        assert_accepted(render(profile, settings, namespace="default"))
-
-
-@pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_api_server_accepts_every_example(example: str, tmp_path: Path) -> None:
-    assert_accepted(render(own_profile(tmp_path, example), {}, namespace="default"))
-
-
-def assert_accepted(rendered: Rendered) -> None:
-    """Every field known, every value of its type."""
-    answer = subprocess.run(
-        f"kubectl --context {SHELL['KUBE_CONTEXT']} apply --dry-run=server --validate=strict -f -".split(),
-        input=rendered.to_yaml(),
-        env=SHELL,
-        capture_output=True,
-        text=True,
-    )
-    assert answer.returncode == 0, answer.stderr
 
 
 # --------------------------------------------------------------------------------------------------------------- pure

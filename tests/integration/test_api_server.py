@@ -1,0 +1,112 @@
+"""What a real API server says of manifests, in a namespace that k8s/base holds to the restricted standard.
+
+Without effect, but for that namespace, which goes again: KUBE_CONTEXT names the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sunspot.submitter.cluster.preflight import pod_templates
+from sunspot.submitter.manifest.profile import manifests
+from sunspot.submitter.manifest.render import Rendered
+from tests.harness import REPOSITORY, SHELL
+from tests.harness.manifests import in_pods, render
+
+PROFILES = sorted(path.stem for path in (manifests() / "profiles").glob("*.yaml"))
+
+EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
+
+FOR_OTHERS = ("priorityClassName", "runtimeClassName")
+"""Fields of pods that name what the cluster's owner makes."""
+
+pytestmark = pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
+
+
+def kubectl(*words: str, text: str = "") -> str:
+    """What the API server warns of."""
+    command = ["kubectl", "--context", SHELL["KUBE_CONTEXT"], *words]
+    answer = subprocess.run(command, input=text, env=SHELL, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stderr
+
+
+def customize(folder: Path, namespace: str, resource: str, *components: str) -> str:
+    """Write a kustomization of one of k8s/ for the namespace; returns its folder."""
+    paths = [os.path.relpath(manifests() / name, folder) for name in (resource, *components)]
+    content = {"namespace": namespace, "resources": paths[:1], "components": paths[1:]}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def namespace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    name = f"sunspot-test-{uuid.uuid4().hex[:8]}"
+    kubectl("apply", "-k", customize(tmp_path_factory.mktemp("base"), name, "base"))
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+def pods_of(rendered: Rendered) -> Iterator[dict[str, Any]]:
+    """The pods of the RayJob as the operator makes them, by and large."""
+    for group, template in pod_templates(rendered.manifest).items():
+        spec = {name: value for name, value in template["spec"].items() if name not in FOR_OTHERS}
+        metadata = {**template["metadata"], "name": f"{rendered.name}-{group}", "namespace": rendered.namespace}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def assert_accepted(rendered: Rendered) -> None:
+    """Every field known, every value of its type, and every pod let in."""
+    objects = [rendered.manifest, *pods_of(rendered)]
+    said = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", text=yaml.safe_dump_all(objects))
+    assert "PodSecurity" not in said
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_is_accepted(profile: str, namespace: str) -> None:
+    for settings in ({}, in_pods(profile, "1..2")):
+        assert_accepted(render(profile, settings, namespace=namespace))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_accepted(example: str, namespace: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(example)
+    assert_accepted(render(str(path), {}, namespace=namespace))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "assigned_ids: true\nhead: {cpu_limit: 4}\nworker: {cpu_limit: 8}",
+        "worker: {gpus: 2, gpu_claim: two}",
+        "worker: {gpu_resource: nvidia.com/mig-1g.10gb}",
+        "rayjob: {spec: {rayClusterSpec: {gcsFaultToleranceOptions: {backend: rocksdb, storage: {size: 1Gi}}}}}",
+    ],
+)
+def test_other_keys_are_accepted(more: str, namespace: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: on-demand\n{more}\n")
+    assert_accepted(render(str(path), {"NUM_WORKERS": "2..4"}, namespace=namespace))
+
+
+def test_a_field_that_no_rayjob_has_is_refused(namespace: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: kind\nrayjob: {spec: {manageBy: me}}")
+    with pytest.raises(AssertionError, match="manageBy"):
+        assert_accepted(render(str(path), {}, namespace=namespace))
+
+
+@pytest.mark.parametrize("components", [[], ["runs-apart"]])
+@pytest.mark.parametrize("base", ["base", "base-gke", "base-eks", "base-aks"])
+def test_every_overlay_is_accepted(base: str, components: list[str], namespace: str, tmp_path: Path) -> None:
+    kubectl("apply", "--dry-run=server", "--validate=strict", "-k", customize(tmp_path, namespace, base, *components))
