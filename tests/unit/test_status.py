@@ -232,6 +232,20 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
         assert read_predictions(run) == kept
 
 
+def test_predictions_that_storage_does_not_tell_of_are_only_warned_of(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(run: Run) -> None:
+        raise StorageError("away")
+
+    for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("read_predictions", fail)):
+        monkeypatch.setattr(f"sunspot.predict.held_out.{name}", act)
+    plan: Any = SimpleNamespace(settings=Settings(), test=object(), source=SimpleNamespace(classes=1))
+    checkpoint: Any = SimpleNamespace(finished=True, step=1, name="step-00000001-attempt-0001")
+    save_predictions(plan, run, checkpoint, NEW.driver)
+    assert "no predictions for the report: away" in caplog.text
+
+
 def test_the_new_owner_delivers_to_the_tracking_service(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = (Delivery(run, "mlflow", "project", driver) for driver in (OLD.driver, NEW.driver))
     opened: list[Delivery] = []

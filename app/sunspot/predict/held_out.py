@@ -54,7 +54,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     Nothing is stored when this start of a `driver` has lost the run meanwhile.
     """
     rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
-    if not rows or not checkpoint.finished or _has_predictions(run, checkpoint):
+    if not rows or not checkpoint.finished:
         return
     try:
         load_predict(plan.settings)
@@ -63,7 +63,8 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
-        if not plan.source.classes:
+        kept = read_predictions(run)
+        if not plan.source.classes or (kept and kept.checkpoint == checkpoint.name):
             return
         if plan.source.classes > MAX_CLASSES:
             raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MAX_CLASSES}")
@@ -73,11 +74,6 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
             write_predictions(run, predictions)
     except Exception as error:
         log.warning(f"no predictions for the report: {shorten(error)}")
-
-
-def _has_predictions(run: Run, checkpoint: Checkpoint) -> bool:
-    kept = read_predictions(run)
-    return kept is not None and kept.checkpoint == checkpoint.name
 
 
 def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) -> Predictions:
@@ -122,9 +118,8 @@ class Summary:
 
     def __init__(self, data: ModelData) -> None:
         self.rows = 0
-        self._data, self._classes = data, data.classes
-        classes = data.classes
-        self._confusion = np.zeros((classes, classes), np.int64)
+        self._data = data
+        self._confusion = np.zeros((data.classes, data.classes), np.int64)
         self._mistakes: list[tuple[float, int, Example]] = []
         "A heap of (probability, -row, example), the least certain first."
         self._right: dict[int, list[Example]] = {}
@@ -152,7 +147,7 @@ class Summary:
                 heapq.heappush(self._mistakes, (*rank, example(index)))
             elif rank > self._mistakes[0][:2]:
                 heapq.heapreplace(self._mistakes, (*rank, example(index)))
-        most = math.ceil(MAX_RIGHT / self._classes)
+        most = math.ceil(MAX_RIGHT / self._data.classes)
         for index in np.flatnonzero(labels == predictions):
             kept = self._right.setdefault(int(labels[index]), [])
             if len(kept) < most:
@@ -166,7 +161,7 @@ class Summary:
             step=checkpoint.step,
             rows=self.rows,
             accuracy=int(self._confusion.trace()) / self.rows,
-            classes=self._classes,
+            classes=self._data.classes,
             confusion=self._confusion.tolist(),
             mistakes=[example for _, _, example in sorted(self._mistakes, key=lambda one: one[:2], reverse=True)],
             right=right[:MAX_RIGHT],
