@@ -44,22 +44,18 @@ class Plan:
         workers, limit = self.settings.num_workers, self.settings.micro_batch_size
         if limit or not workers.elastic:
             return limit
-        largest = max(largest_pass(rows, workers.most, 0) for rows in self._rows_of_steps())
+        largest = max(largest_pass(rows, workers.most, 0) for rows in self.steps.sizes)
         return max(largest, MIN_ROWS + 1)  # or else 3 rows would be cut into 2 and 1
 
     def passes(self, world_size: int) -> int:
         """Return how many forward passes a worker makes in one step, at most."""
-        return max(forward_passes(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
+        return max(forward_passes(rows, world_size, self.pass_limit) for rows in self.steps.sizes)
 
     def pass_rows(self, world_size: int) -> int:
         """Return the rows of every forward pass under COMPILE, which are those of the largest; 0: passes differ."""
         if self.settings.compile == "off":
             return 0
-        return max(largest_pass(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
-
-    def _rows_of_steps(self) -> set[int]:
-        """Return how many rows a step may have: the last one of an epoch may have fewer."""
-        return {end - begin for begin, end in map(self.steps.bounds, (0, self.steps.per_epoch - 1))}
+        return max(largest_pass(rows, world_size, self.pass_limit) for rows in self.steps.sizes)
 
     def find_order(self) -> str:
         """Return the checksum of the order of the rows in this process, whose NumPy may be of another version."""
@@ -75,7 +71,7 @@ class Resources:
     threads: int
     reading_cpus: float
     "CPUs of each reading task of Ray Data."
-    reasons: list[str]
+    reason: str
 
 
 def make_plan(settings: Settings, task: Any) -> Plan:
@@ -101,24 +97,15 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     shape = "x".join(map(str, source.shape))
     data = ModelData.of(source)
     named = f" ({', '.join(data.class_names)})" if 0 < len(data.class_names) <= MAX_NAMED_CLASSES else ""
-    reasons = [
-        f"data: {rows} training rows of {shape}{', pictures scaled to it' if data.scales else ''}, "
-        f"{f'{source.classes} classes{named}' if source.classes else 'no classes'}; "
-        + (
-            f"{rows_in(test)} held-out rows"
-            if test
-            else f"no {'loss' if unrated else 'held-out rows'}, so no evaluation"
-        ),
-        f"steps: {total} = "
-        + (
-            f"MAX_STEPS, of {by_epochs} by EPOCHS"
-            if total < by_epochs
-            else f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
-        ),
-    ]
+    scaled = ", pictures scaled to it" if data.scales else ""
+    classes = f"{source.classes} classes{named}" if source.classes else "no classes"
+    lacking = "loss" if unrated else "held-out rows"
+    evaluated = f"{rows_in(test)} held-out rows" if test else f"no {lacking}, so no evaluation"
+    length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
+    if total < by_epochs:
+        length = f"MAX_STEPS, of {by_epochs} by EPOCHS"
+    reasons = [f"data: {rows} training rows of {shape}{scaled}, {classes}; {evaluated}", f"steps: {total} = {length}"]
     if settings.parallel == "fsdp":
-        if hasattr(task, "build_module"):
-            raise SettingsError(f"SUNSPOT_PARALLEL=fsdp: {settings.task} is a task for Lightning; set it to ddp")
         every = [
             f"{name.upper()}={value:g}"
             for name in ("checkpoint_every_s", "checkpoint_every_steps")
@@ -150,14 +137,14 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
         use_gpu, why = settings.use_gpu == "true", "USE_GPU"
 
     if given:
-        per_worker, reason = {name: float(amount) for name, amount in given.items()}, "RESOURCES_PER_WORKER"
+        per_worker, because = {name: float(amount) for name, amount in given.items()}, "RESOURCES_PER_WORKER"
     elif nodes > 1:
-        per_worker, reason = {"CPU": 1.0}, "one core on a cluster; RESOURCES_PER_WORKER says otherwise"
+        per_worker, because = {"CPU": 1.0}, "one core on a cluster; RESOURCES_PER_WORKER says otherwise"
     else:
         reading = max(1, math.floor(cores * READING_SHARE)) if settings.loader == "ray" else 0
         cpus = max(cores - reading, cores * READING_SHARE) / workers
         per_worker = {"CPU": float(math.floor(cpus)) if cpus >= 1 else math.floor(cpus * 100) / 100}
-        reason = f"cores: {cores:g}, workers: {workers}" + (f", left for reading: {reading}" if reading else "")
+        because = f"cores: {cores:g}, workers: {workers}" + (f", left for reading: {reading}" if reading else "")
     if use_gpu:
         per_worker = {"GPU": 1.0, **per_worker}
     left = cores - workers * per_worker.get("CPU", 1)
@@ -169,8 +156,8 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))
     device = f"device {'cuda' if use_gpu else 'cpu'} ({why})"
-    reasons = [f"workers: {settings.num_workers} of {shown} each ({reason}); {device}"]
-    return Resources(use_gpu, per_worker, threads, min(1.0, left) if nodes == 1 else 1.0, reasons)
+    reason = f"workers: {settings.num_workers} of {shown} each ({because}); {device}"
+    return Resources(use_gpu, per_worker, threads, min(1.0, left) if nodes == 1 else 1.0, reason)
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

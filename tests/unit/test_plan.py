@@ -37,7 +37,7 @@ def test_gpus_are_used_when_there_is_one_for_each_worker(use_gpu: str, gpus: int
     resources = choose_resources(load_settings({"USE_GPU": use_gpu}), {"CPU": 8, "GPU": gpus}, nodes=1)
     assert resources.use_gpu is used
     assert ("GPU" in resources.per_worker) is used
-    assert f"GPUs: {gpus}, workers: 2" in resources.reasons[0] or use_gpu == "false"
+    assert f"GPUs: {gpus}, workers: 2" in resources.reason or use_gpu == "false"
 
 
 def test_the_plan_says_what_ends_the_run() -> None:

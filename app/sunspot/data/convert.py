@@ -7,13 +7,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sunspot.background import AT_ONCE, map_parallel
 from sunspot.command_line import CommandParser
 from sunspot.data.image_columns import SCALED
 from sunspot.data.images import FILE_FORMATS, SUFFIXES, USUAL_SIDE, fit_pixels, open_checked
@@ -100,11 +100,11 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
         )
     number = {name: label for label, name in enumerate(classes)}
     channels = 1 if all(len(folder.find_dims(size)) == 2 for folder in folders.values()) else 3
-    with _new_directory(out) as directory, ThreadPoolExecutor() as pool:
+    with _new_directory(out) as directory:
         written = {}
         for split, folder in folders.items():
             numbers = np.array([number[name] for name in labels[split]])
-            rows = _load_images(folder, numbers, (channels, size, size), pool)
+            rows = _load_images(folder, numbers, (channels, size, size))
             written[split] = write_files(directory / split, rows, classes, scaled=True)
         return written
 
@@ -212,9 +212,7 @@ def _split_folders(root: Path) -> dict[str, Path]:
     return {"": root}
 
 
-def _load_images(
-    folder: PictureFolder, labels: np.ndarray, shape: tuple[int, int, int], pool: ThreadPoolExecutor
-) -> Iterator[Rows]:
+def _load_images(folder: PictureFolder, labels: np.ndarray, shape: tuple[int, int, int]) -> Iterator[Rows]:
     """Yield shuffled batches of one row group each."""
 
     def load(row: int) -> np.ndarray:
@@ -228,7 +226,7 @@ def _load_images(
     order = np.random.default_rng(0).permutation(len(labels))
     per_batch = _rows_per_group(math.prod(shape))
     for batch in np.split(order, range(per_batch, len(order), per_batch)):
-        pixels = np.stack(list(pool.map(load, batch)))
+        pixels = np.stack(map_parallel(load, batch, max(AT_ONCE, os.cpu_count() or 1)))
         yield pixels[:, 0] if len(pixels[0]) == 1 else pixels.transpose(0, 2, 3, 1), labels[batch]
 
 

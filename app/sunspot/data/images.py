@@ -59,8 +59,10 @@ def decode_images(content: bytes, shape: tuple[int, ...], place: str, scales: bo
 
 
 def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarray:
+    stream = io.BytesIO(content)
     try:
-        found, in_columns, dtype, begin = _read_npy_header(content)
+        read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
+        found, in_columns, dtype = read_header(stream)
     except Exception as error:  # of numpy's parsers, all kinds
         raise SettingsError(f"{place}: an array that cannot be read: {shorten(error)}") from error
     if dtype != np.uint8 or found[-3:] != shape or len(found) not in (3, 4) or found[0] < 1:
@@ -68,20 +70,13 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
             f"{place}: an array of {dtype} {list(found)}, but the model takes uint8 {list(shape)} "
             "(channels, height, width), or several of them as [B, C, H, W]"
         )
-    if len(content) - begin != math.prod(found):
+    values = np.asarray(memoryview(content)[stream.tell() :])
+    if len(values) != math.prod(found):
         raise SettingsError(
-            f"{place}: an array of {list(found)}, with {len(content) - begin} bytes instead of {math.prod(found)}; it "
-            "is damaged, write it again"
+            f"{place}: an array of {list(found)}, with {len(values)} bytes instead of {math.prod(found)}; it is "
+            "damaged, write it again"
         )
-    array = np.frombuffer(content, np.uint8, offset=begin).reshape(found, order="F" if in_columns else "C")
-    return array.reshape(-1, *shape)
-
-
-def _read_npy_header(content: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Read shape, whether in Fortran's order, dtype, and where the values begin; raises all kinds of errors."""
-    stream = io.BytesIO(content)
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
-    return (*read(stream), stream.tell())
+    return values.reshape(found, order="F" if in_columns else "C").reshape(-1, *shape)
 
 
 def _from_image(content: bytes, shape: tuple[int, ...], place: str, scales: bool) -> np.ndarray:
@@ -148,11 +143,7 @@ def decode_bytes(content: bytes, shape: tuple[int, ...]) -> np.ndarray:
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
     """Turn a Pillow image into uint8 [C, H, W], as grey (1) or RGB (3)."""
-    if image.mode[0] == "I":
-        # 16 bits: Pillow's own conversion clips them to 255 instead of scaling.
-        grey = (np.asarray(image, np.uint32) >> 8).astype(np.uint8)[None]
-        return grey if channels == 1 else np.repeat(grey, 3, axis=0)
-    pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    pixels = np.asarray(_convert(image, channels))
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
@@ -160,10 +151,17 @@ def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray
     """Scale the central part of a Pillow image to uint8 [C, height, width]."""
     from PIL import Image, ImageOps
 
-    pixels = to_pixels(image, channels)
-    whole = Image.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-    fitted = np.asarray(ImageOps.fit(whole, (width, height), Image.Resampling.BICUBIC))
-    return fitted[None] if channels == 1 else fitted.transpose(2, 0, 1)
+    whole = _convert(image, channels)
+    return to_pixels(ImageOps.fit(whole, (width, height), Image.Resampling.BICUBIC), channels)
+
+
+def _convert(image: Any, channels: int) -> Any:
+    """Turn a Pillow image into a grey one (1) or one in RGB (3)."""
+    from PIL import Image
+
+    if image.mode[0] == "I":  # 16 bits: Pillow's own conversion clips them to 255 instead of scaling
+        image = Image.fromarray((np.asarray(image, np.uint32) >> 8).astype(np.uint8))
+    return image.convert("L" if channels == 1 else "RGB")
 
 
 @dataclass(frozen=True)

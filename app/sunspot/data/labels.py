@@ -54,8 +54,9 @@ class TextLabels(Column):
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 
-def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Read the labels of a file; raises `DataError` naming the first bad row. Those of rows `to_predict` may lack."""
+def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> ClassLabels:
+    """Read the labels of a file; raises `DataError` naming the first bad row. Those of rows to predict may lack."""
+    to_predict = PREDICTED_BY.get() is not None
     if column.decode:
         numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
     elif values.null_count and to_predict:

@@ -1,13 +1,11 @@
 """DATASET=mnist: torchvision's MNIST in DATA_ROOT, downloaded if missing."""
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -109,10 +107,18 @@ def _download(data_root: str) -> None:
 
     They are unpacked in a temporary folder and then moved: a file in its final place is complete.
     """
+    from filelock import FileLock, Timeout
+
     aside = Path(data_root) / ".mnist-download"
     try:
         os.makedirs(data_root, exist_ok=True)
-        with _lock(data_root):
+        lock = FileLock(os.path.join(data_root, ".mnist.lock"))
+        try:
+            held = lock.acquire(blocking=False)
+        except Timeout:
+            log.warning("waiting up to %d s for another process to download MNIST into %s", WAIT_S, data_root)
+            held = lock.acquire(timeout=WAIT_S)
+        with held:
             missing = _find_missing(data_root)
             if not missing:
                 return
@@ -127,35 +133,16 @@ def _download(data_root: str) -> None:
                     os.replace(_raw(str(aside)) / name, _raw(data_root) / name)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
-    except DataError:
-        raise
+    except Timeout as error:
+        raise DataError(
+            f"{error.lock_file}: another process has held it for {WAIT_S} s to download MNIST into {data_root}; "
+            "end that process, or put the files there by hand"
+        ) from error
     except Exception as error:  # torchvision's mirrors fail in many ways
         raise DataError(
             f"{_raw(data_root)} lacks files of MNIST, and torchvision cannot download it: {shorten(error)}. Put the "
             f"four files there, unpacked: {', '.join(FILES)}; or set SUNSPOT_DATASET=sample, which needs no download"
         ) from error
-
-
-@contextlib.contextmanager
-def _lock(data_root: str) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(os.path.join(data_root, ".mnist.lock"))
-    try:
-        with contextlib.suppress(Timeout):
-            lock.acquire(blocking=False)
-        if not lock.is_locked:
-            log.warning("waiting up to %d s for another process to download MNIST into %s", WAIT_S, data_root)
-            lock.acquire(timeout=WAIT_S)
-    except Timeout as error:
-        raise DataError(
-            f"{lock.lock_file}: another process has held it for {WAIT_S} s to download MNIST into {data_root}; "
-            "end that process, or put the files there by hand"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _fetch(folder: str) -> None:

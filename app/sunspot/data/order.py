@@ -48,6 +48,11 @@ class Steps:
         full, rest = divmod(self.rows, self.batch)
         return max(1, full + (rest >= MIN_ROWS))
 
+    @property
+    def sizes(self) -> set[int]:
+        """How many rows a step may have: the last one of an epoch may have fewer, or one more."""
+        return {end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1))}
+
     def total(self, epochs: int, limit: int) -> int:
         """Steps of so many epochs, at most `limit` (0: no limit)."""
         return min(epochs * self.per_epoch, limit or epochs * self.per_epoch)
@@ -74,8 +79,7 @@ class Steps:
 
     def workers(self, world_size: int) -> int:
         """Return how many workers, from rank 0, get rows in any step: all, unless the steps are small."""
-        rows = max(end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1)))
-        return max(1, min(world_size, rows // MIN_ROWS))
+        return max(1, min(world_size, max(self.sizes) // MIN_ROWS))
 
 
 def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:

@@ -7,12 +7,12 @@ the last row of a group is filled up.
 import hashlib
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from sunspot.background import map_parallel
 from sunspot.data.columns import Column
 from sunspot.data.table import FILES_AT_ONCE, TableSource, open_table
 from sunspot.errors import DataError, SettingsError
@@ -33,16 +33,12 @@ class PackedSource:
     table: TableSource
     length: int
     row_groups: tuple[int, ...]
+    classes: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Values of a row."""
         return (self.length,)
-
-    @property
-    def classes(self) -> int:
-        """None."""
-        return 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -96,8 +92,7 @@ def _pack(table: TableSource, length: int) -> PackedSource:
     def count(group: int) -> int:
         return -(-int(next(iter(table.read_lists(group).values())).lengths.sum()) // length)
 
-    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        rows = tuple(pool.map(count, range(len(table.groups))))
+    rows = tuple(map_parallel(count, range(len(table.groups)), FILES_AT_ONCE))
     if not any(rows):
         raise DataError(f"{table.location}: all lists of {', '.join(table.columns)} are empty")
     return PackedSource(table, length, rows)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import lru_cache
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -136,8 +135,7 @@ def split_folder(location: str, split: str) -> str:
 
 def open_file(path: str) -> pq.ParquetFile:
     """Open a reader of its own for each call: readers have state, the open file below them has none."""
-    kept = _keep_open(path)
-    return pq.ParquetFile(kept.handle, metadata=kept.metadata, pre_buffer=True)
+    return pq.ParquetFile(_keep_handle(path), metadata=_keep_metadata(path), pre_buffer=True)
 
 
 def file_size(path: str) -> int:
@@ -163,7 +161,7 @@ def open_closing(path: str) -> Iterator[pa.NativeFile]:
 def forget_open_files() -> None:
     """Open files anew from now on: they may have been rewritten."""
     _keep_handle.cache_clear()
-    _keep_open.cache_clear()
+    _keep_metadata.cache_clear()
 
 
 @contextlib.contextmanager
@@ -182,11 +180,6 @@ def parquet_errors(path: str) -> Iterator[None]:
         raise DataError(f"{path}: not a {kind or 'Parquet'} file, or damaged: {shorten(error)}{also}") from error
 
 
-class _OpenFile(NamedTuple):
-    handle: pa.NativeFile
-    metadata: pq.FileMetaData
-
-
 @lru_cache(maxsize=OPEN_FILES)
 def _keep_handle(path: str) -> pa.NativeFile:
     system, inner = _file_system(path)
@@ -194,13 +187,12 @@ def _keep_handle(path: str) -> pa.NativeFile:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep_open(path: str) -> _OpenFile:
-    handle = _keep_handle(path)
-    metadata = pq.ParquetFile(handle).metadata
+def _keep_metadata(path: str) -> pq.FileMetaData:
+    metadata = pq.ParquetFile(_keep_handle(path)).metadata
     # Arrow takes a row group's word for the number of its columns, and then reads beyond those of the schema.
     if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):
         raise DataError(f"{path}: damaged: its row groups have other columns than its schema")
-    return _OpenFile(handle, metadata)
+    return metadata
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:

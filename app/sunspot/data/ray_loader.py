@@ -188,15 +188,14 @@ class StepStreams(ray.train.DataConfig):
 
     def _test_streams(self, world_size: int) -> list[ray.data.DataIterator]:
         assert self._test
-        return [self._read_pieces(cut_evenly(self._test.row_groups, world_size, rank)) for rank in range(world_size)]
-
-    def _read_pieces(self, pieces: list[dict[str, int]]) -> ray.data.DataIterator:
-        assert self._test
-        blocks = max(1, min(len(pieces), MAX_BLOCKS))
-        stream = ray.data.from_items(pieces, override_num_blocks=blocks)
-        stream = stream.map_batches(PieceReader(self._test), batch_size=None, num_cpus=self._reading_cpus)
-        stream.context.execution_options.preserve_order = True
-        return stream.iterator()
+        reader, streams = PieceReader(self._test), []
+        for rank in range(world_size):
+            pieces = cut_evenly(self._test.row_groups, world_size, rank)
+            stream = ray.data.from_items(pieces, override_num_blocks=max(1, min(len(pieces), MAX_BLOCKS)))
+            stream = stream.map_batches(reader, batch_size=None, num_cpus=self._reading_cpus)
+            stream.context.execution_options.preserve_order = True
+            streams.append(stream.iterator())
+        return streams
 
 
 class RayLoader:

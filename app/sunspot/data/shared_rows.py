@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from sunspot.cgroup import memory_left
 from sunspot.data.source import Batch, Source, rows_in
-from sunspot.data.table_files import forget_tables
+from sunspot.data.table_files import forget_files
 from sunspot.errors import DataError
 from sunspot.formatting import as_bytes
 from sunspot.shared_pages import Pages, map_pages
@@ -76,10 +76,14 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
 
     def read() -> None:
         for source, columns in zip(sources, loaded, strict=True):
-            _fill(columns, source, range(number, len(source.row_groups), readers))
+            ends = np.cumsum(source.row_groups)
+            for group in range(number, len(source.row_groups), readers):
+                first = ends[group] - source.row_groups[group]
+                for name, values in source.read(group).items():
+                    columns[name][first : ends[group]] = values
 
     workers.finish(read)
-    forget_tables()  # parsed text takes as much memory again
+    forget_files()  # parsed text takes as much memory again
     return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
 
 
@@ -117,12 +121,3 @@ def _await_memory(size: int) -> None:
                 "has begun keeps its loader: choose another SUNSPOT_RUN_NAME)"
             )
         time.sleep(1.0)
-
-
-def _fill(columns: dict[str, np.ndarray], source: Source, groups: Iterable[int]) -> None:
-    """Read some row groups into their places."""
-    ends = np.cumsum(source.row_groups)
-    for group in groups:
-        rows = source.row_groups[group]
-        for name, values in source.read(group).items():
-            columns[name][ends[group] - rows : ends[group]] = values

@@ -1,13 +1,11 @@
 """A dataset of any columns, in files on disk or in a bucket: a task declares which it wants, and as what."""
 
-import functools
 import hashlib
 import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from sunspot.background import map_parallel
 from sunspot.data.columns import Column, Lists, Place
 from sunspot.data.fingerprint import digest, sample_ranges
 from sunspot.data.image_columns import ImageColumn
@@ -23,7 +22,6 @@ from sunspot.data.parquet_files import (
     PICTURES,
     TAKEN,
     absolute,
-    forget_open_files,
     join,
     list_files,
     parquet_errors,
@@ -31,7 +29,7 @@ from sunspot.data.parquet_files import (
     split_folder,
 )
 from sunspot.data.source import PREDICTED_BY, check_labels_match
-from sunspot.data.table_files import PictureFolder, TableFile, forget_tables, open_table_file
+from sunspot.data.table_files import PictureFolder, TableFile, forget_files, open_table_file
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import PREFIX, Settings
 
@@ -101,8 +99,8 @@ class TableSource:
             parts = PictureFolder(join(self.location, PICTURES)).sizes
         ranges = zip(parts, sample_ranges(list(parts.values())), strict=True)
         places = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
-        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-            content = digest(self.tables.encode(), *pool.map(lambda place: read_range(*place), places))
+        samples = map_parallel(lambda place: read_range(*place), places, FILES_AT_ONCE)
+        content = digest(self.tables.encode(), *samples)
         return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
@@ -193,8 +191,7 @@ def locate_splits(dataset: str, test_dataset: str) -> tuple[str, str]:
 
 def find_files(location: str) -> list[str]:
     """Return the names of a dataset's files (`TableSource.files`), which are opened anew from now on."""
-    forget_open_files()
-    forget_tables()
+    forget_files()
     return list_files(location)
 
 
@@ -205,9 +202,7 @@ def open_rows(location: str, names: list[str], columns: dict[str, Column]) -> Ta
         with parquet_errors(paths[0]):
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
                 columns = {name: column for name, column in columns.items() if name != LABEL}
-    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        check = functools.partial(_check_file, columns=columns, to_predict=PREDICTED_BY.get() is not None)
-        files = list(pool.map(check, paths))
+    files = map_parallel(lambda path: _check_file(path, columns), paths, FILES_AT_ONCE)
     labels = merge_labels([file.labels for file in files if file.labels], location)
     if labels.text:
         columns = columns | {LABEL: TextLabels(columns[LABEL].dtype, of=columns[LABEL].of, names=labels.names)}
@@ -238,7 +233,7 @@ class _FileSummary(NamedTuple):
     "None without classes."
 
 
-def _check_file(path: str, columns: dict[str, Column], to_predict: bool) -> _FileSummary:
+def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
     with parquet_errors(path):
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
@@ -247,7 +242,7 @@ def _check_file(path: str, columns: dict[str, Column], to_predict: bool) -> _Fil
         labels = None
         for name, column in columns.items():
             if name == LABEL and column.is_class:
-                labels = read_labels(column, file.read([fields[name].name])[0], file, to_predict)
+                labels = read_labels(column, file.read([fields[name].name])[0], file)
             else:
                 column.check_type(fields[name].type, f"{path}: {name}")
         known = digest((labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode())

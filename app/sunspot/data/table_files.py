@@ -1,20 +1,21 @@
 """Files of tables, opened alike: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and a folder of pictures."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
+from sunspot.background import map_parallel
 from sunspot.data.fingerprint import digest
 from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, is_picture, open_checked
 from sunspot.data.parquet_files import (
     OPEN_FILES,
     PICTURES,
     file_size,
+    forget_open_files,
     join,
     list_visible,
     open_closing,
@@ -35,69 +36,50 @@ MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
 TEXT_BLOCK_BYTES = 16 << 20
 """A single row may not be larger: Arrow parses a block at a time."""
 
-PICTURES_AT_ONCE = 16
-"""Pictures read at the same time: those in a bucket come one by one, each after some milliseconds."""
 
-
-class TableFile(Protocol):
+class TableFile(ABC):
     """An open file; its methods raise Arrow's errors (`parquet_errors`)."""
 
-    path: str
+    schema: pa.Schema
+    groups: list[int]
+    "The rows of each row group."
+
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     @property
-    def schema(self) -> pa.Schema: ...
-
-    @property
-    def groups(self) -> list[int]:
-        """The rows of each row group."""
-
-    @property
+    @abstractmethod
     def chunks(self) -> Sequence[object]:
         """What tells it from others besides its labels: the bytes of each column in each row group, or a digest."""
 
     @property
     def size(self) -> int:
         """Its bytes."""
+        return file_size(self.path)
 
     def name_row(self, row: int) -> str:
         """Name a row, for messages."""
+        return f"{self.path}, row {row}"
 
+    @abstractmethod
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
         """Read some columns of a row group, or of all."""
 
 
-class OneFile:
-    """What the files of all kinds have in common."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    @property
-    def size(self) -> int:
-        return file_size(self.path)
-
-    def name_row(self, row: int) -> str:
-        return f"{self.path}, row {row}"
-
-
-class ParquetTable(OneFile):
-    """A Parquet file; a `TableFile`."""
+class ParquetTable(TableFile):
+    """A Parquet file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._file = open_file(path)
-        self.schema: pa.Schema = self._file.schema_arrow
-
-    @cached_property
-    def groups(self) -> list[int]:
-        metadata = self._file.metadata
-        return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        self._metadata = [self._file.metadata.row_group(number) for number in range(self._file.num_row_groups)]
+        self.schema = self._file.schema_arrow
+        self.groups = [group.num_rows for group in self._metadata]
 
     @property
     def chunks(self) -> list[int]:
-        metadata = self._file.metadata
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        return [group.column(number).total_compressed_size for group in groups for number in range(group.num_columns)]
+        metadata = self._metadata
+        return [group.column(number).total_compressed_size for group in metadata for number in range(group.num_columns)]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
         if group is None:
@@ -105,8 +87,8 @@ class ParquetTable(OneFile):
         return self._file.read_row_group(group, columns=list(columns), use_threads=False)
 
 
-class ArrowTable(OneFile):
-    """A stream of record batches, mapped into memory; a `TableFile`."""
+class ArrowTable(TableFile):
+    """A stream of record batches, mapped into memory."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -116,12 +98,9 @@ class ArrowTable(OneFile):
                 "it as Parquet"
             )
         with pa.ipc.open_stream(pa.memory_map(path)) as reader:
-            self.schema: pa.Schema = reader.schema
+            self.schema = reader.schema
             self._batches = list(reader)
-
-    @property
-    def groups(self) -> list[int]:
-        return [batch.num_rows for batch in self._batches]
+        self.groups = [batch.num_rows for batch in self._batches]
 
     @property
     def chunks(self) -> list[int]:
@@ -132,8 +111,8 @@ class ArrowTable(OneFile):
         return pa.Table.from_batches(batches, self.schema).select(list(columns))
 
 
-class TextTable(OneFile):
-    """A file of CSV or JSON lines, parsed into memory, its types inferred by Arrow; a `TableFile`."""
+class TextTable(TableFile):
+    """A file of CSV or JSON lines, parsed into memory, its types inferred by Arrow."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -143,7 +122,7 @@ class TextTable(OneFile):
                 "keeps all of it in memory; cut it into several files, or write it as Parquet"
             )
         content = read_range(path, 0, self.size)
-        self.chunks = [digest(content)]
+        self._digest = digest(content)
         if path.lower().endswith(CSV):
             self._table = pa.csv.read_csv(
                 pa.BufferReader(content),
@@ -155,19 +134,20 @@ class TextTable(OneFile):
         else:
             options = pa.json.ReadOptions(block_size=TEXT_BLOCK_BYTES)
             self._table = pa.json.read_json(pa.BufferReader(content), read_options=options)
-        self.schema: pa.Schema = self._table.schema
+        self.schema = self._table.schema
+        self.groups = cut(len(self._table), TEXT_GROUP_ROWS)
 
     @property
-    def groups(self) -> list[int]:
-        return cut(len(self._table), TEXT_GROUP_ROWS)
+    def chunks(self) -> list[str]:
+        return [self._digest]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
         rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
         return rows.select(list(columns))
 
 
-class PictureFolder:
-    """A folder with a folder of pictures for each class, in the order of their paths; a `TableFile`.
+class PictureFolder(TableFile):
+    """A folder with a folder of pictures for each class, in the order of their paths.
 
     Its columns are `image`, the bytes of the file, and `label`, the name of the class.
     """
@@ -175,19 +155,16 @@ class PictureFolder:
     schema = pa.schema({"image": pa.large_binary(), "label": pa.string()})
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        super().__init__(path)
         self._location = path.removesuffix("/" + PICTURES)
         listed = list_visible(self._location)
         self.sizes = {name: size for name, size in listed.items() if "/" in name and is_picture(name)}
         self._names = list(self.sizes)
+        self.groups = cut(len(self._names), PICTURE_GROUP_ROWS)
 
     @property
     def chunks(self) -> Sequence[object]:
         return list(self.sizes.items())
-
-    @cached_property
-    def groups(self) -> list[int]:
-        return cut(len(self._names), PICTURE_GROUP_ROWS)
 
     @cached_property
     def size(self) -> int:
@@ -201,16 +178,14 @@ class PictureFolder:
         names = self._names if group is None else self._names[first : first + PICTURE_GROUP_ROWS]
         found: dict[str, pa.Array] = {}
         if "image" in columns:
-            with ThreadPoolExecutor(PICTURES_AT_ONCE) as pool:
-                found["image"] = pa.array(pool.map(self._read_picture, names), pa.large_binary())
+            found["image"] = pa.array(map_parallel(self._read_picture, names), pa.large_binary())
         if "label" in columns:
             found["label"] = pa.array([name.partition("/")[0] for name in names], pa.string())
         return pa.table({name: found[name] for name in columns})
 
     def find_dims(self, side: int) -> tuple[int, ...]:
         """Find [H, W], or [H, W, 3] unless all are grey: `side`, or with 0 their own size, or USUAL_SIDE of several."""
-        with ThreadPoolExecutor(PICTURES_AT_ONCE) as pool:
-            sizes, modes = zip(*pool.map(self._read_header, self._names), strict=True)
+        sizes, modes = zip(*map_parallel(self._read_header, self._names), strict=True)
         height, width = (side, side) if side else sizes[0] if len(set(sizes)) == 1 else (USUAL_SIDE, USUAL_SIDE)
         return (height, width) if GREY_MODES.issuperset(modes) else (height, width, 3)
 
@@ -250,7 +225,8 @@ def _keep_text(path: str) -> TableFile:
     return TextTable(path)
 
 
-def forget_tables() -> None:
+def forget_files() -> None:
     """Read files anew from now on: they may have been rewritten."""
+    forget_open_files()
     _keep.cache_clear()
     _keep_text.cache_clear()

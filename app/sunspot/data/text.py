@@ -35,16 +35,13 @@ class TextSource:
     rows: int
     fingerprint: str
     "Digest of the text and of how it is cut into rows."
+    classes: int = 256
+    "Values of the next byte."
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Bytes of a row."""
         return (self.length,)
-
-    @property
-    def classes(self) -> int:
-        """Values of the next byte."""
-        return 256
 
     @cached_property
     def row_groups(self) -> tuple[int, ...]:

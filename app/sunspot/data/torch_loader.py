@@ -53,7 +53,9 @@ class TorchLoader:
         )
 
     def _shuffle(self, epoch: int) -> "EpochShares":
-        order = self._order.permutation(epoch, self._order.windows(epoch)[0], index_type(self._steps.rows))
+        # The smaller of two types that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
+        dtype = np.int32 if self._steps.rows <= np.iinfo(np.int32).max else np.int64
+        order = self._order.permutation(epoch, self._order.windows(epoch)[0], dtype)
         return EpochShares.of(order, self._steps, self._world_size, self._rank)
 
     def _batches(self, rows: Batch, selections: "list[np.ndarray] | EpochShares") -> Iterator[Batch]:
@@ -131,11 +133,6 @@ class Selections(Dataset[Batch]):
 def fits_on(device: torch.device, size: int) -> bool:
     """Tell whether so many bytes of rows belong on the device: on a GPU with room for them."""
     return device.type == "cuda" and size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
-
-
-def index_type(rows: int) -> type[np.signedinteger]:
-    """Return the smaller of two that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB."""
-    return np.int32 if rows <= np.iinfo(np.int32).max else np.int64
 
 
 def load_rows(source: Source) -> Batch:

@@ -140,8 +140,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident
     nodes = reachable_nodes(ray.nodes())  # a node that was just lost stays in Ray's list for a while
     probe_all_nodes(settings.storage_path, settings.run_name, nodes)
     resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
-    for reason in resources.reasons:
-        print(f"  {reason}", flush=True)
+    print(f"  {resources.reason}", flush=True)
     needed = Needed(resources.per_worker, settings.num_workers.least)
     left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
     with (
