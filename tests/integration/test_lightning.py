@@ -199,7 +199,7 @@ def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, sourc
 
 def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
     settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
-    with pytest.raises(SettingsError, match="SUNSPOT_PARALLEL=fsdp does not shard; set it to ddp"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_PARALLEL=fsdp: .*does not shard; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))
     with pytest.raises(SettingsError, match=r"`python -m sunspot\.train` only"):
         load_task(settings).schedule(0, 1)

@@ -22,8 +22,7 @@ from sunspot.parallel.sharding import shard_model
 from sunspot.plan import make_plan
 from sunspot.settings import Settings
 from sunspot.tasks import gan, load_task
-from sunspot.tasks.defaults import fill_in
-from sunspot.tasks.optimizers import Optimizers
+from sunspot.tasks.defaults import Optimizers, fill_in
 from sunspot.train.loop import train
 from sunspot.train.worker import Beginning
 from tests.harness import REPOSITORY

@@ -135,7 +135,7 @@ def test_trees_show_what_gained(library: str) -> None:
     rows = {name: torch.from_numpy(random.random(200)) for name in ("age", "income")}
     rows |= {"label": (rows["age"] > 0.5).long(), "row": torch.arange(200)}
     trees = task.build_model(settings, EmptySource((2,), 2))
-    trees.begin(rows, {})
+    trees.begin(rows, 1)
     trees.boost()
     table = task.show(trees, rows)["Features by gain"]
     assert table[0]["feature"] == "age"

@@ -58,7 +58,7 @@ def scaled(scores: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("classes", [CLASSES, 0])
 def test_resumed_trees_are_those_of_an_uninterrupted_run(library: str, classes: int) -> None:
     rows, whole = make_rows(classes), build(library, classes)
-    whole.begin(rows, {})
+    whole.begin(rows, 1)
     for step in range(1, 7):
         scores = whole.boost()
         assert torch.allclose(scaled(scores), scaled(whole(rows)), atol=1e-5)
@@ -66,7 +66,7 @@ def test_resumed_trees_are_those_of_an_uninterrupted_run(library: str, classes: 
             state = through_a_file(whole.state_dict())
     resumed = build(library, classes)
     load_weights(resumed, state, "a checkpoint")
-    resumed.begin(rows, {})
+    resumed.begin(rows, 1)
     for _ in range(3):
         resumed.boost()
     assert resumed.to_bytes() == whole.to_bytes() != state["_extra_state"].numpy().tobytes()
@@ -76,7 +76,7 @@ def test_they_learn(library: str) -> None:
     task, rows, trees = load_task(settings_for(library)), make_rows(), build(library)
     losses, metrics = task.loss(trees, rows)  # before the first round
     assert losses == pytest.approx(np.log(CLASSES))
-    trees.begin(rows, {})
+    trees.begin(rows, 1)
     for _ in range(20):
         trees.boost()
     losses, metrics = task.loss(trees, rows)
@@ -88,7 +88,7 @@ def test_they_learn(library: str) -> None:
 
 def test_the_state_is_the_librarys_own_file(library: str) -> None:
     rows, trees = make_rows(), build(library)
-    trees.begin(rows, {})
+    trees.begin(rows, 1)
     trees.boost()
     content = trees.state_dict()["_extra_state"].numpy().tobytes()
     features = rows["image"].reshape(ROWS, -1).float().numpy()
@@ -128,7 +128,7 @@ def test_a_table_is_its_columns(library: str, classes: bool, tmp_path: Path) -> 
     source, _ = task.find_sources(settings)
     trees = task.build_model(settings, source)
     rows = {name: torch.from_numpy(column) for name, column in read_rows(source, 0, ROWS).items()}
-    trees.begin(rows, {})
+    trees.begin(rows, 1)
     before = task.loss(trees, rows)[0].mean()
     for _ in range(20):
         trees.boost()

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,13 +14,22 @@ from sunspot.data.source import Batch, Source
 from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import Settings
-from sunspot.tasks.defaults import fill_in, refuse_unused
+from sunspot.tasks.defaults import fill_in
 
 TASK_FUNCTIONS = ("build_model", "loss")
 """What a task has to define, unless it defines `train`, or `build_module` for Lightning (lightning_adapter.py)."""
 
 HOOKS = ("train", "augment", "augment_row")
 """What loops over batches call; Lightning's and those of trees do not."""
+
+UNCALLED = {"build_module": "its LightningModule has hooks for it", "build_trees": "trees see all rows as they are"}
+
+ADAPTERS = {
+    "build_module": "sunspot.tasks.lightning_adapter:LightningTask",
+    "build_keras": "sunspot.tasks.keras_adapter:KerasTask",
+    "build_trees": "sunspot.tasks.trees_adapter:TreesTask",
+}
+"""The one function of a task for another library, and the class that makes a task like any other of it."""
 
 EXTRAS = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
@@ -38,32 +48,27 @@ class Task(Protocol):
 
         For a loop that calls several models: these in an `nn.ModuleDict` or `nn.ModuleList`.
         """
-        ...
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
         """Return the loss of each row, float [B], and any further metrics of each row by name, [B].
 
         Per row, so that means over all workers are exact even if their shares differ.
         """
-        ...
 
     # Optional: the first two have defaults by the settings (sunspot/tasks/defaults.py). A task with `train`
     # needs no `loss`; if it has one, held-out rows are evaluated by it.
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """Build the optimizer, with each group at its peak learning rate; or a dict of several, which are made one."""
-        ...
 
     def schedule(self, step: int, total_steps: int) -> float:
         """Return the factor on the learning rates at optimizer step 0 .. total_steps - 1.
 
         Or `build_scheduler(optimizer, settings, total_steps)` returns a scheduler of PyTorch's that has it.
         """
-        ...
 
     def train(self, run: "TrainingRun") -> None:
         """Loop over all steps, in the place of ours (sunspot/train/loop.py)."""
-        ...
 
     # augment_row(row) -> the columns of a training row that it changes; other random numbers are seeded for each row.
     # augment(batch, draw) -> the columns of a batch that it changes, on its device; `draw` is that of `TrainingRun`.
@@ -97,7 +102,6 @@ class TrainingRun(Protocol):
     @property
     def epoch(self) -> int:
         """The epoch of the step to take, from 1."""
-        ...
 
     def batches(self) -> Iterator[Batch]:
         """Yield this worker's rows of each step, from `position` until the run ends or stops, which may be in any step.
@@ -105,14 +109,12 @@ class TrainingRun(Protocol):
         Before each, the random number generators are seeded by the step, and the rates set by the schedule. All
         workers get as many batches, and must make as many passes.
         """
-        ...
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         """Cut a batch into parts of at most MICRO_BATCH_SIZE rows, each with its `weight`; to make one pass of each.
 
         Gradients are averaged over the workers with the last.
         """
-        ...
 
     def draw(self, *shape: int) -> torch.Tensor:
         """Random numbers for each row of the batch, from 0 to below 1; float32 [B, *shape], on the device.
@@ -120,30 +122,24 @@ class TrainingRun(Protocol):
         They are a function of the seed, the step and the row's place in it: the same at any number of workers, unlike
         those of torch's own generators. A column of the batch before `parts` cuts it.
         """
-        ...
 
     def forward(self) -> AbstractContextManager[None]:
         """For a forward pass: computes as PRECISION says, and measures how long it takes."""
-        ...
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
         """Return what `loss` of the task returns, in a `forward`; compiled as COMPILE says."""
-        ...
 
     def log(self, values: Batch) -> None:
         """Add to the metric history, by name: a value of each row of the batch or part, [B], or their mean, []."""
-        ...
 
     def clip(self, model: torch.nn.Module | None = None) -> None:
         """Scale down the gradient of a step, as CLIP_NORM says; of one of several models, or of all together."""
-        ...
 
     def step(self) -> None:
         """To be called when a batch's optimizer step has been taken: counts it, saves, evaluates, reports.
 
         All workers call it together. Raises to end this worker when the group restarts; do not catch that.
         """
-        ...
 
 
 Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
@@ -179,11 +175,8 @@ def load_task(settings: Settings) -> Task:
     """Import the task, with defaults for what it leaves out; raises `SettingsError` if it cannot be used."""
     try:
         module = importlib.import_module(settings.task)
-        for_lightning, for_keras = hasattr(module, "build_module"), hasattr(module, "build_keras")
-        if for_lightning:
-            from sunspot.tasks.lightning_adapter import LightningTask
-        if for_keras:
-            from sunspot.tasks.keras_adapter import KerasTask
+        function = next((name for name in ADAPTERS if hasattr(module, name)), "")
+        adapter = pkgutil.resolve_name(ADAPTERS[function]) if function else None
     except Exception as error:
         package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
@@ -192,19 +185,10 @@ def load_task(settings: Settings) -> Task:
             absent = package == settings.task.partition(".")[0]
             fix = "set it to a module on PYTHONPATH" if absent else f"mend {place_of(error)}"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
-    for_trees = hasattr(module, "build_trees")
-    if (for_lightning or for_trees) and (own := [name for name in HOOKS if hasattr(module, name)]):
-        instead = "its LightningModule has hooks for it" if for_lightning else "trees see all rows as they are"
-        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {instead}")
-    if for_lightning:
-        refuse_unused(settings, own={"build_optimizer", "schedule"})
-        return cast(Task, LightningTask(module, settings))
-    if for_keras:
-        return cast(Task, KerasTask(module, settings))
-    if for_trees:
-        from sunspot.tasks.trees_adapter import TreesTask
-
-        return cast(Task, TreesTask(module, settings))
+    if function in UNCALLED and (own := [name for name in HOOKS if hasattr(module, name)]):
+        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {UNCALLED[function]}")
+    if adapter:
+        return cast(Task, adapter(module, settings))
     needed = ("build_model",) if hasattr(module, "train") else TASK_FUNCTIONS
     if missing := [name for name in needed if not hasattr(module, name)]:
         raise SettingsError(

@@ -1,10 +1,11 @@
-"""The optimizer and the schedule of a task that brings none of its own, as the settings say."""
+"""The optimizer and the schedule of a task that brings none of its own, as the settings say; and several made one."""
 
 import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
+from itertools import islice
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.optimizers import Optimizers
 
 READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
 """The settings that each default reads: a task that brings its own has no use for them."""
@@ -36,11 +36,9 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
     if scheduled & vars(module).keys():
         raise SettingsError(f"{PREFIX}TASK={settings.task}: has both schedule and build_scheduler; keep one")
-    default = (
-        schedule_from_scheduler(module.build_scheduler, settings)
-        if scheduled
-        else partial(learning_rate_factor, settings)
-    )
+    default: Callable[[int, int], float] = partial(learning_rate_factor, settings)
+    if scheduled:
+        default = schedule_from_scheduler(module.build_scheduler, settings)
 
     def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         built = getattr(module, "build_optimizer", build_optimizer)(model, settings)
@@ -62,13 +60,11 @@ def refuse_unused(settings: Settings, own: Set[str]) -> None:
     """Raise `SettingsError` if a setting would change nothing, as the task has such a function of its own."""
     for function in READ_BY.keys() & own:
         for name in READ_BY[function]:
-            value, default = getattr(settings, name), Settings.model_fields[name].default
-            if value != default:
-                raise SettingsError(
-                    f"{PREFIX}{name.upper()}={value}: {settings.task} brings its own {function.removeprefix('build_')}"
-                    f", which does not read it; leave it at {default} (a task's own hyperparameters are in "
-                    f"{PREFIX}TASK_ARGS)"
-                )
+            why = (
+                f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
+                f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"
+            )
+            refuse_given(settings, [name], why)
 
 
 def refuse_given(settings: Settings, names: Collection[str], why: str) -> None:
@@ -173,3 +169,37 @@ def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> flo
     if settings.schedule == "linear":
         return 1 - done
     return 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1.0
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Optimizers by name, each of its own parameters; together they have one state, and one list of groups.
+
+    So a checkpoint is like that of a single one. Raises `ValueError` for a parameter that two of them have.
+    """
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._named = dict(optimizers)
+        super().__init__([group for each in self._named.values() for group in each.param_groups], {})
+        for each in self._named.values():
+            self.state.update(each.state)
+        self._share()
+        self.register_load_state_dict_post_hook(lambda _: self._share())
+
+    def __getitem__(self, name: str) -> torch.optim.Optimizer:
+        return self._named[name]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step of each."""
+        for each in self._named.values():
+            each.step()
+
+    def _share(self) -> None:
+        """Have each work on the common state, and on its own of the groups."""
+        groups = iter(self.param_groups)
+        for each in self._named.values():
+            each.__setstate__({"state": self.state, "param_groups": [*islice(groups, len(each.param_groups))]})
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that take the steps of this one: itself, or those that it consists of."""
+    return list(optimizer._named.values()) if isinstance(optimizer, Optimizers) else [optimizer]

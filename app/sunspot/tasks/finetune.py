@@ -31,7 +31,7 @@ from sunspot.data.table import open_table
 from sunspot.data.tokens import Tokenizer, load_tokenizer
 from sunspot.errors import ConflictError, SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.pretrained import Base, open_base
+from sunspot.tasks.pretrained import Base, open_base, refuse_base
 from sunspot.tasks.texts import by_loss
 
 for package in ("peft", "tokenizers", "transformers"):  # of the extra: what is missing is said here, not by a worker
@@ -77,8 +77,7 @@ class FineTuned(nn.Module):
         """Scores of the next token, [B, T, vocabulary], or of the classes, [B, classes], of int64 [B, T]."""
         if "attention_mask" in more:  # a classifier looks for the last token that is not the one that fills up
             tokens = tokens.masked_fill(more["attention_mask"] == 0, self.config.pad_token_id)
-        scores: torch.Tensor = self.model(input_ids=tokens, use_cache=False, return_dict=False, **more)[0]
-        return scores
+        return self.model(input_ids=tokens, use_cache=False, return_dict=False, **more)[0]
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.frombuffer(bytearray.fromhex(self.sha256), dtype=torch.uint8)
@@ -94,7 +93,7 @@ class FineTuned(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there
         """Return the state_dict that transformers knows, of a model that trains as a whole; else what trains."""
         if not self.adapted:
-            return self.model.state_dict(*args, **kwargs)  # type: ignore[no-any-return]
+            return self.model.state_dict(*args, **kwargs)
         state = super().state_dict(*args, **kwargs)
         kept = {name for name, parameter in self.named_parameters() if parameter.requires_grad} | {EXTRA_STATE}
         return {name: value for name, value in state.items() if name in kept}
@@ -165,8 +164,7 @@ def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
     """Return the scores of the classes of texts."""
     if model.arguments["head"] != "classes":
         raise SettingsError("a language model predicts no rows; ask it with --prompt")
-    scores: torch.Tensor = model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
-    return scores
+    return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
 
 
 @torch.inference_mode()
@@ -265,20 +263,13 @@ def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtyp
             base.folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **more
         )
     except Exception as error:  # of foreign and damaged files, all kinds
-        raise refuse_base(base, f"transformers cannot load it: {shorten(error)}") from error
+        raise refuse_base(base.location, f"transformers cannot load it: {shorten(error)}") from error
     if arguments["head"] == "text" and loaded["missing_keys"]:  # they would be random; a classifier's head has to be
-        raise refuse_base(base, f"its weights lack {min(loaded['missing_keys'])}")
+        raise refuse_base(base.location, f"its weights lack {min(loaded['missing_keys'])}")
     model.train()  # transformers leaves a model that it has loaded in evaluation mode
     if model.config.pad_token_id is None:
         model.config.pad_token_id = _first(model.config.eos_token_id) or 0
     return model
-
-
-def refuse_base(base: Base, problem: str) -> SettingsError:
-    """Return the error of a base that is no use."""
-    return SettingsError(
-        f"{PREFIX}TASK_ARGS: base={base.location!r}: {problem}; give a model that transformers has saved whole"
-    )
 
 
 def _adapt(model: Any, base: Base, arguments: dict[str, Any]) -> Any:

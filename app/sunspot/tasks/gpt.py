@@ -54,8 +54,7 @@ class GPT(nn.Module):
         stream = self.byte(text) + self.position.weight[: text.shape[1]]
         for block in self.blocks:
             stream = block(stream)
-        scores: torch.Tensor = self.head(self.norm(stream))
-        return scores
+        return self.head(self.norm(stream))
 
 
 class Block(nn.Module):

@@ -19,8 +19,7 @@ def schedule(step: int, total_steps: int) -> float:
 
 
 def predict(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    scores: torch.Tensor = model(normalize(images))
-    return scores
+    return model(normalize(images))
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:

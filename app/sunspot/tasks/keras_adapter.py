@@ -146,8 +146,7 @@ class KerasTask:
         return model.losses(batch, outputs), rate(outputs, batch)
 
     def predict(self, model: KerasModule, batch: Batch) -> torch.Tensor:
-        scores: torch.Tensor = model(batch)
-        return scores
+        return model(batch)
 
     def checkpoint_files(self, model: KerasModule, state: Mapping[str, Any]) -> dict[str, bytes]:
         """Return the model as `keras.models.load_model` reads it."""

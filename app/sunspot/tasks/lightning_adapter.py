@@ -18,6 +18,7 @@ from sunspot.data.order import Steps
 from sunspot.data.source import Batch, Source, rows_in
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import Settings
+from sunspot.tasks.defaults import refuse_given, refuse_unused
 
 PREFIXES = ("train", "val", "test")
 """Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
@@ -37,15 +38,10 @@ class LightningTask:
     def __init__(self, module: ModuleType, settings: Settings) -> None:
         """Raises `SettingsError` for settings that do not work with a LightningModule."""
         self._module, self._settings = module, settings
-        if settings.parallel != "ddp":
-            raise self._error(
-                f"a LightningModule, which SUNSPOT_PARALLEL={settings.parallel} does not shard; set it to ddp"
-            )
-        if settings.compile != "off":
-            raise self._error(
-                f"a LightningModule, which SUNSPOT_COMPILE={settings.compile} does not compile; set it to off, and use "
-                "torch.compile in build_module"
-            )
+        refuse_unused(settings, own={"build_optimizer", "schedule"})
+        refuse_given(settings, ["parallel"], "has a LightningModule, which it does not shard; set it to ddp")
+        why = "has a LightningModule, which it does not compile; set it to off, and use torch.compile in build_module"
+        refuse_given(settings, ["compile"], why)
 
     def __getattr__(self, name: str) -> Any:
         """Return `find_sources` and `predict`, if the module has them."""
@@ -87,7 +83,9 @@ class LightningTask:
                 "a scheduler that follows a metric (ReduceLROnPlateau); learning rates must be a function of the step, "
                 "so that a run can resume from any step: choose another"
             )
-        self._at_first = [_without_parameters(group) for group in optimizer.param_groups]
+        self._at_first = [{**group} for group in optimizer.param_groups]
+        for group in self._at_first:
+            del group["params"]
         return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
@@ -104,9 +102,8 @@ class LightningTask:
         for group, first in zip(optimizer.param_groups, self._at_first, strict=True):
             group.update(first)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*lr_scheduler.step"
-            )  # of stepping before the optimizer, intended here
+            # Of stepping before the optimizer, intended here.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
             for taken in range(1, step + 1):
                 self.advance_schedule(model, taken)
 
@@ -121,7 +118,8 @@ class LightningTask:
         """Return loss and metrics of held-out rows, as `per_row` does."""
         given = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
         step = model.validation_step if defines(model, "validation_step") else model.training_step
-        return self.per_row(model, lambda: _call(step, given, 0), len(batch["row"]))[:2]
+        index = {"batch_idx": 0} if "batch_idx" in inspect.signature(step).parameters else {}  # as Lightning does
+        return self.per_row(model, lambda: step(given, **index), len(batch["row"]))[:2]
 
     def per_row(self, model: LightningModule, step: Callable[[], Any], rows: int) -> tuple[torch.Tensor, Batch, Any]:
         """Run a step over `rows` rows; returns the loss and the logged metrics, each [rows], and the step's own result.
@@ -205,12 +203,3 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
 def defines(model: LightningModule, name: str) -> bool:
     """Tell whether a module overrides a method or hook."""
     return getattr(type(model), name) is not getattr(LightningModule, name)
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def _call(step: Callable[..., Any], batch: Any, index: int) -> Any:
-    """Call a step with or without the batch's index, as Lightning does."""
-    return step(batch, index) if "batch_idx" in inspect.signature(step).parameters else step(batch)

@@ -31,8 +31,7 @@ class Digits(lightning.LightningModule):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.network(images)
-        return scores
+        return self.network(images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         loss, accuracy = self.measure(batch)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -48,8 +47,7 @@ class Base:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json."""
-        content: dict[str, Any] = json.loads((self.folder / "config.json").read_bytes())
-        return content
+        return json.loads((self.folder / "config.json").read_bytes())
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return what a checkpoint takes over from it, so that it is a whole model."""
@@ -62,41 +60,47 @@ class Base:
 @lru_cache(maxsize=2)
 def open_base(location: str) -> Base:
     """Open the model at a path, a URL or a name of the hub, fetched once for each machine; raises `SettingsError`."""
-
-    def refuse(problem: str) -> SettingsError:
-        return SettingsError(
-            f"{PREFIX}TASK_ARGS: base={location!r}: {problem}; give the path or URL of a directory with config.json, "
-            "tokenizer.json and *.safetensors, or the name of a model on the hub where that can be reached"
-        )
-
     if not location or not isinstance(location, str):
-        raise refuse("names no model")
+        raise refuse_base(location, "names no model")
     path = Path(location).expanduser()
     if "://" in location:
-        folder = _download(location, refuse)
+        folder = _download(location)
     elif path.is_dir():
         folder = path.resolve()
     else:
-        folder = _from_hub(location, refuse)
+        try:
+            folder = Path(snapshot_download(location, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]))
+        except Exception as error:  # of names, networks and access, all kinds
+            problem = f"no directory, and not fetched from the hub: {type(error).__name__}: {shorten(error)}"
+            raise refuse_base(location, problem) from error
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise refuse(f"it has no {name}")
+            raise refuse_base(location, f"it has no {name}")
     base = Base(location, folder)
     if not base.weights:
-        raise refuse("it has no *.safetensors")
+        raise refuse_base(location, "it has no *.safetensors")
     try:
         assert isinstance(base.config, dict)
     except (ValueError, AssertionError) as error:
-        raise refuse("its config.json is no JSON object") from error
+        raise refuse_base(location, "its config.json is no JSON object") from error
     return base
 
 
-def _download(location: str, refuse: Callable[[str], SettingsError]) -> Path:
+def refuse_base(location: str, problem: str) -> SettingsError:
+    """Return the error of a base that is no use."""
+    return SettingsError(
+        f"{PREFIX}TASK_ARGS: base={location!r}: {problem}; give the path or URL of a directory with config.json, "
+        "tokenizer.json and *.safetensors as transformers saves them, or the name of a model on the hub where that can "
+        "be reached"
+    )
+
+
+def _download(location: str) -> Path:
     """Copy a directory of a bucket; another listing gets another copy."""
     storage = open_storage(location)
     entries = [entry for entry in storage.list("") if "/" not in entry.key and entry.key.endswith(SUFFIXES)]
     if not entries:
-        raise refuse("nothing is there")
+        raise refuse_base(location, "nothing is there")
     listing = json.dumps([[location, *entry] for entry in entries])
     folder = Path(tempfile.gettempdir(), f"sunspot-base-{os.getuid()}-{hashlib.sha256(listing.encode()).hexdigest()}")
     with FileLock(f"{folder}.lock"):  # workers of one machine ask at once
@@ -112,13 +116,6 @@ def _download(location: str, refuse: Callable[[str], SettingsError]) -> Path:
             map_parallel(fetch, [entry.key for entry in entries], READ_AT_ONCE)
             partial.rename(folder)
     return folder
-
-
-def _from_hub(location: str, refuse: Callable[[str], SettingsError]) -> Path:
-    try:
-        return Path(snapshot_download(location, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]))
-    except Exception as error:  # of names, networks and access, all kinds
-        raise refuse(f"no directory, and not fetched from the hub: {type(error).__name__}: {shorten(error)}") from error
 
 
 def _digest(file: Path) -> str:

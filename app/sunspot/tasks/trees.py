@@ -4,8 +4,6 @@ Each row is an image, or the numbers in `columns`: then `label` is a class if `c
 else is in SUNSPOT_TASK_ARGS are the library's own parameters.
 """
 
-from typing import Any
-
 from sunspot.data.columns import Column
 from sunspot.data.source import Source
 from sunspot.data.source import find_sources as find_images
@@ -19,7 +17,7 @@ __all__ = ["build_trees", "find_sources"]
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     """Find images, or a table with `columns`."""
-    _, columns, classes = _split(settings)
+    columns, classes = settings.task_args.get("columns"), settings.task_args.get("classes", False)
     if not columns:
         return find_images(settings)
     if not (isinstance(columns, list) and all(isinstance(name, str) for name in columns)) or "label" in columns:
@@ -30,14 +28,8 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
 
 def build_trees(settings: Settings, source: Source) -> Trees:
     """Build trees of the `library` (default: xgboost)."""
-    options, _, _ = _split(settings)
+    options = {name: value for name, value in settings.task_args.items() if name not in ("columns", "classes")}
     library = options.pop("library", "xgboost")
     if library not in KINDS:
         raise SettingsError(f"SUNSPOT_TASK_ARGS: library {library!r}: set it to one of {', '.join(KINDS)}")
     return KINDS[library](library, options, settings, source)
-
-
-def _split(settings: Settings) -> tuple[dict[str, Any], Any, Any]:
-    """Return the library's options (and `library`), `columns`, and `classes`."""
-    options = dict(settings.task_args)
-    return options, options.pop("columns", None), options.pop("classes", False)

@@ -4,15 +4,13 @@ The trees are a PyTorch module whose state is the library's own model, as bytes.
 and adds a tree (with classes, one for each). Both libraries are imported only where a model of theirs is made.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +20,8 @@ from sunspot.data.source import Batch, Source, model_inputs
 from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings
+from sunspot.tasks import TrainingRun
 from sunspot.tasks.defaults import build_empty_optimizer, refuse_given
-
-if TYPE_CHECKING:
-    from sunspot.tasks import TrainingRun
 
 SET_HERE = {
     "xgboost": ("objective", "num_class", "seed", "nthread"),
@@ -91,8 +87,8 @@ class Trees(torch.nn.Module, ABC):
         """Raise what the library does for its options."""
 
     @abstractmethod
-    def begin(self, batch: Batch, network: Mapping[str, Any]) -> None:
-        """Take the rows that this worker has in every round; `network` is what LightGBM knows the others by."""
+    def begin(self, batch: Batch, world_size: int) -> None:
+        """Take the rows that this worker has in every round."""
 
     @abstractmethod
     def boost(self) -> torch.Tensor:
@@ -155,7 +151,7 @@ class XGBoostTrees(Trees):
         matrix = self._library.DMatrix(np.zeros((4, 2), np.float32), label=np.zeros(4))
         self._library.train(self._options, matrix, 1)
 
-    def begin(self, batch: Batch, network: Mapping[str, Any]) -> None:
+    def begin(self, batch: Batch, world_size: int) -> None:
         self._matrix = self._library.DMatrix(features_of(batch), label=batch["label"].numpy())
         before = {"model_file": bytearray(content)} if (content := self.to_bytes()) else {}
         self._booster = self._library.Booster(self._options, [self._matrix], **before)
@@ -175,8 +171,7 @@ class XGBoostTrees(Trees):
         self._booster = self._library.Booster(self._options, model_file=bytearray(content))
 
     def _score(self, features: np.ndarray) -> np.ndarray:
-        scores: np.ndarray = self._booster.inplace_predict(features, predict_type="margin")
-        return scores
+        return self._booster.inplace_predict(features, predict_type="margin")
 
     def importance(self) -> dict[int, float]:
         gains = self._booster.get_score(importance_type="total_gain")
@@ -202,9 +197,12 @@ class LightGBMTrees(Trees):
     def _dataset(self, features: np.ndarray, labels: np.ndarray) -> Any:
         return self._library.Dataset(features, label=labels, params={"verbosity": -1, "pre_partition": True})
 
-    def begin(self, batch: Batch, network: Mapping[str, Any]) -> None:
+    def begin(self, batch: Batch, world_size: int) -> None:
         self._rows, self._grows = self._dataset(features_of(batch), batch["label"].numpy()), False
-        self._options |= {"tree_learner": "data", **network} if network else {}
+        if world_size > 1:  # XGBoost knows the others already, from around the training function
+            from ray.train.lightgbm import get_network_params
+
+            self._options |= {"tree_learner": "data", **get_network_params()}
 
     def boost(self) -> torch.Tensor:
         if self._grows:
@@ -237,8 +235,7 @@ class LightGBMTrees(Trees):
         self._booster, self._grows = self._library.Booster(model_str=content.decode()), False
 
     def _score(self, features: np.ndarray) -> np.ndarray:
-        scores: np.ndarray = self._booster.predict(features, raw_score=True)
-        return scores
+        return self._booster.predict(features, raw_score=True)
 
     def importance(self) -> dict[int, float]:
         gains = self._booster.feature_importance("gain")
@@ -269,8 +266,7 @@ class TreesTask:
         return self.build_model(settings, source).library
 
     def build_model(self, settings: Settings, source: Source) -> Trees:
-        trees: Trees = self._module.build_trees(settings, source)
-        return trees
+        return self._module.build_trees(settings, source)
 
     def build_optimizer(self, model: Trees, settings: Settings) -> torch.optim.Optimizer:
         return build_empty_optimizer(model.learning_rate)
@@ -285,7 +281,7 @@ class TreesTask:
                     "workers, and trees need some on each; start fewer"
                 )
             if not begun:
-                trees.begin(batch, network_of(trees, run.world_size))
+                trees.begin(batch, run.world_size)
                 begun = True
             run.optimizer.step()  # waits for the copy of the state: from here on the trees change
             losses, metrics = rate(trees.boost(), batch["label"])
@@ -299,8 +295,7 @@ class TreesTask:
         return rate(model(batch), batch["label"])
 
     def predict(self, model: Trees, batch: Batch) -> torch.Tensor:
-        scores: torch.Tensor = model(batch)
-        return scores
+        return model(batch)
 
     def show(self, model: Trees, rows: Batch) -> dict[str, Any]:
         """Return the features that gained most, for the report."""
@@ -311,16 +306,6 @@ class TreesTask:
                 {"feature": names[number], "share": gain / whole} for number, gain in gains[:MAX_FEATURES_SHOWN]
             ]
         }
-
-
-def network_of(trees: Trees, world_size: int) -> dict[str, Any]:
-    """Return what LightGBM knows the workers by; XGBoost knows it already, from around the training function."""
-    if trees.library != "lightgbm" or world_size == 1:
-        return {}
-    from ray.train.lightgbm import get_network_params
-
-    found: dict[str, Any] = get_network_params()
-    return found
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:

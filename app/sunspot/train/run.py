@@ -11,7 +11,7 @@ from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
 from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare
-from sunspot.tasks.optimizers import optimizers_in
+from sunspot.tasks.defaults import optimizers_in
 from sunspot.train.augment import augment
 from sunspot.train.forward import in_precision, row_losses
 from sunspot.train.seeds import DRAW_STREAM, seed_generators, seed_of

@@ -44,7 +44,7 @@ from sunspot.run.failures import describe_failure
 from sunspot.run.history import in_digits, measured
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import load_predict, load_task
-from sunspot.tasks.optimizers import optimizers_in
+from sunspot.tasks.defaults import optimizers_in
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.build import build_learner
 from sunspot.train.evaluate import evaluation_mode
