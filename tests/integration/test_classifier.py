@@ -16,7 +16,6 @@ from PIL import Image
 
 from sunspot.checkpoint.files import load_state
 from sunspot.client import Run
-from sunspot.data.source import ModelData
 from sunspot.errors import ConflictError, DamageError, NotFoundError, SettingsError
 from sunspot.predict.classifier import Classifier
 from sunspot.run.checkpoints import MANIFEST, find_faults
@@ -208,15 +207,6 @@ def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: 
         (directory / MANIFEST).write_bytes(damaged)
         with pytest.raises(DamageError):
             Classifier(str(directory))
-
-
-def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run: FinishedRun) -> None:
-    newest = copied_run.newest
-    extra = load_state(copied_run.run, newest, "extra_state.pt")
-    assert extra.pop("data") == ModelData(SHAPE, 3).record()
-    copied_run.replace(newest, "extra_state.pt", as_bytes(extra))
-    with pytest.raises(NotFoundError, match="did not record what its model takes; train the run further"):
-        Classifier("run", newest.name, copied_run.storage)
 
 
 def test_a_task_without_predict_is_named(copied_run: FinishedRun) -> None:

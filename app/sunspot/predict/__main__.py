@@ -2,13 +2,14 @@
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from sunspot.code_archive import find_code
 from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
-from sunspot.formatting import visible
+from sunspot.formatting import columns, visible
 from sunspot.log import print_logs
 from sunspot.settings import Settings, load_settings
 
@@ -32,16 +33,14 @@ def main() -> int:
     settings = with_absolute_paths(settings)
     find_code(settings.code)
     if arguments.prompt:
-        from sunspot.predict.answers import answer_prompts
+        from sunspot.predict.classifier import answer_prompts
 
         result = answer_prompts(settings, arguments.run, arguments.checkpoint, arguments.prompt, arguments.tokens)
     elif arguments.output:
-        from sunspot.predict.actor import absolute_path
         from sunspot.predict.batch import predict_dataset
         from sunspot.predict.classifier import open_checkpoint
 
-        places = absolute_path(arguments.run), absolute_path(arguments.checkpoint)
-        model = open_checkpoint(*places, settings.storage_path)
+        model = open_checkpoint(arguments.run, arguments.checkpoint, settings.storage_path)
         result = predict_dataset(settings, model, arguments.split, arguments.output, arguments.workers)
     else:
         result = predict_files(settings, arguments.run, arguments.checkpoint, [Path(file) for file in arguments.file])
@@ -89,15 +88,13 @@ def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Pat
 
 def print_table(result: dict[str, Any]) -> None:
     """Print a line for each image, with its index if its file has several."""
-    counts: dict[str, int] = {}
+    counts = Counter(image["file"] for image in result["images"])
+    rows = [["file", "prediction", "probability"]]
     for image in result["images"]:
-        counts[image["file"]] = counts.get(image["file"], 0) + 1
-    names = [i["file"] + (f"[{i['index']}]" if counts[i["file"]] > 1 else "") for i in result["images"]]
-    width = max(len("file"), *(len(name) for name in names))
-    said = max(len("prediction"), *(len(image["class"]) for image in result["images"]))
-    print(f"{'file':<{width}}  {'prediction':>{said}}  probability")
-    for name, image in zip(names, result["images"], strict=True):
-        print(f"{name:<{width}}  {image['class']:>{said}}  {image['probability']:>11.4f}")
+        name = image["file"] + (f"[{image['index']}]" if counts[image["file"]] > 1 else "")
+        rows.append([name, image["class"], f"{image['probability']:.4f}"])
+    for line in columns(rows):
+        print(visible(line))
 
 
 def print_summary(result: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.data
 
-from sunspot.background import map_parallel
+from sunspot.background import Timer, map_parallel
 from sunspot.checkpoint.parts import weights_digest
 from sunspot.data.source import PREDICTED_BY, Source, find_sources, read_rows, rows_in
 from sunspot.errors import (
@@ -221,7 +220,7 @@ def predict_parts(
 def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[OutputFile], rows: int) -> None:
     """Write each part as it comes, and print the progress."""
     missing = set(parts)
-    printed = time.monotonic()
+    timer = Timer()
     for table in _tables(predictions):
         part = OutputFile(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
         if part not in missing or len(table) != part.last - part.first:
@@ -230,8 +229,7 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
         pq.write_table(table, buffer, compression="zstd")
         storage.write(part.key, buffer.getvalue())
         missing.remove(part)
-        if time.monotonic() - printed > PROGRESS_EVERY_S:
-            printed = time.monotonic()
+        if timer.due(PROGRESS_EVERY_S):
             left = sum(part.last - part.first for part in missing)
             print(f"  {rows - left} of {rows} rows predicted", file=sys.stderr, flush=True)
 

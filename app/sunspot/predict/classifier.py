@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to classify images. Knows nothing of Ray."""
+"""A checkpoint's model, ready to predict rows or to answer prompts, in this process. Knows nothing of Ray."""
 
 import logging
 import os
@@ -14,10 +14,10 @@ from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
 from sunspot.data.source import Batch, EmptySource, ModelData, model_inputs
-from sunspot.errors import DamageError, NotFoundError, SettingsError
+from sunspot.errors import DamageError, SettingsError
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
-from sunspot.settings import Settings, recorded_settings
+from sunspot.settings import PREFIX, Settings, recorded_settings
 from sunspot.tasks import load_predict, load_task
 
 log = logging.getLogger(__name__)
@@ -143,11 +143,6 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
     if faults:
         raise DamageError(f"{where}: damaged, {'; '.join(faults)}")
     extra = load_state(place, chosen, "extra_state.pt")
-    if "data" not in extra:
-        raise NotFoundError(
-            f"{where}: written by a version that did not record what its model takes; train the run further with this "
-            "version (more EPOCHS), and use a checkpoint that it writes"
-        )
     data = ModelData.of_record(extra["data"])
     return ModelCheckpoint(place, chosen, recorded_settings(extra["settings"]), data, tuple(warnings))
 
@@ -158,6 +153,27 @@ def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
     model = load_task(loaded.settings).build_model(loaded.settings, source)
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
+
+
+def answer_prompts(settings: Settings, run: str, checkpoint: str, prompts: list[str], tokens: int) -> dict[str, Any]:
+    """Answer prompts; returns the JSON document: the checkpoint, and each answer, of at most so many tokens.
+
+    Raises like `open_checkpoint` and `restore_model`, and `SettingsError` for a task without `answer`.
+    """
+    loaded = open_checkpoint(run, checkpoint, settings.storage_path)
+    answer = getattr(load_task(loaded.settings), "answer", None)
+    if answer is None:
+        raise SettingsError(
+            f"{PREFIX}TASK={loaded.settings.task}: defines no answer(model, prompts, tokens) -> texts, so its models "
+            "answer no prompts; sunspot.tasks.finetune does"
+        )
+    texts = answer(restore_model(loaded).to(choose_device(settings.use_gpu)).eval(), prompts, tokens)
+    return {
+        "checkpoint": loaded.checkpoint.name,
+        "step": loaded.checkpoint.step,
+        "warnings": list(loaded.warnings),
+        "answers": [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)],
+    }
 
 
 def choose_device(use_gpu: str) -> torch.device:
