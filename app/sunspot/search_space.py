@@ -68,10 +68,6 @@ class Dimension:
     "The values of `choice`, both bounds of the others."
 
     @property
-    def logarithmic(self) -> bool:
-        return self.function == "loguniform"
-
-    @property
     def extremes(self) -> tuple[Any, ...]:
         """If these values are valid, all are."""
         if self.function == "randint":
@@ -87,7 +83,7 @@ class Dimension:
         low, high = self.arguments
         if self.function == "randint":
             return low + int(share * (high - low))
-        value = low * (high / low) ** share if self.logarithmic else low + share * (high - low)
+        value = low * (high / low) ** share if self.function == "loguniform" else low + share * (high - low)
         return min(high, max(low, float(f"{value:.{DIGITS}g}")))
 
 

@@ -249,11 +249,14 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Note that the trial has ended, with or without an error."""
-        self._ended(trial, result.get(ERROR, ""))
+        number = trial.config["trial"]
+        self.running.discard(number)
+        self._to_stop.pop(number, None)
+        self._on_end(number, result.get(ERROR, ""))
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Tune has lost the trial's driver too often."""
-        self._ended(trial, "its driver was lost")
+        self.on_trial_complete(tune_controller, trial, {ERROR: "its driver was lost"})
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
         """Nothing to clean up."""
@@ -261,12 +264,6 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
     def _give_up(self, number: int, by: str) -> None:
         self._given_up.add(number)
         self._to_stop[number] = by
-
-    def _ended(self, trial: Any, error: str) -> None:
-        number = trial.config["trial"]
-        self.running.discard(number)
-        self._to_stop.pop(number, None)
-        self._on_end(number, error)
 
 
 class StopWhenIdle(DropOnPickle, tune.Stopper):
