@@ -10,7 +10,7 @@ import functools
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from azure.core import MatchConditions, exceptions
@@ -98,6 +98,10 @@ class AzureStorage(Bucket):
         ).by_page()
         for page in pages:
             yield list(page), bool(pages.continuation_token)
+
+    def _list_prefixes(self, prefix: str) -> Iterable[str]:
+        found = self._container.walk_blobs(name_starts_with=prefix, delimiter="/")
+        return [each.name for each in found if each.name.endswith("/")]
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         with self._errors("list the unfinished uploads of", prefix):

@@ -8,7 +8,7 @@ import io
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, ClassVar, NamedTuple
@@ -100,6 +100,10 @@ class Bucket(Storage):
         """Pages of all entries whose key in the bucket begins with these letters."""
 
     @abstractmethod
+    def _list_prefixes(self, prefix: str) -> Iterable[str]:
+        """The keys in the bucket that begin with these letters, each up to its next '/', once, if it has one."""
+
+    @abstractmethod
     def _code(self, error: Any) -> str:
         """What FIXES calls one of them."""
 
@@ -164,6 +168,10 @@ class Bucket(Storage):
     def list(self, prefix: str) -> list[Entry]:
         # Keys ending in '/' are folders made by bucket browsers.
         return sorted(entry for entry in self._entries(prefix) if not entry.key.endswith("/"))
+
+    def list_folders(self) -> Sequence[str]:
+        with self._errors("list", ""):
+            return sorted(self._relative(key).rstrip("/") for key in self._list_prefixes(self._full("")))
 
     def _entries(self, prefix: str) -> Sequence[Entry]:
         """Like `list`, with everything that takes space there."""

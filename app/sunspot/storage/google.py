@@ -13,7 +13,7 @@ import io
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from google.api_core.exceptions import GoogleAPIError, NotFound, PreconditionFailed, RequestRangeNotSatisfiable
@@ -129,6 +129,12 @@ class GoogleStorage(Bucket):
                 for blob in page
             ]
             yield Page(entries, bool(listing.next_page_token))
+
+    def _list_prefixes(self, prefix: str) -> Iterable[str]:
+        listing = self._bucket.list_blobs(prefix=prefix, delimiter="/", page_size=LISTED_AT_ONCE, **self._limits)
+        for _ in listing.pages:
+            pass  # each page adds to the prefixes
+        return listing.prefixes
 
     def list(self, prefix: str) -> list[Entry]:
         return [entry for entry in super().list(prefix) if not PART_OBJECT.search(entry.key)]

@@ -83,6 +83,11 @@ class LocalStorage(Storage):
             if not TEMPORARY.fullmatch(path.name)
         )
 
+    def list_folders(self) -> Sequence[str]:
+        with _os_errors(self.locate("")), contextlib.suppress(FileNotFoundError), os.scandir(self.root) as found:
+            return sorted(each.name for each in found if each.is_dir())
+        return []
+
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         found = []
         for path, stat in self._files(prefix):

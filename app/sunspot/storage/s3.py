@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
@@ -127,6 +127,10 @@ class S3Storage(Bucket):
     def _entry(self, item: dict[str, Any]) -> Entry:
         written, etag = item["LastModified"].timestamp(), item["ETag"].strip('"')
         return Entry(self._relative(item["Key"]), item["Size"], written, f"{etag}-{written:.0f}")
+
+    def _list_prefixes(self, prefix: str) -> Iterable[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/")
+        return [found["Prefix"] for page in pages for found in page.get("CommonPrefixes", ())]
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         with self._errors("list the unfinished uploads of", prefix):
