@@ -37,6 +37,9 @@ ALIKE = 1e-6
 MIN_DRAWN = 1e-100
 """The lowest number with a place on a logarithmic axis: logarithms of lower ones overflow floats."""
 
+LOG_FROM = 100.0
+"""A loss that spans this ratio is drawn on a logarithmic axis: on a linear one, its end would be flat."""
+
 
 class Point(NamedTuple):
     """A point of a line. Points of different groups are not joined."""
@@ -219,7 +222,18 @@ def key(style: str) -> str:
         "band": '<rect class="band" x="1" y="1" width="22" height="10"/>',
         "mark": '<path class="mark" d="M12 0V12"/>',
     }
-    return f'<svg class="key" viewBox="0 0 24 12" aria-hidden="true">{shapes[style]}</svg>'
+    shape = shapes.get(style, f'<path class="line {style}" d="M1 6H23"/>')
+    return f'<svg class="key" viewBox="0 0 24 12" aria-hidden="true">{shape}</svg>'
+
+
+def sparkline(points: Sequence[Point], description: str) -> Html:
+    """Return the curve of a loss as small as a word, without axes."""
+    y = fitting_axis("loss", [point.y for point in points])
+    x = linear_axis((point.x for point in points), tight=True)
+    curve = _path(points, _scale(x, 1, 95), _scale(y, 27, 1))
+    label = escape(description, quote=True)
+    shape = f'<path class="line a" d="{curve}"/>'
+    return Html(f'<svg class="spark" viewBox="0 0 96 28" role="img" aria-label="{label}">{shape}</svg>')
 
 
 # ----------------------------------------------------------------------------------------------------------------- axes
@@ -253,6 +267,12 @@ def log_axis(values: Iterable[float]) -> Axis:
     below = max([tick for tick in ticks if tick <= low], default=low)
     above = min([tick for tick in ticks if tick >= high], default=high)
     return Axis(below, above, tuple((tick, short(tick, tick)) for tick in ticks if below <= tick <= above), log=True)
+
+
+def fitting_axis(name: str, values: Sequence[float]) -> Axis:
+    """Return an axis for a metric of this name, logarithmic for a loss that spans LOG_FROM."""
+    log = name.endswith("loss") and values and min(values) >= MIN_DRAWN and max(values) / min(values) >= LOG_FROM
+    return log_axis(values) if log else linear_axis(values)
 
 
 def short(value: float, step: float) -> str:

@@ -45,6 +45,8 @@ def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any
         state = element("span", "… incomplete: it has no manifest", class_="bad wide")
     elif kept.faults:
         state = element("span", f"✗ damaged: {'; '.join(kept.faults)}", class_="bad wide")
+    elif kept.unread:
+        state = element("span", "… copied, or written since its commit; its bytes are not read here", class_="wide")
     details: list[Any] = [None] * (len(names) + 3)
     if kept.checkpoint and not kept.checkpoint.damage:
         found = kept.checkpoint

@@ -3,6 +3,8 @@
 from typing import Any
 
 from sunspot.formatting import plural
+from sunspot.report.charts import Line, chart, linear_axis, over_time, points_of
+from sunspot.report.history import Series
 from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, table, whole
 from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
@@ -19,7 +21,7 @@ def show(report: Report) -> Html:
     """Return the incidents, each start of the workers with its receipt, and other events."""
     if not report.attempts:
         return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
-    parts: list[Html] = []
+    parts = [_timeline(report)]
     if report.incidents:
         causes = ", ".join(f"{times} {cause}" for cause, times in report.incidents_by_cause.most_common())
         incidents, again = plural(len(report.incidents), "incident"), plural(report.steps_replayed, "step")
@@ -41,6 +43,28 @@ def show(report: Report) -> Html:
     rows = [_start(attempt, receipts.get(attempt.number), attempt.number in stepped) for attempt in shown]
     parts.append(table(f"Each start of the workers, with its receipt{of}", columns, rows))
     return join([*parts, _failures(report), _events(report)])
+
+
+def _timeline(report: Report) -> Html:
+    """Return how many workers trained when: none between the last step that counts and the first one after it."""
+    workers: list[tuple[float, float]] = []
+    for receipt in report.receipts:
+        down = min(receipt.left, receipt.first_step)
+        workers += [(down, receipt.world_before), (down, 0), (receipt.first_step, 0)]
+        workers.append((receipt.first_step, receipt.world_after))
+    if not workers:
+        return Html("")
+    without_step = [attempt.time for attempt in report.attempts if attempt.number > report.receipts[-1].attempt]
+    if without_step:
+        workers += [(without_step[0], workers[-1][1]), (without_step[0], 0)]
+    workers.append((report.ended, workers[-1][1]))
+    moments = Series()
+    for time, number in workers:
+        moments.add({"time": time, "workers": number, "attempt": 0})
+    across = over_time(report, moments)
+    y = linear_axis((number for _, number in workers), from_zero=True)
+    line = Line("workers that train", points_of(across, moments.column("workers")))
+    return element("div", chart("Workers", across, y, [line]), class_="timeline")
 
 
 def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any]:

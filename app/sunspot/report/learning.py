@@ -1,17 +1,7 @@
 """The learning curves, over steps and over the wall clock, and the numbers behind them."""
 
 from sunspot.formatting import plural
-from sunspot.report.charts import (
-    BUCKETS,
-    MIN_DRAWN,
-    Line,
-    chart,
-    linear_axis,
-    log_axis,
-    over_steps,
-    over_time,
-    points_of,
-)
+from sunspot.report.charts import BUCKETS, Line, chart, fitting_axis, over_steps, over_time, points_of
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, duration, element, join, paragraph, result, table
 from sunspot.report.model import Report
@@ -22,9 +12,6 @@ MAX_CURVES = 8
 
 MAX_NUMBERS = 40
 """Rows of the table of numbers; `sunspot metrics` has all."""
-
-LOG_FROM = 100.0
-"""A loss that spans this ratio is drawn on a logarithmic axis: on a linear one, its end would be flat."""
 
 
 def show(report: Report) -> Html:
@@ -67,9 +54,8 @@ def _curves(report: Report, base: str) -> Html:
     broken = [_not_finite(name, *history.undrawable[name]) for name in values if name in history.undrawable]
     if not finite:
         return join([paragraph(f"{title}: no number can be drawn."), *broken])
-    log = base.endswith("loss") and min(finite) >= MIN_DRAWN and max(finite) / min(finite) >= LOG_FROM
-    y = log_axis(finite) if log else linear_axis(finite)
-    unit = " in %" if factor == 100.0 else " on a logarithmic axis" if log else ""
+    y = fitting_axis(base, finite)
+    unit = " in %" if factor == 100.0 else " on a logarithmic axis" if y.log else ""
     charts = []
     for across in (over_steps(report), over_time(report, history.series)):
         lines = [Line(name, points_of(across, values[each]), style) for name, each, style in rows if each in values]

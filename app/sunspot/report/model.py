@@ -14,6 +14,8 @@ from sunspot.run.checkpoints import (
     Checkpoint,
     best_first,
     classify,
+    find_faults_in_listing,
+    is_unchanged,
     list_directories,
     ranking_metric,
     retention,
@@ -41,11 +43,20 @@ class KeptCheckpoint:
     checkpoint: Checkpoint | None
     "None: incomplete, without a manifest."
     faults: tuple[str, ...] = ()
+    unread: bool = False
+    "Whether its files have the sizes that its manifest lists, and their bytes were not compared."
 
     @property
     def state(self) -> str:
-        """`verified`, `damaged` or `incomplete`."""
-        return "incomplete" if self.checkpoint is None else "damaged" if self.faults else "verified"
+        """`verified`, `unread`, `damaged` or `incomplete`."""
+        if self.checkpoint is None:
+            return "incomplete"
+        return "damaged" if self.faults else "unread" if self.unread else "verified"
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing speaks against it."""
+        return self.state in ("verified", "unread")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +97,8 @@ class Report(RunView):
 
     @property
     def whole(self) -> list[Checkpoint]:
-        """The verified checkpoints, by step."""
-        return [kept.checkpoint for kept in self.checkpoints if kept.checkpoint and kept.state == "verified"]
+        """The usable checkpoints, by step."""
+        return [kept.checkpoint for kept in self.checkpoints if kept.checkpoint and kept.usable]
 
     @property
     def best(self) -> Checkpoint | None:
@@ -109,8 +120,11 @@ class Report(RunView):
         return (float(value), checkpoint.step) if isinstance(value, int | float) else found
 
 
-def gather(run: Run, state: RunState, reason: str) -> Report:
-    """Read everything a report shows of a run in `state`. Raises `StorageError` when storage cannot be reached."""
+def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
+    """Read everything a report shows of a run in `state`. Raises `StorageError` when storage cannot be reached.
+
+    Without `read_bytes`, no file of a checkpoint is read: one that was written after its commit is `unread`.
+    """
     troubles: list[str] = []
 
     def tried(read: Callable[[], ReportSection], otherwise: ReportSection, what: str) -> ReportSection:
@@ -136,7 +150,9 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
     for record in each_rank_record(run, spans, damaged["a part of the numbers of each rank"]):
         history.ranks.add(record)
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
-    checkpoints, not_shown = tried(lambda: _read_checkpoints(run, spans), no_checkpoints, "the list of its checkpoints")
+    checkpoints, not_shown = tried(
+        lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"
+    )
     return Report(
         run=run,
         state=state,
@@ -147,7 +163,7 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
         attempts=attempts,
         events=events,
         receipts=receipts,
-        checkpoint=next((kept.checkpoint for kept in reversed(checkpoints) if kept.state == "verified"), None),
+        checkpoint=next((kept.checkpoint for kept in reversed(checkpoints) if kept.usable), None),
         last=history.last,
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
@@ -160,11 +176,15 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
     )
 
 
-def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint], dict[str, int]]:
+def _read_checkpoints(run: Run, spans: list[Span], read_bytes: bool) -> tuple[list[KeptCheckpoint], dict[str, int]]:
     directories = list_directories(run)
     counted, superseded, incomplete = classify(directories, spans)
     shown = counted[-MAX_CHECKPOINTS:]
-    found = [KeptCheckpoint(c.name, c, tuple(faults)) for c, faults in verify(run, shown, directories)]
+    checked = verify(run, shown, directories, None if read_bytes else find_faults_in_listing)
+    found = [
+        KeptCheckpoint(c.name, c, tuple(faults), not read_bytes and not is_unchanged(c, directories[c.name]))
+        for c, faults in checked
+    ]
     found += [KeptCheckpoint(name, None) for name in incomplete[-MAX_CHECKPOINTS:]]
     left_out = {
         "older": len(counted) - len(shown) + max(0, len(incomplete) - MAX_CHECKPOINTS),

@@ -13,7 +13,9 @@ from sunspot.run.status import RunState
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 """A browser may only show the page's style and images, whatever text a run contains."""
 
-SECTIONS: dict[str, tuple[str, Callable[[Report], Html]]] = {
+Sections = dict[str, tuple[str, Callable[[Report], Html]]]
+
+SECTIONS: Sections = {
     "learning": ("Learning", learning.show),
     "predictions": ("Predictions", predictions.show),
     "speed": ("Speed", speed.show),
@@ -27,27 +29,35 @@ STATES = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), 
 """A sign and a colour beside the state."""
 
 
+STYLE = Path(__file__).with_name("style.css")
+
+STANDALONE = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+
+
 def render(report: Report) -> bytes:
     """Return the page, in UTF-8: at most 2 MB."""
+    return whole_page(f"{report.run.name}: {report.state}", show(report, SECTIONS))
+
+
+def show(report: Report, sections: Sections) -> Html:
+    """Return what is in the body of a page with these sections."""
     # A run that no worker has begun has nothing but what stopped it; damage may hide the workers.
-    anchors = SECTIONS if report.attempts or report.troubles else ["incidents"]
-    shown = [(anchor, *SECTIONS[anchor]) for anchor in anchors]
+    begun = report.attempts or report.troubles
+    shown = [(anchor, *section) for anchor, section in sections.items() if begun or anchor in ("incidents", "log")]
     contents = element("ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, name, _ in shown))
-    sections = [element("section", join([element("h2", name), of(report)]), id=anchor) for anchor, name, of in shown]
+    made = [element("section", join([element("h2", name), of(report)]), id=anchor) for anchor, name, of in shown]
     nav = element("nav", contents, aria_label="Contents")
-    body = [_header(report), nav, element("main", join(sections)), footer(report.run.location, report.time)]
-    return whole_page(f"{report.run.name}: {report.state}", join(body))
+    return join([_header(report), nav, element("main", join(made)), footer(report.run.location, report.time)])
 
 
-def whole_page(title: str, body: Html) -> bytes:
-    """Return a page with the style sheet, in UTF-8."""
-    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+def whole_page(title: str, body: Html, head: str = "") -> bytes:
+    """Return a page in UTF-8, with this in its head, or else the style sheet and the policy of a page by itself."""
+    head = head or f"{STANDALONE}\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n'
-        f"<title>{text(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{text(title)}</title>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
     return page.encode()
 

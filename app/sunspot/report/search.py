@@ -46,11 +46,15 @@ def gather_search(run: Run) -> tuple[Run, Results, Curves]:
 
 def render_search(run: Run, results: Results, curves: Curves, link: str = "") -> bytes:
     """Return the page, in UTF-8; `link`, with {} for the run of a trial, leads from it to that one's report."""
+    return whole_page(f"{run.name}: search", show_search(run, results, curves, link))
+
+
+def show_search(run: Run, results: Results, curves: Curves, link: str = "") -> Html:
+    """Return what is in the body of the page."""
     parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
     header = [paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)]
     main = [element("section", join([element("h2", name), part])) for name, part in parts.items()]
-    body = [element("header", join(header)), element("main", join(main)), footer(run.location, results.time)]
-    return whole_page(f"{run.name}: search", join(body))
+    return join([element("header", join(header)), element("main", join(main)), footer(run.location, results.time)])
 
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:

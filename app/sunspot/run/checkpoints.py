@@ -232,6 +232,12 @@ def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) 
     return [fault for file in checkpoint.files if (fault := _fault_in_listing(checkpoint, file, listed))]
 
 
+def is_unchanged(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> bool:
+    """Return whether storage has seen none of its files written since the commit: then their bytes are proven."""
+    files = checkpoint.files.items()
+    return all(file in listed and listed[file].version == each.get("version") for file, each in files)
+
+
 def _fault_in_listing(checkpoint: Checkpoint, file: str, listed: Mapping[str, Entry]) -> str:
     expected = checkpoint.files[file]["size"]
     if file not in listed:
@@ -256,18 +262,22 @@ def compare_bytes(
 
 
 def verify(
-    run: Run, names: Sequence[str], directories: Directories | None = None
+    run: Run, names: Sequence[str], directories: Directories | None = None, inspect: Inspect | None = None
 ) -> list[tuple[Checkpoint, list[str]]]:
     """Return each checkpoint with its faults, except those a live run deletes meanwhile, which only look damaged.
 
-    Without `directories`, every byte is read (`find_faults`), of one checkpoint at a time.
+    Without `directories`, every byte is read (`find_faults`), of one checkpoint at a time. With them, `inspect` may
+    find the faults.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
         checkpoint = read_manifest(run, name)
         if checkpoint is None:
             return None
-        faults = find_faults(run, checkpoint, None if directories is None else directories[name])
+        if inspect and directories is not None:
+            faults = inspect(checkpoint, directories[name])
+        else:
+            faults = find_faults(run, checkpoint, None if directories is None else directories[name])
         return (checkpoint, faults) if not faults or run.storage.exists(_key(run, name, MANIFEST)) else None
 
     checked = map_parallel(check, names, 1 if directories is None else AT_ONCE)

@@ -166,3 +166,13 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
         data = (gap if begin > offset else b"") + text[max(0, offset - begin) :]
         offset = begin + len(text)
         yield Piece(data, offset)
+
+
+def read_tail(run: Run, stream: str, size: int) -> bytes:
+    """Return the last `size` bytes of a stream, or a little more; empty when it has none."""
+    entries = [e for e in run.storage.list(run.key("logs", stream)) if SEGMENT.fullmatch(e.key.rpartition("/")[2])]
+    tail = b""
+    for entry in reversed(entries):
+        if len(tail) < size:
+            tail = run.storage.read(entry.key) + tail
+    return tail[-size:]
