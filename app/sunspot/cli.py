@@ -27,6 +27,7 @@ VERBS = {
     "stop": "have the run save and stand still, then remove its cluster",
     "resume": "let a stopped run go on: submit again what was submitted last",
     "list": "all runs, the one that was written last first",
+    "ui": "a live page over all runs, from storage alone",
     "logs": "what the driver printed, or one rank: from storage, a few seconds behind",
     "checkpoints": "the run's checkpoints",
     "checkpoints ls": "list them, each verified",

@@ -17,6 +17,28 @@ import pytest
 BINARIES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 
+CONTRAST = """
+const parse = color => color.match(/[\\d.]+/g).map(Number);
+const over = (top, below) => { const a = top[3] ?? 1; return [0, 1, 2].map(i => a * top[i] + (1 - a) * below[i]); };
+const linear = c => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+const light = color => { const [r, g, b] = color.map(linear);
+  return .2126 * r + .7152 * g + .0722 * b; };
+const background = element => { if (!element) return [255, 255, 255];
+  return over(parse(getComputedStyle(element).backgroundColor), background(element.parentElement)); };
+const poor = [];
+for (const element of document.body.querySelectorAll('*')) {
+  const own = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+  if (!own || !element.getClientRects().length) continue;
+  const style = getComputedStyle(element), behind = background(element.closest('svg')?.parentElement ?? element);
+  const color = over(parse(element.closest('svg') ? style.fill : style.color), behind);
+  const [high, low] = [light(color), light(behind)].sort((a, b) => b - a);
+  const ratio = (high + .05) / (low + .05);
+  if (ratio < 4.5) poor.push([element.tagName, element.textContent.slice(0, 30), ratio]);
+}
+return poor;
+"""
+"""Every text whose contrast to what is behind it is below 4.5:1."""
+
 
 class Browser:
     """One browser window."""
@@ -28,12 +50,12 @@ class Browser:
         session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
         self._url = f"{server}/session/{session}"
 
-    def show(self, page: Path, width: int, scheme: str) -> None:
-        """Open a file as it looks in a window so wide, in the colour scheme `light` or `dark`."""
+    def show(self, page: Path | str, width: int, scheme: str) -> None:
+        """Open a file or an address as it looks in a window so wide, in the colour scheme `light` or `dark`."""
         metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
         self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._call("POST", "/url", {"url": page.as_uri()})
+        self._call("POST", "/url", {"url": page if isinstance(page, str) else page.as_uri()})
 
     def run(self, script: str) -> Any:
         """What the body of a JavaScript function returns."""

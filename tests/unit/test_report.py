@@ -27,7 +27,7 @@ from sunspot.run.incidents import Cause
 from sunspot.run.predictions import write_predictions
 from sunspot.run.status import RunState, read_status, restore_status
 from sunspot.storage.local import LocalStorage
-from tests.harness.browser import Browser
+from tests.harness.browser import CONTRAST, Browser
 from tests.harness.commands import Command
 from tests.harness.runs import begin, commit, journal_keys, report, start, write_receipt
 from tests.harness.trained import BEGUN, attempt_metadata, png, predictions_of, record, trained
@@ -489,28 +489,6 @@ def test_a_run_that_is_only_submitted_has_a_report(run: Run, sunspot: Command, t
 
 
 # -------------------------------------------------------------------------------------------------------------- browser
-
-CONTRAST = """
-const parse = color => color.match(/[\\d.]+/g).map(Number);
-const over = (top, below) => { const a = top[3] ?? 1; return [0, 1, 2].map(i => a * top[i] + (1 - a) * below[i]); };
-const linear = c => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
-const light = color => { const [r, g, b] = color.map(linear);
-  return .2126 * r + .7152 * g + .0722 * b; };
-const background = element => { if (!element) return [255, 255, 255];
-  return over(parse(getComputedStyle(element).backgroundColor), background(element.parentElement)); };
-const poor = [];
-for (const element of document.body.querySelectorAll('*')) {
-  const own = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
-  if (!own || !element.getClientRects().length) continue;
-  const style = getComputedStyle(element), behind = background(element.closest('svg')?.parentElement ?? element);
-  const color = over(parse(element.closest('svg') ? style.fill : style.color), behind);
-  const [high, low] = [light(color), light(behind)].sort((a, b) => b - a);
-  const ratio = (high + .05) / (low + .05);
-  if (ratio < 4.5) poor.push([element.tagName, element.textContent.slice(0, 30), ratio]);
-}
-return poor;
-"""
-"""Every text whose contrast to what is behind it is below 4.5:1."""
 
 
 @pytest.fixture(scope="module")

@@ -230,7 +230,8 @@ def sparkline(points: Sequence[Point], description: str) -> Html:
     """Return the curve of a loss as small as a word, without axes."""
     y = fitting_axis("loss", [point.y for point in points])
     x = linear_axis((point.x for point in points), tight=True)
-    curve = _path(points, _scale(x, 1, 95), _scale(y, 27, 1))
+    across, down = _scale(x, 1, 95), _scale(y, 27, 1)
+    curve = _path(points, lambda point: f"{across(point.x):.1f} {down(point.y):.1f}")
     label = escape(description, quote=True)
     shape = f'<path class="line a" d="{curve}"/>'
     return Html(f'<svg class="spark" viewBox="0 0 96 28" role="img" aria-label="{label}">{shape}</svg>')

@@ -1,0 +1,38 @@
+"""`sunspot ui`: a live page over all runs of a storage, from storage alone."""
+
+import argparse
+import contextlib
+
+from sunspot.submitter.printing import print_json_line, print_text, warn
+from sunspot.submitter.runs import find_storage
+from sunspot.ui.http_server import Server
+from sunspot.ui.site import Site
+
+PORT = 8321
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", metavar="HOST", default="127.0.0.1", help="where to listen; default: 127.0.0.1, this machine alone"
+    )
+    parser.add_argument("--port", metavar="N", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text}: give a port from 0 to 65535")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve the pages until Ctrl-C, and print where they are. Raises `SettingsError` when the port is taken."""
+    storage = find_storage(args.storage)
+    with Server(args.address, args.port, Site(storage)) as server:
+        if args.json:
+            print_json_line({"url": server.url, "storage": storage.locate("")})
+        else:
+            print_text(f"{server.url} shows the runs in {storage.locate('')}; Ctrl-C ends it", flush=True)
+        if not server.loopback:
+            warn(f"whoever reaches {server.url} sees all runs, their settings and logs: put a login in front of it")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()

@@ -1,0 +1,1 @@
+"""The live page over all runs of a storage: what it reads, what it shows, and the server. It writes nothing."""

@@ -1,0 +1,224 @@
+"""All runs of a storage, by few requests: where each stands, and of those that a page shows, the curve and incidents.
+
+A refresh lists the names of the runs, a thousand by a request. Then it looks at the runs that go on, by two or three
+small requests each, and at a few that have ended, in turn: one of those changes only when somebody submits it again.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sunspot.background import map_parallel
+from sunspot.errors import NotFoundError, StorageError
+from sunspot.report.charts import Point
+from sunspot.report.history import can_draw
+from sunspot.run import Run
+from sunspot.run.history import HELD_OUT, read_journal
+from sunspot.run.incidents import read_receipts
+from sunspot.run.objects import RUN, is_count
+from sunspot.run.overview import state_from_storage, summarize
+from sunspot.run.requests import DELETION, STOP
+from sunspot.run.status import FOLDER, SILENT_S, RunState, Status, newest_status, usable_status
+from sunspot.run.streams import Segment, list_segments
+from sunspot.storage.base import Entry, Storage
+from sunspot.storage.limits import refuse_if_given_up
+
+MAX_ENDED = 10
+"""Ended runs that a refresh looks at."""
+
+CURVE_EVERY_S = 30.0
+"""Seconds between two looks at the history of a run that goes on."""
+
+PLACES, WINDOW = 24, 16 << 10
+"""Of a long history, a curve reads so many places, and so many bytes at each."""
+
+MAX_POINTS = 400
+"""Points kept of a curve."""
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run as it was when it was last looked at."""
+
+    name: str
+    state: RunState | None = None
+    "None: not known."
+    reason: str = ""
+    status: Status | None = None
+    last_active: float = 0.0
+    "When it last gave a sign of life or was submitted, in seconds since the epoch."
+    incidents: int | None = None
+    "None: not read yet."
+    curve: Sequence[Point] = ()
+    "Loss over steps."
+    held_out: tuple[str, float] | None = None
+    "The newest result on held-out rows."
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may change by itself."""
+        return self.state is None or not self.state.terminal
+
+
+class AllRuns:
+    """Every run of a storage."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.rows: dict[str, RunRow | None] = {}
+        "By name; None: a folder that is no run."
+        self.total = 0
+        "Folders, of which some may not have been looked at yet."
+        self._curves: dict[str, Curve] = {}
+
+    @property
+    def known(self) -> list[RunRow]:
+        """Those that were looked at."""
+        return [row for row in list(self.rows.values()) if row]
+
+    def refresh(self) -> "AllRuns":
+        """Look at what may have changed, and return itself. Raises `StorageError`."""
+        names = [name for name in self._storage.list_folders() if RUN.fullmatch(name)]
+        known = {name: self.rows[name] for name in names if name in self.rows}
+        going_on = [name for name, row in known.items() if row and row.goes_on]
+        in_turn = [name for name, row in known.items() if not (row and row.goes_on)][:MAX_ENDED]
+        for name in in_turn:
+            known[name] = known.pop(name)  # the last one of the next turn
+        self.rows, self.total = known, len(names)
+        map_parallel(self._look, [*going_on, *(name for name in names if name not in known), *in_turn])
+        return self
+
+    def _look(self, name: str) -> None:
+        before = self.rows.get(name) or RunRow(name)
+        try:
+            row = read_row(Run(self._storage, name))
+            if row:
+                row = replace(row, incidents=before.incidents, curve=before.curve, held_out=before.held_out)
+        except NotFoundError:  # its status was replaced by a newer attempt's since it was listed
+            row = before
+        except StorageError as error:
+            refuse_if_given_up(name)
+            row = replace(before, state=None, reason=f"cannot be read: {error}")
+        self.rows[name] = row
+
+    def read_curves(self, names: Sequence[str]) -> bool:
+        """Read the curves and incidents of these runs, as far as they may have changed. Raises `StorageError`."""
+        self._curves = {name: curve for name, curve in self._curves.items() if name in self.rows}
+        map_parallel(self._read_curve, [row for name in names if (row := self.rows.get(name))])
+        return True
+
+    def _read_curve(self, row: RunRow) -> None:
+        curve = self._curves.setdefault(row.name, Curve(Run(self._storage, row.name)))
+        try:
+            if curve.refresh(row):
+                points, held_out = curve.points(), curve.held_out
+                self.rows[row.name] = replace(row, incidents=curve.incidents, curve=points, held_out=held_out)
+        except StorageError:
+            refuse_if_given_up(row.name)  # of one run alone: the next refresh tries again
+
+
+class Curve:
+    """The loss of a run over its steps, read at a few places and then at its end; and what has interrupted it."""
+
+    def __init__(self, run: Run) -> None:
+        self.incidents = 0
+        self.held_out: tuple[str, float] | None = None
+        self._run = run
+        self._losses: dict[tuple[int, int], float] = {}
+        "By attempt and step."
+        self._lines: dict[str, int] = {}
+        "The last line that was there of each stream."
+        self._active, self._read = -1.0, 0.0
+        "When the run had last been active, and by the monotonic clock when that was read."
+
+    def points(self) -> list[Point]:
+        """Return the points of the steps that count: a later attempt takes the steps again from where it starts."""
+        points: list[Point] = []
+        for (_, step), loss in sorted(self._losses.items()):
+            while points and points[-1].x >= step:
+                points.pop()
+            points.append(Point(step, loss))
+        return points
+
+    def refresh(self, row: RunRow) -> bool:
+        """Read what is new, and return whether it was time to. Raises `StorageError`."""
+        now = time.monotonic()
+        if row.last_active == self._active or (row.goes_on and now - self._read < CURVE_EVERY_S and self._read):
+            return False
+        segments = list_segments(self._run.storage, self._run.key("metrics"))
+        new = [segment for segment in segments if segment.last > self._lines.get(segment.stream, -1)]
+        for lines in map_parallel(lambda place: _read_lines(self._run.storage, *place), _choose_places(new)):
+            for line in lines:
+                self._add(line)
+        self._lines = {segment.stream: segment.last for segment in segments}
+        while len(self._losses) > MAX_POINTS:
+            self._losses = dict(sorted(self._losses.items())[::-2])
+        receipts = read_receipts(read_journal(self._run, "events"))
+        self.incidents = sum(receipt.cause.incident for receipt in receipts)
+        self._active, self._read = row.last_active, now
+        return True
+
+    def _add(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            place = record["attempt"], record["step"]
+        except (ValueError, KeyError, TypeError):
+            return  # the report of the run tells of damage
+        if all(map(is_count, place)):
+            if _is_drawn(record.get("loss")):
+                self._losses[place] = float(record["loss"])
+            results = [name for name, value in record.items() if name.startswith(HELD_OUT) and _is_drawn(value)]
+            if results:
+                name = f"{HELD_OUT}accuracy" if f"{HELD_OUT}accuracy" in results else min(results)
+                self.held_out = name, record[name]
+
+
+def _is_drawn(value: Any) -> bool:
+    return type(value) in (int, float) and can_draw(value)
+
+
+def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
+    """Choose windows evenly over the bytes of all segments, and the last one: the object, and where it begins."""
+    total = sum(segment.entry.size for segment in segments)
+    wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
+    chosen: dict[tuple[Entry, int], None] = {}
+    begin = 0
+    for segment in segments:
+        inside = [place - begin for place in wanted if 0 <= place - begin < segment.entry.size]
+        chosen |= dict.fromkeys((segment.entry, place // WINDOW * WINDOW) for place in inside)
+        begin += segment.entry.size
+    return list(chosen)
+
+
+def _read_lines(storage: Storage, entry: Entry, begin: int) -> list[bytes]:
+    """Read the whole lines of a window."""
+    with storage.open(entry.key, max(0, begin - 1)) as stream:  # with the end of the line before
+        lines = stream.read(WINDOW + 1).split(b"\n")
+    return lines[1 if begin else 0 : -1]
+
+
+def read_row(run: Run) -> RunRow | None:
+    """Read where a run stands, without a look at what it has made; None when the folder is no run."""
+    entries = run.storage.list(run.key(FOLDER))
+    entry = newest_status(entries)
+    status = usable_status(run.storage, entry) if entry else None
+    now = time.time()
+    for part in _other_parts(status, now):
+        entries += run.storage.list(run.key(part))
+    summary = summarize(run.name, entries)
+    if summary is None:
+        return None
+    state, reason = state_from_storage(status, summary, now)
+    seen = status.seen if status else summary.last_active
+    return RunRow(run.name, state, reason, status, max(seen, summary.submitted))
+
+
+def _other_parts(status: Status | None, now: float) -> Iterator[str]:
+    """Yield what besides the status can change the state."""
+    yield STOP
+    if status is None or status.state.terminal or now - status.seen > SILENT_S:
+        yield from ("submissions", DELETION)
+    if status is None:
+        yield "run.json"

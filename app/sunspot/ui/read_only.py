@@ -1,0 +1,84 @@
+"""A storage that is only read, and of which nothing is read twice that cannot have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NoReturn
+
+from sunspot.errors import StorageError
+from sunspot.storage.base import Entry, Storage
+
+MAX_KEPT, MAX_ONE = 192 << 20, 16 << 20
+"""Bytes that are kept of all objects, and of one: the metric history of a month has 90 MB, in parts of 4 MiB."""
+
+MAX_LISTED = 200_000
+"""Objects of which the version is known. Beyond, all are forgotten, and read once more."""
+
+
+class ReadOnlyStorage(Storage):
+    """Another storage, whose objects are read again only once a listing shows them in another version.
+
+    It lets nobody write, not even the probe by which `refresh` has NFS look again.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self.is_bucket = storage, storage.is_bucket
+        self._listed: dict[str, Entry] = {}
+        self._kept = OrderedDict[str, tuple[str, bytes]]()
+        "By key, the version and the content of what was read; what was wanted last is last."
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def locate(self, key: str) -> str:
+        return self._storage.locate(key)
+
+    def exists(self, key: str) -> bool:
+        return self._storage.exists(key)
+
+    def list_folders(self) -> Sequence[str]:
+        return self._storage.list_folders()
+
+    def list(self, prefix: str) -> list[Entry]:
+        found = self._storage.list(prefix)
+        self.ahead_s = self._storage.ahead_s
+        with self._lock:
+            if len(self._listed) > MAX_LISTED:
+                self._listed.clear()
+            self._listed.update((entry.key, entry) for entry in found)
+        return found
+
+    def read(self, key: str) -> bytes:
+        entry = self._listed.get(key)
+        if entry is None or entry.size > MAX_ONE:
+            return self._storage.read(key)
+        with self._lock:
+            version, content = self._kept.get(key, ("", b""))
+            if version == entry.version:
+                self._kept.move_to_end(key)
+                return content
+        content = self._storage.read(key)
+        with self._lock:
+            self._bytes += len(content) - len(self._kept.pop(key, ("", b""))[1])
+            self._kept[key] = entry.version, content
+            while self._bytes > MAX_KEPT:
+                self._bytes -= len(self._kept.popitem(last=False)[1][1])
+        return content
+
+    @contextlib.contextmanager
+    def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
+        entry = self._listed.get(key)
+        if offset or entry is None or entry.size > MAX_ONE:
+            with self._storage.open(key, offset) as stream:
+                yield stream
+        else:
+            yield io.BytesIO(self.read(key))
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise StorageError(f"{self._storage.locate('')}: is only read here, and never written")
+
+    write = create = writer = delete = delete_many = _refuse  # type: ignore[assignment]
+    delete_folders = list_unfinished = discard = _refuse  # type: ignore[assignment]

@@ -1,0 +1,75 @@
+"""A value that is read again when somebody asks for it and it is old."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sunspot.background import start_thread
+from sunspot.errors import NotFoundError, SunspotError, shorten
+from sunspot.storage.limits import with_deadline
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 30.0
+"""How long storage may be silent before a read of it is given up."""
+
+PAUSE = 10
+"""Times the seconds that a read takes until the next one: a long history does not keep a core busy."""
+
+MAX_THREADS = 200
+"""With more, nothing is read: those that storage has let hang have to end first."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Reading(Generic[Value]):
+    """What is known of a value."""
+
+    value: Value | None
+    "None: it was not read yet."
+    trouble: str = ""
+    "Why the newest read failed; empty when it did not."
+    missing: bool = False
+    "Whether that was because nothing is there."
+
+
+class Refreshed(Generic[Value]):
+    """A value of storage, read in the background by one thread at a time, and only while somebody asks for it."""
+
+    def __init__(self, what: str, read: Callable[[], Value], every_s: float) -> None:
+        self._what, self._read, self._every_s = what, read, every_s
+        self._reading = Reading[Value](None)
+        self._future: Future[None] | None = None
+        self._due = -math.inf
+        self._lock = threading.Lock()
+
+    def get(self, wait_s: float) -> Reading[Value]:
+        """Return what is known; waits so long for a read that is due or under way."""
+        with self._lock:
+            if (self._future is None or self._future.done()) and time.monotonic() >= self._due:
+                self._future = start_thread(self._refresh, "refresh")
+            future = self._future
+        if future:
+            wait([future], wait_s)
+        return self._reading
+
+    def _refresh(self) -> None:
+        began, before, pause_s = time.monotonic(), self._reading.value, self._every_s
+        try:
+            if threading.active_count() > MAX_THREADS:
+                raise SunspotError(f"{self._what}: {MAX_THREADS} threads still wait for storage that does not answer")
+            self._reading = Reading(with_deadline(DEADLINE_S, self._what, self._read))
+            pause_s = max(pause_s, PAUSE * (time.monotonic() - began))
+        except SunspotError as error:
+            self._reading = Reading(before, str(error), isinstance(error, NotFoundError))
+        except Exception as error:
+            log.exception("%s failed", self._what)
+            self._reading = Reading(before, shorten(error))
+        finally:
+            self._due = time.monotonic() + pause_s

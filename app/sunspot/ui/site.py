@@ -1,0 +1,183 @@
+"""What each address answers: the pages, as the newest readings of storage have them."""
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from sunspot.errors import NotFoundError
+from sunspot.formatting import visible
+from sunspot.report.html import Html, element, join, paragraph
+from sunspot.report.model import Report, gather
+from sunspot.report.page import STYLE, whole_page
+from sunspot.report.search import gather_search, show_search
+from sunspot.run import Run
+from sunspot.run.logs import STREAM, list_streams, read_tail
+from sunspot.run.objects import RUN
+from sunspot.storage.base import Storage
+from sunspot.ui.all_runs import AllRuns, read_row
+from sunspot.ui.list_page import Query, show_all
+from sunspot.ui.read_only import ReadOnlyStorage
+from sunspot.ui.refreshed import Reading, Refreshed
+from sunspot.ui.run_pages import BACK, Log, show_comparison, show_run
+
+EVERY_S = 10.0
+"""Seconds between two reads of what a page shows: a run writes its status as often."""
+
+SOON_S, FIRST_S = 1.0, 8.0
+"""Seconds that a request waits for what is being read, when there is something to show and when there is nothing."""
+
+MAX_PAGES = 12
+"""Runs and logs of which the newest reading is kept."""
+
+MAX_COMPARED = 6
+"""Runs beside each other: the curves of more could not be told apart."""
+
+LOG_BYTES, MAX_STREAMS = 32 << 10, 12
+
+HEAD = (
+    '<link rel="icon" href="data:,"><link rel="stylesheet" href="/style.css"><script src="/ui.js" defer></script>'
+    f'<noscript><meta http-equiv="refresh" content="{EVERY_S:.0f}"></noscript>'
+)
+
+FILES = {
+    "/style.css": ((STYLE, Path(__file__).with_name("ui.css")), "text/css; charset=utf-8"),
+    "/ui.js": ((Path(__file__).with_name("ui.js"),), "text/javascript; charset=utf-8"),
+}
+"""By address, the files that make it up, and their type."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What goes back to a browser."""
+
+    body: bytes
+    status: HTTPStatus = HTTPStatus.OK
+    kind: str = "text/html; charset=utf-8"
+
+
+class Site:
+    """The pages over the runs of a storage."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = ReadOnlyStorage(storage)
+        self._runs = AllRuns(self._storage)
+        self._all = Refreshed("reading the runs", self._runs.refresh, EVERY_S)
+        self._kept = OrderedDict[str, Refreshed[Any]]()
+        "By what was read; what was wanted last is last."
+        self._lock = threading.Lock()
+
+    def answer(self, target: str) -> Answer:
+        """Answer a request for a path with a query."""
+        parts = urlsplit(target)
+        fields = parse_qsl(parts.query, max_num_fields=100)
+        folder, _, name = parts.path.strip("/").partition("/")
+        if parts.path == "/":
+            return self._list(Query.of(dict(fields)))
+        if folder == "run" and RUN.fullmatch(name):
+            return self._run(name, dict(fields).get("log", ""))
+        if parts.path == "/compare":
+            return self._compare(list(dict.fromkeys(v for key, v in fields if key == "run" and RUN.fullmatch(v))))
+        if parts.path in FILES:
+            paths, kind = FILES[parts.path]
+            return Answer(b"".join(path.read_bytes() for path in paths), kind=kind)
+        nothing = join([BACK, element("main", element("h1", "There is no such page"))])
+        return _page("There is no such page", nothing, HTTPStatus.NOT_FOUND)
+
+    def _list(self, query: Query) -> Answer:
+        reading = _await(self._all, bool(self._runs.rows))
+        names = [row.name for row in query.on_page(query.choose(self._runs.known))]
+        if names:
+            curves = self._begin(f"the curves of {' '.join(names)}", partial(self._runs.read_curves, names))
+            curves.get(SOON_S)
+        notes = _troubles(reading)
+        if left := self._runs.total - len(self._runs.rows):
+            notes.append(paragraph(f"{left:,} more are being read.", kind="note"))
+        place = paragraph("Read from ", element("code", self._storage.locate("")), ".")
+        return _page("Runs", join([show_all(self._runs.known, query, notes), element("footer", place)]))
+
+    def _run(self, name: str, stream: str) -> Answer:
+        run, wanted = Run(self._storage, name), stream if STREAM.fullmatch(stream) else ""
+        pages = self._begin(f"run {name}", lambda: read_page(run))
+        logs = self._begin(f"log {name} {wanted}", lambda: read_log(run, wanted))
+        reading, printed = _await(pages), _await(logs)
+        notes = [*_troubles(reading), *_troubles(printed)]
+        title, status = name, HTTPStatus.OK
+        if reading.value is None:
+            parts = [element("main", join([element("h1", name), *(notes or [paragraph("It is being read.")])]))]
+            status = HTTPStatus.NOT_FOUND if reading.missing else HTTPStatus.SERVICE_UNAVAILABLE
+        elif isinstance(reading.value, Report):
+            title = f"{name}: {reading.value.state}"
+            parts = [*notes, show_run(reading.value, printed.value)]
+        else:
+            parts = [*notes, reading.value]
+        return _page(title, join([BACK, element("div", join(parts), id="run")]), status)
+
+    def _compare(self, names: Sequence[str]) -> Answer:
+        begun = [(name, self._begin(f"run {name}", partial(read_page, Run(self._storage, name)))) for name in names]
+        reports, notes = list[Report](), list[Html]()
+        for name, pages in begun[:MAX_COMPARED]:
+            reading = _await(pages)
+            notes += _troubles(reading, f"{name}: ")
+            if isinstance(reading.value, Report):
+                reports.append(reading.value)
+            elif not reading.trouble:
+                waits = "is a search, and is not compared" if reading.value else "is being read"
+                notes.append(paragraph(f"{name} {waits}.", kind="note"))
+        if left := names[MAX_COMPARED:]:
+            notes.append(paragraph(f"{MAX_COMPARED} are compared at most, without {', '.join(left)}.", kind="note"))
+        return _page("Compare runs", show_comparison(reports, notes))
+
+    def _begin(self, what: str, read: Callable[[], Any]) -> Refreshed[Any]:
+        """Begin a reading, if it is due; of several, none waits for another."""
+        with self._lock:
+            found = self._kept.setdefault(what, Refreshed(f"reading {what}", read, EVERY_S))
+            self._kept.move_to_end(what)
+            if len(self._kept) > MAX_PAGES:
+                self._kept.popitem(last=False)
+        found.get(0)
+        return found
+
+
+def _await(pages: Refreshed[Any], known: bool = False) -> Reading[Any]:
+    return pages.get(SOON_S if known or pages.get(0).value is not None else FIRST_S)
+
+
+def read_page(run: Run) -> Report | Html:
+    """Read the report of a run, without the bytes of its checkpoints, or the page of a search."""
+    row = read_row(run)
+    if row is None or row.state is None:
+        raise NotFoundError(f"{run.location}: no run is there")
+    with contextlib.suppress(NotFoundError):
+        return show_search(*gather_search(run), link="/run/{}")
+    return gather(run, row.state, row.reason, read_bytes=False)
+
+
+def read_log(run: Run, stream: str) -> Log | None:
+    """Read the end of a stream, or else of the driver's newest; None when there is none."""
+    streams = sorted(list_streams(run), key=lambda name: (name.startswith("driver"), name), reverse=True)
+    if not streams:
+        return None
+    chosen = stream if stream in streams else streams[0]
+    printed = read_tail(run, chosen, LOG_BYTES).decode(errors="replace")
+    drivers = [name for name in streams if name.startswith("driver")][:MAX_STREAMS]
+    return Log(chosen, visible(printed), [*drivers, *streams[len(drivers) :][:MAX_STREAMS]])
+
+
+def _troubles(reading: Reading[Any], what: str = "") -> list[Html]:
+    """Return what is wrong with a reading, and of when the rest is."""
+    if not reading.trouble:
+        return []
+    rest = " Below is what was read before." if reading.value is not None else ""
+    return [element("p", f"{what}{reading.trouble}.{rest}", class_="trouble", role="alert")]
+
+
+def _page(title: str, body: Html, status: HTTPStatus = HTTPStatus.OK) -> Answer:
+    lost = element("p", "", id="lost", class_="trouble", role="alert", hidden="")
+    return Answer(whole_page(title, join([lost, body]), HEAD), status)

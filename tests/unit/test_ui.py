@@ -1,0 +1,363 @@
+"""`sunspot ui`: what it reads of a storage and what it shows, over HTTP and in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sunspot.errors import StorageError
+from sunspot.run import Run
+from sunspot.run.logs import LogWriter
+from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.storage.base import Entry, Storage
+from sunspot.storage.local import LocalStorage
+from sunspot.ui import refreshed, site
+from sunspot.ui.all_runs import MAX_ENDED, MAX_POINTS, PLACES, AllRuns
+from sunspot.ui.http_server import Server
+from sunspot.ui.read_only import ReadOnlyStorage
+from sunspot.ui.site import Site
+from tests.harness import REPOSITORY
+from tests.harness.browser import CONTRAST, Browser
+from tests.harness.commands import Command
+from tests.harness.documentation import find_commands
+from tests.harness.runs import age, begin, report, start
+from tests.harness.trained import BEGUN, attempt_metadata, record, trained
+from tests.harness.waiting import wait_until
+
+
+class Counting(LocalStorage):
+    """Counts what it is asked for, and answers nothing while it hangs or fails."""
+
+    def __init__(self, storage_path: str) -> None:
+        super().__init__(storage_path)
+        self.asked = Counter[str]()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.fails = False
+
+    def list(self, prefix: str) -> Sequence[Entry]:  # type: ignore[override]
+        self._ask("list")
+        return super().list(prefix)
+
+    def list_folders(self) -> Sequence[str]:
+        self._ask("list")
+        return super().list_folders()
+
+    def open(self, key: str, offset: int = 0) -> Any:
+        self._ask("read")
+        return super().open(key, offset)
+
+    def _ask(self, what: str) -> None:
+        self.asked[what] += 1
+        self.answers.wait(30)
+        if self.fails:
+            raise StorageError("the bucket is away")
+
+
+@pytest.fixture(autouse=True)
+def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every request read what it shows."""
+    monkeypatch.setattr(site, "EVERY_S", 0.0)
+    monkeypatch.setattr(refreshed, "PAUSE", 0)
+    monkeypatch.setattr(site, "SOON_S", 5.0)
+
+
+@contextmanager
+def served(storage: Storage) -> Iterator[str]:
+    """The address of a server."""
+    with Server("127.0.0.1", 0, Site(storage)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.url
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def fetch(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
+    """Status, body and headers of what a server answers."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), dict(error.headers)
+
+
+def ended(storage: Storage, name: str, state: RunState = RunState.SUCCEEDED, **fields: Any) -> Run:
+    """A run that has ended a moment ago, of which there is only the status."""
+    run = begin(Run(storage, name))
+    restore_status(run, Status(state, "job", **{"attempt": 1, "step": 10, "total_steps": 10, **fields}))
+    return run
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+
+
+def test_the_list_says_where_each_run_stands_and_is_searched(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    trained(Run(storage, "digits"))
+    ended(storage, "broken", RunState.FAILED, reason="CUDA out of memory", loss=float("nan"))
+    storage.write("waiting/submissions/0001-waiting-1234.yaml", b"kind: RayJob")
+    storage.write("data/rows.parquet", b"no run")
+    before = files(tmp_path)
+    with served(storage) as url:
+        _, page, headers = fetch(url)
+        found = {query: fetch(f"{url}?{query}")[1] for query in ("q=digits", "q=memory", "state=pending", "page=99")}
+    assert all(f'href="/run/{name}"' in page for name in ("digits", "broken", "waiting"))
+    assert "/run/data" not in page
+    assert "all 3</a>" in page
+    for word in ("✓ succeeded", "✗ failed", "CUDA out of memory", "pending", ">98.05 %<", ">nan<", "step 188"):
+        assert word in page
+    assert "Loss from" in page, "the curve"
+    assert 'data-name="incidents"><data value="1.0">1<' in page.replace('value="1"', 'value="1.0"')
+    assert "script-src 'self'" in headers["Content-Security-Policy"]
+    assert "unsafe-inline" not in headers["Content-Security-Policy"].partition("style-src-attr")[0]
+    rows = {
+        query: [name for name in ("digits", "broken", "waiting") if f"/run/{name}" in found[query]] for query in found
+    }
+    assert rows == {"q=digits": ["digits"], "q=memory": ["broken"], "state=pending": ["waiting"], "page=99": []}
+    assert files(tmp_path) == before, "nothing is written"
+    with pytest.raises(StorageError, match="only read here"):
+        ReadOnlyStorage(storage).write("digits/stop.json", b"{}")
+
+
+def test_the_page_of_a_run_is_its_report_with_the_end_of_its_log(tmp_path: Path) -> None:
+    run = trained(Run(LocalStorage(str(tmp_path)), "digits"))
+    for stream, words in (
+        ("driver-20261125T000000000Z", "\x1b[32mstep 188\x1b[0m <b>"),
+        ("attempt-0002-rank-0001", "rank"),
+    ):
+        writer = LogWriter(run, stream)
+        writer.append(f"{'x' * 400_000}\n{words}\n".encode())
+        writer.end()
+        writer.flush()
+    before = files(tmp_path)
+    with served(run.storage) as url:
+        _, page, _ = fetch(f"{url}run/digits")
+        _, other, _ = fetch(f"{url}run/digits?log=attempt-0002-rank-0001")
+        missing = fetch(f"{url}run/nothing")
+        refused = fetch(f"{url}run/..%2f..%2fetc")
+    for heading in ("Learning", "Incidents", "Log", "Checkpoints", "Settings and versions"):
+        assert f"<h2>{heading}</h2>" in page
+    assert "step 188 &lt;b&gt;" in page
+    assert "\nrank</pre>" in other
+    assert len(page) < 1_000_000, "of the log, only its end"
+    assert "Workers over wall clock" in page
+    assert "lowest 0 at " in page, "no worker trains between the loss and the first step after it"
+    assert f"sunspot checkpoints get digits --storage {tmp_path}" in page
+    assert missing[0] == 404
+    assert "no run is there" in missing[1]
+    assert refused[0] == 404
+    assert files(tmp_path) == before, "nothing is written"
+
+
+def test_several_runs_beside_each_other(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    trained(Run(storage, "one"))
+    other = start(begin(Run(storage, "two")), "job", at=BEGUN, **attempt_metadata(learning_rate=0.5))
+    report(Run(storage, "two"), other, record(10, BEGUN + 10, loss=7.5))
+    with served(storage) as url:
+        _, page, _ = fetch(f"{url}compare?run=one&run=two&run=gone")
+        _, alone, _ = fetch(f"{url}compare?run=one")
+    [said] = re.findall('aria-label="(Loss on a logarithmic axis over steps[^"]*)"', page)
+    assert "One: 1.8" in said
+    assert "0.0393 at 188" in said
+    assert "Two: 7.5 at 10" in said
+    assert '<th scope="row">LEARNING_RATE</th><td>0.001</td><td>0.5</td>' in page.replace(' class="number"', "")
+    assert ">EPOCHS<" not in page, "the same in both"
+    assert "gone: " in page
+    assert "Tick two runs" in alone
+
+
+def test_a_copied_checkpoint_is_not_called_verified_and_not_read(tmp_path: Path) -> None:
+    run = trained(Run(Counting(str(tmp_path)), "digits"))
+    weights = [path for path in tmp_path.rglob("model.pt")]
+    for path in weights:
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    read: list[str] = []
+    run.storage.digest = lambda *_: read.append("")  # type: ignore[assignment, method-assign, func-returns-value]
+    with served(run.storage) as url:
+        _, page, _ = fetch(f"{url}run/digits")
+    assert "its bytes are not read here" in page
+    assert "✓ verified" not in page
+    assert not read
+
+
+def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
+    storage = Counting(str(tmp_path))
+    for number in range(200):
+        ended(storage, f"run-{number:03d}")
+    live = ended(storage, "live", RunState.RUNNING)
+    runs = AllRuns(ReadOnlyStorage(storage))
+    runs.refresh()
+    assert len(runs.known) == 201
+    storage.asked.clear()
+    for _ in range(3):
+        runs.refresh()
+    assert storage.asked["read"] == 0, "no status has changed"
+    assert storage.asked["list"] <= 3 * (1 + 4 * MAX_ENDED + 2)
+    assert {row.name: row.state for row in runs.known}["live"] is RunState.RUNNING
+    status = read_status(live)
+    assert status
+    restore_status(live, replace(status, step=11, time=time.time()))
+    runs.refresh()
+    assert {row.name: row.status.step for row in runs.known if row.status}["live"] == 11
+    age(live, 600)
+    runs.refresh()
+    assert {row.name: row.state for row in runs.known}["live"] is RunState.LOST
+    ended(storage, "run-000", RunState.FAILED)
+    for _ in range(200 // MAX_ENDED + 1):
+        runs.refresh()
+    assert {row.name: row.state for row in runs.known}["run-000"] is RunState.FAILED, "each in its turn"
+
+
+def test_a_long_history_costs_its_curve_few_requests(tmp_path: Path) -> None:
+    storage = Counting(str(tmp_path))
+    run = ended(storage, "long", RunState.RUNNING)
+    first = start(run, "job", at=BEGUN, **attempt_metadata())
+    report(run, first, *({"step": n, "time": BEGUN + n, "loss": 1e4 / n, "note": "x" * 200} for n in range(1, 20_001)))
+    runs = AllRuns(ReadOnlyStorage(storage))
+    runs.refresh()
+    storage.asked.clear()
+    runs.read_curves(["long"])
+    assert storage.asked["read"] <= PLACES + 1
+    [row] = runs.known
+    steps = [point.x for point in row.curve]
+    assert steps == sorted(steps)
+    assert steps[0] < 200
+    assert steps[-1] == 20_000
+    assert PLACES < len(steps) <= MAX_POINTS
+    assert all(point.y == 1e4 / point.x for point in row.curve)
+
+
+def test_storage_that_fails_or_hangs_is_told_with_what_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Counting(str(tmp_path))
+    ended(storage, "digits")
+    monkeypatch.setattr(site, "SOON_S", 0.5)
+    monkeypatch.setattr(refreshed, "DEADLINE_S", 0.2)
+    with served(storage) as url:
+        assert "/run/digits" in fetch(url)[1]
+        storage.fails = True
+        _, failing, _ = fetch(url)
+        storage.fails = False
+        storage.answers.clear()
+        began = time.monotonic()
+        _, hanging, _ = fetch(url)
+        took = time.monotonic() - began
+        storage.answers.set()
+        wait_until(lambda: 'role="alert">reading' not in fetch(url)[1], seconds=20)
+    for page in (failing, hanging):
+        assert "/run/digits" in page
+        assert "Below is what was read before" in page
+    assert "the bucket is away" in failing
+    assert "no answer from storage for" in hanging
+    assert took < 5
+
+
+def test_nothing_that_a_run_contains_becomes_markup(tmp_path: Path) -> None:
+    hostile = "</style><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+    run = ended(LocalStorage(str(tmp_path)), "digits", RunState.FAILED, reason=hostile)
+    writer = LogWriter(run, "driver-20261125T000000000Z")
+    writer.append(f"{hostile}\n".encode())
+    writer.flush()
+    with served(run.storage) as url:
+        pages = [fetch(f"{url}{path}")[1] for path in ("", f"?q={urllib.request.quote(hostile)}", "run/digits")]
+    assert "<h2>Log</h2>" in pages[-1], "though no worker has begun"
+    for page in pages:
+        assert "alert(1)" in page
+        assert "<img" not in page
+        assert page.count("<script") == 1
+
+
+def test_what_a_server_refuses(tmp_path: Path, sunspot: Command) -> None:
+    with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url:
+        assert fetch(url, Host="evil.example")[0] == 403, "another site's name for this machine"
+        assert fetch(f"{url}elsewhere")[0] == 404
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(url, data=b"write", timeout=10)
+        _, _, headers = fetch(f"{url}style.css")
+        assert fetch(f"{url}style.css", **{"If-None-Match": headers["ETag"]})[0] == 304
+        port = url.rstrip("/").rpartition(":")[2]
+        assert sunspot("ui", "--port", port) == 2
+        assert f"127.0.0.1, port {port}: " in sunspot.err
+    assert sunspot("ui", "--address", "no.such.host.invalid") == 2
+
+
+def test_the_verb_prints_where_it_listens_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+    ended(LocalStorage(str(tmp_path)), "digits")
+    [words] = find_commands("sh ui")
+    command = [REPOSITORY / words.split()[0], *words.split()[1:], "--storage", str(tmp_path), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        told = json.loads(process.stdout.readline())
+        try:
+            assert "/run/digits" in fetch(told["url"])[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert told["storage"] == str(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------------- browser
+
+NOW = "document.dispatchEvent(new Event('visibilitychange'))"
+"""What the page does every ten seconds, at once."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 900, 400])
+def test_a_browser_shows_it(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+    storage = LocalStorage(str(tmp_path))
+    trained(Run(storage, "digits"))
+    trained(Run(storage, "other"))
+    ended(storage, "broken", RunState.FAILED, reason="a reason " + "without_a_place_to_break" * 20)
+    with served(storage) as url:
+        for path in ("", "run/digits", "compare?run=digits&run=other"):
+            browser.show(url + path, width, scheme)
+            assert browser.messages() == []
+            assert browser.run("return document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+            assert browser.run(CONTRAST) == []
+            unnamed = "return [...document.querySelectorAll('svg:not([aria-hidden])')].filter(s => !s.ariaLabel).length"
+            assert browser.run(unnamed) == 0
+            fields = "return [...document.querySelectorAll('input:not([type=hidden])')].every(i => i.ariaLabel)"
+            assert browser.run(fields)
+
+
+def test_a_run_dies_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    run = ended(storage, "digits", RunState.RUNNING)
+    with served(storage) as url:
+        browser.show(url, 1400, "light")
+        read = "return document.querySelector('[data-name=state]').textContent"
+        assert browser.run(read) == "● running"
+        browser.run("const tick = document.querySelector('[type=checkbox]'); tick.focus(); tick.click()")
+        age(run, 600)
+        browser.run(NOW)
+        wait_until(lambda: browser.run(read).startswith("✗ lost"), seconds=20)
+        assert "lost 1" in browser.run("return document.querySelector('#counts').textContent")
+        assert browser.run("return document.querySelector('[type=checkbox]').checked")
+        assert browser.run("return document.activeElement.value") == "digits"
+        assert browser.run("return document.querySelector('#lost').hidden")
+    browser.run(NOW)
+    wait_until(lambda: not browser.run("return document.querySelector('#lost').hidden"), seconds=20)
+    assert "does not answer" in browser.run("return document.querySelector('#lost').textContent")
