@@ -291,6 +291,9 @@ class Settings(BaseModel):
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds without a step of a rank after which its stacks are recorded and the workers restart."
 
+    survivors: Literal["auto", "off"] = _setting("off", "auto or off")
+    "After a loss the other workers train on in their processes, where that is possible (auto), or all start again."
+
     warm_restart_after_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds of training after which each node prepares a warm restart."
 

@@ -20,7 +20,7 @@ import sunspot.train.worker
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.claim import StartPoint
-from sunspot.elastic.messages import Incident
+from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.observe.metrics import MetricWindow, RecentMeans
@@ -70,7 +70,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
     telemetry = MagicMock()
-    commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False, save=False))
+    commands: Any = SimpleNamespace(poll=Command)
     worker = make_worker(plan, group, checkpoints, commands, telemetry, reporter)
     with reporter.publisher:
         for step in range(1, 13):

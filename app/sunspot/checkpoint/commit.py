@@ -170,6 +170,14 @@ class CheckpointCommitter:
             self._changed.notify_all()
         self._thread.join()
 
+    def abandon(self) -> None:
+        """Begin no commit any more: a newer attempt is about to own the run. Waits for nothing."""
+        with self._changed:
+            while self._waiting:
+                self._waiting.pop().release()
+            self._closing = True
+            self._changed.notify_all()
+
     # ------------------------------------------------------------------------------------------ in the commit thread
 
     def _commit_all(self) -> None:
@@ -178,7 +186,7 @@ class CheckpointCommitter:
                 self._commit_with_retries(snapshot)
             except Exception as error:
                 self._error = error
-            if not self._error:  # or else an upload that hangs may still read it
+            if not isinstance(self._error, StorageError):  # or else an upload that hangs may still read it
                 snapshot.release()
             with self._changed:
                 self._committing = False

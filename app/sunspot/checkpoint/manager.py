@@ -21,12 +21,13 @@ from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, Snapshots
 from sunspot.checkpoint.tensors import parameter_names
 from sunspot.checkpoint.weights import SafetensorsWeights, TaskFiles, refuse_other_than_tensors
+from sunspot.data.order import share
 from sunspot.data.source import ModelData
 from sunspot.parallel.collectives import ALONE, WorkerPlace, run_on_all_ranks, sync_buffers
 from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions
 from sunspot.plan import Plan
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, checkpoint_name
+from sunspot.run.attempts import IN_PLACE, Attempt, checkpoint_name
 from sunspot.run.checkpoints import Checkpoint, is_out_of_patience
 from sunspot.run.history import Journals
 
@@ -74,7 +75,9 @@ class CheckpointManager:
         "Whether the state has been found to be what a restart can load."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
-        self._timer = Timer(overdue=attempt.metadata.tier == "memory")  # storage is behind what was recovered
+        self._timer = Timer(
+            overdue=attempt.metadata.tier in ("memory", IN_PLACE)
+        )  # storage is behind what was recovered
         self._committer: CheckpointCommitter | None = None
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
@@ -84,6 +87,15 @@ class CheckpointManager:
             self._committer = CheckpointCommitter(
                 run, attempt, self._settings, self._writers(order), order, journals, ledger
             )
+
+    def name_at(self, step: int) -> str:
+        """Return the name of a checkpoint of the state after `step`."""
+        return checkpoint_name(step, self._attempt.number, self._attempt.nonce)
+
+    def begin_step(self, step: int, rows: torch.Tensor | None, step_rows: int) -> None:
+        """Tell the others which `rows`, int64 [B], this worker takes in the step to take, of all its `step_rows`."""
+        first, last = share(step_rows, self._place.world_size, 0)
+        self._ledger.begin_exchange(step, rows, last - first)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it.
@@ -137,6 +149,7 @@ class CheckpointManager:
 
         Call it with the gradients of the next optimizer step.
         """
+        self._ledger.wait_for_exchange()
         self._snapshots.wait_for_copy()
         self._stepped.before_step()
         if self._committer:
@@ -159,6 +172,16 @@ class CheckpointManager:
             dist.barrier(group=group)
         if finished:
             self._memory.remove()
+
+    def hand_on(self, step: int) -> list[tuple[Any, ...]]:
+        """Return the windows of consumed rows up to `step` that the next group is to write, once no copy is under way.
+
+        The group has ended, and this process has not: nothing here waits for the others, nor for storage.
+        """
+        self._snapshots.wait_until_complete()
+        if self._committer:
+            self._committer.abandon()
+        return self._ledger.hand_on(step)
 
     @property
     def newest(self) -> Checkpoint | None:

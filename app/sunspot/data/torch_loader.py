@@ -37,6 +37,10 @@ class TorchLoader:
         self._steps, self._world_size, self._rank = data.steps, workers.world_size, workers.rank
         self._ahead: tuple[int, Future[EpochShares]] | None = None
 
+    def move(self, world_size: int, rank: int) -> None:
+        """Take the share of another place in another group from now on."""
+        self._world_size, self._rank, self._ahead = world_size, rank, None
+
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """Return this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); it may have no rows."""
         ahead, self._ahead = self._ahead, None
@@ -74,6 +78,11 @@ class FullBatchLoader:
     def __init__(self, loader: TorchLoader) -> None:
         self._loader = loader
         [self._batch] = loader.train(1, 0, 1)
+
+    def move(self, world_size: int, rank: int) -> None:
+        """Take the share of another place in another group from now on."""
+        self._loader.move(world_size, rank)
+        [self._batch] = self._loader.train(1, 0, 1)
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """Yield this worker's rows, for the one step of the epoch."""

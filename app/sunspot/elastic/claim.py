@@ -13,12 +13,22 @@ import sunspot.warm
 from sunspot.checkpoint import versions
 from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
-from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, without_copies, without_crashing
+from sunspot.elastic.copies import (
+    ChosenCopy,
+    Holders,
+    LiveState,
+    NodeInventory,
+    choose_copy,
+    choose_live,
+    without_copies,
+    without_crashing,
+)
 from sunspot.errors import ConflictError, DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.run import Run
 from sunspot.run.attempts import (
     CLAIM_TRIES,
+    IN_PLACE,
     Attempt,
     Metadata,
     claim,
@@ -100,24 +110,27 @@ class StartPoint:
     "In storage; None if `copy` is newer."
     copy: ChosenCopy | None = None
     "In shared memory."
+    live: Holders | None = None
+    "In the processes that train on; then there is neither a checkpoint nor a copy."
     nodes: dict[int, str] = field(default_factory=dict)
     "Ray's id of each rank's node."
     past: Past = Past()
 
 
 def agree_on_start(
-    claimant: Claimant, settings: Settings, group: dist.ProcessGroup
+    claimant: Claimant, settings: Settings, group: dist.ProcessGroup, live: LiveState | None = None
 ) -> tuple[StartPoint | None, LocalState]:
     """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
 
-    Also returns what this rank found and read. The start is None when this job may not train on. Raises like
-    `begin_attempt`.
+    `live` is what this process has trained. Also returns what this rank found and read. The start is None when this job
+    may not train on. Raises like `begin_attempt`.
     """
     location = claimant.run.location
     node = ray.get_runtime_context().get_node_id()
     nodes = gather_objects(node, group)
     state, parts = NodeState(claimant.run, group, nodes), NodeParts(group, nodes)
-    looks = settings.snapshot_cost and state.reads
+    survivors = any(gather_objects(live is not None, group))  # then nobody needs the copies
+    looks = settings.snapshot_cost and state.reads and not survivors
     found = run_on_all_ranks(group, lambda: find_snapshot(location) if looks else None)  # which reads it
     inventory = NodeInventory(
         host=socket.gethostname(),
@@ -126,6 +139,7 @@ def agree_on_start(
         heartbeats=find_heartbeats(location),
         parts=find_parts(location) if looks and settings.parallel == "fsdp" else (),
         forked=sunspot.warm.forked,
+        live=live,
     )
     inventories = gather_objects(inventory, group)
     start = begin_attempt(claimant, settings, inventories, Readers(state.read, parts.read), group)
@@ -183,6 +197,8 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     status = read_status(run, driver) if driver else None
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
+        if claimant.given_up.is_set():
+            return None
         try:
             refuse_if_superseded(attempts, owner, driver)
             refuse_if_deleted(run)
@@ -227,11 +243,14 @@ def choose_start(
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
     before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
+    live = choose_live(before, inventories)
     left, crashing = without_crashing(inventories, before)
-    copy = choose_copy(before, left)
+    copy = None if live else choose_copy(before, left)
     checkpoint: Checkpoint | None = None
     passed_over: tuple[PassedOver, ...] = ()
-    if not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
+    if live:
+        crashing = ""
+    elif not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
         checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
         if copy and (not checkpoint or checkpoint.step < copy.snapshot.step):
             checkpoint = None  # what looked newer by its name is damaged
@@ -240,7 +259,7 @@ def choose_start(
     skipped = tuple(str(each) for each in passed_over)
     if crashing:
         skipped = (f"{crashing} in memory: the last two groups that started from it took no step", *skipped)
-    if not copy and not checkpoint:
+    if not live and not copy and not checkpoint:
         try:
             ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
             refuse_to_begin_anew(run, before, passed_over, attempt.metadata.settings)
@@ -249,7 +268,9 @@ def choose_start(
         except DamageError as error:
             record_error(run, attempt.number, error)  # a retry of this job finds nothing else
             raise
-    if copy:
+    if live:
+        name, step, tier = live.checkpoint, step_of(live.checkpoint), IN_PLACE
+    elif copy:
         name, step, tier = copy.snapshot.checkpoint, copy.snapshot.step, "memory"
     elif checkpoint:
         name, step, tier = checkpoint.name, checkpoint.step, "storage"
@@ -268,6 +289,7 @@ def choose_start(
         before=[earlier for earlier in before if earlier.chosen],
         checkpoint=checkpoint,
         copy=copy,
+        live=live,
         nodes={rank: inventory.node for rank, inventory in enumerate(inventories)},
         past=past,
     )

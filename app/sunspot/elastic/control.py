@@ -166,6 +166,10 @@ class ControlChannel:
         """Keep which nodes were left out, and why, for the events."""
         self._left_out += [LeftOut(line, time.time()) for line in lines]
 
+    def incident(self) -> Incident:
+        """What is known of why the newest group ends."""
+        return self._incident
+
     def group(self) -> WorkerGroup | None:
         """The newest worker group; None before the first, and once it was asked to end or has failed for a GPU."""
         return self._group
@@ -223,14 +227,15 @@ def open_control() -> Iterator[ControlClient]:
 class CommandPoller(Background):
     """The command as it was less than a second ago, while the context lasts; no step is too long for that."""
 
-    def __init__(self, control: ControlClient) -> None:
+    def __init__(self, control: ControlClient, regroups: Callable[[], bool] = lambda: False) -> None:
+        """`regroups` tells whether the group is to change once a step is done."""
         super().__init__(COMMAND_EVERY_S, self._ask)
-        self._control = control
+        self._control, self._regroups = control, regroups
         self._known = Command()
 
     def poll(self) -> Command:
         """The newest answer; before the context, and until the first answer, nothing is asked for."""
-        return self._known
+        return replace(self._known, regroup=self._regroups())
 
     def _ask(self) -> None:
         self._known = self._control.try_ask(ControlChannel.command) or self._known

@@ -6,11 +6,20 @@ from typing import NamedTuple
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.replicas import ranks_by_node
-from sunspot.run.attempts import Attempt, lineage
+from sunspot.run.attempts import Attempt, lineage, step_of
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
 """Groups that may come to no step from one copy in memory before it is passed over: one may have been unlucky."""
+
+
+class LiveState(NamedTuple):
+    """The state that a process has from the group before, in which it has survived."""
+
+    checkpoint: str
+    "The name that a checkpoint of it would have."
+    evaluated: bool
+    "Whether an epoch that ends there has been evaluated."
 
 
 class NodeInventory(NamedTuple):
@@ -25,6 +34,8 @@ class NodeInventory(NamedTuple):
     "Of states in parts, from the lowest rank of each node alone."
     forked: bool = False
     "Whether the rank's process was forked (sunspot/warm)."
+    live: LiveState | None = None
+    "What the rank itself trains with."
 
 
 class ChosenCopy(NamedTuple):
@@ -36,6 +47,33 @@ class ChosenCopy(NamedTuple):
     "Of a state in parts, the first one."
     parts: Sequence[PartCopy] = ()
     "Of a state in parts, all."
+
+
+class Holders(NamedTuple):
+    """The ranks that have the state to go on from, and its name."""
+
+    checkpoint: str
+    evaluated: bool
+    ranks: tuple[int, ...]
+
+
+def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> Holders | None:
+    """Choose the state of the survivors that went furthest; None without survivors that have one.
+
+    They differ by one step at most, which some had taken when others could not end it. The state of a process that was
+    away for longer is not in the lineage of the newest attempt.
+    """
+    spans = lineage(attempts)
+    live = {
+        rank: inventory.live
+        for rank, inventory in enumerate(inventories)
+        if inventory.live and leads_to_newest(inventory.live.checkpoint, spans)
+    }
+    if not live:
+        return None
+    furthest = max((state.checkpoint for state in live.values()), key=step_of)
+    ranks = tuple(rank for rank, state in live.items() if step_of(state.checkpoint) == step_of(furthest))
+    return Holders(furthest, all(live[rank].evaluated for rank in ranks), ranks)
 
 
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:

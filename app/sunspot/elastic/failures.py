@@ -17,6 +17,7 @@ from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.copies import RESTORES
 from sunspot.elastic.messages import OUT_OF_MEMORY, GroupEnd, RankError
 from sunspot.errors import SunspotError, shorten
+from sunspot.formatting import plural
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure
 from sunspot.run.hangs import BRING_ROWS, blame, starved
@@ -89,8 +90,15 @@ class FailureJudge:
     the run.
     """
 
-    def __init__(self, control: ControlClient, max_failures: int, leave_out: LeaveOut = lambda errors: []) -> None:
-        self._control, self._max, self._leave_out = control, max_failures, leave_out
+    def __init__(
+        self,
+        control: ControlClient,
+        max_failures: int,
+        leave_out: LeaveOut = lambda errors: [],
+        outlive: bool = False,
+    ) -> None:
+        """`outlive`: the other workers train on when some are lost."""
+        self._control, self._max, self._leave_out, self._outlive = control, max_failures, leave_out, outlive
         self._failures = self._starved = self._restores = 0
         self._committed = -1
         "Step of the newest checkpoint."
@@ -104,10 +112,16 @@ class FailureJudge:
             return False
         lost = any(isinstance(error, RayError) for error in errors.values())
         what, (goes_on, why) = describe(end, errors), self._judge(end, lost)
+        alone = self._outlive and all(isinstance(error, RayError) for error in errors.values())
+        if alone:  # Ray's ranks are not those of the group that trains
+            what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if goes_on:
             goes_on, why = self._leave_out_broken(find_suspects(end, errors), why)
-        tell = ControlChannel.start_next_group if goes_on else ControlChannel.give_up
-        self._control.tell(tell, f"{what}{why}")
+        if alone and goes_on:
+            self._control.tell(ControlChannel.log, f"{what}{why}")
+        else:
+            tell = ControlChannel.start_next_group if goes_on else ControlChannel.give_up
+            self._control.tell(tell, f"{what}{why}")
         return goes_on
 
     def _judge(self, end: GroupEnd, lost: bool) -> tuple[bool, str]:

@@ -30,6 +30,8 @@ class Command:
     "Save, and train on: the head is to go, and a new one continues from there."
     moves: bool = False
     "Nodes are given back, and with them the copies in their memory: the state has to be in storage."
+    regroup: bool = False
+    "Form the next group once the step is done: others join, or leave."
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ import ray
 
 from sunspot.background import Background
 from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.membership_server import MembershipServer
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, NodeMonitor, describe_asked
 from sunspot.errors import EndAtOnceError, shorten
@@ -40,9 +42,16 @@ INTERRUPTED = (
 class Supervisor:
     """Passes on to the worker group, over the control channel, what it has to act on."""
 
-    def __init__(self, control: ControlClient, stop_request: StopRequest, monitor: NodeMonitor | None = None) -> None:
-        """Without a `monitor`, nodes are not looked at."""
+    def __init__(
+        self,
+        control: ControlClient,
+        stop_request: StopRequest,
+        monitor: NodeMonitor | None = None,
+        membership: MembershipServer | None = None,
+    ) -> None:
+        """Without a `monitor`, nodes are not looked at; with a `membership`, workers outlive each other."""
         self._control, self._stop_request, self._monitor = control, stop_request, monitor
+        self._membership = membership
         self._stopping = False
         "A signal has come, and the user was told what follows from it."
         self._leaving = False
@@ -82,12 +91,19 @@ class Supervisor:
         trains on until the head takes everything with it.
         """
         group, draining = self._control.ask(ControlChannel.group), draining_nodes()
+        if self._membership and group:  # lost workers are replaced: only room for more is news
+            self._membership.drain(draining)
+            group = replace(group, world_size=max(group.world_size, self._membership.size))
         event = monitor.check(group, ray.nodes(), draining, time.monotonic())
         if event:  # before what may fail, as the monitor finds it once
             drain_nodes(event.spare)
             incident = Incident(event.cause, event.detail, noticed=time.time())
-            if event.cause is Cause.NODE_LOST:
+            outlived = self._membership and group and not set(group.nodes.values()) <= set(draining)
+            if event.cause is Cause.NODE_LOST or (outlived and event.cause is Cause.PREEMPTED):
                 self._control.tell(ControlChannel.add_incident_facts, incident)
+                if outlived and event.cause is Cause.PREEMPTED:
+                    gone = f"{event.cause}: {event.detail}; its workers leave after their step, and the others train on"
+                    self._control.tell(ControlChannel.log, gone)
             else:
                 self._control.tell(ControlChannel.restart_group, incident, event.deadline)
         if not self._leaving and ray.get_runtime_context().get_node_id() in draining:
@@ -103,7 +119,12 @@ class Supervisor:
 
 
 @contextmanager
-def supervised(control: ControlClient, stop_request: StopRequest, monitor: NodeMonitor | None = None) -> Iterator[None]:
+def supervised(
+    control: ControlClient,
+    stop_request: StopRequest,
+    monitor: NodeMonitor | None = None,
+    membership: MembershipServer | None = None,
+) -> Iterator[None]:
     """Supervise the workers while the context lasts, and let SIGTERM and SIGINT ask for a stop.
 
     A second SIGINT raises `EndAtOnceError`.
@@ -122,7 +143,7 @@ def supervised(control: ControlClient, stop_request: StopRequest, monitor: NodeM
         handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with Background(NODE_CHECK_EVERY_S, Supervisor(control, stop_request, monitor).tick):
+        with Background(NODE_CHECK_EVERY_S, Supervisor(control, stop_request, monitor, membership).tick):
             yield
     finally:
         for number, handler in before.items():

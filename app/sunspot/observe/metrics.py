@@ -179,6 +179,10 @@ class MetricWindow:
         "Those of all workers but the time, on rank 0."
         self._open()
 
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Reduce the numbers of the workers of another group from now on."""
+        self._group, self._reducer = group, Reducer(group)
+
     def _open(self) -> None:
         self.forward = Stopwatch(self._device)
         "Of the forward passes: in the rest of a step, workers wait for each other."

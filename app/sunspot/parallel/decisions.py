@@ -33,6 +33,8 @@ class StepActions(NamedTuple):
     "Save and return: the run ends here."
     restart: bool = False
     "Save and end, for Ray to start a new worker group."
+    regroup: bool = False
+    "Form the next group, of the members that there are by now; the processes stay."
     busy: bool = False
     "Under FSDP, while a checkpoint is being committed: begin no other that can wait."
     next_in: int = MAX_STEPS_BETWEEN

@@ -33,6 +33,16 @@ def prepare(model: nn.Module, settings: Settings) -> nn.Module:
     return prepared
 
 
+def release(model: nn.Module) -> None:
+    """Have a prepared model average no gradients any more: what it wraps may be prepared anew, for another group.
+
+    Its hooks on gradients go with it, but a loop may still hold it. torch has no public name for that (2.15).
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module._remove_autograd_hooks()
+
+
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
     """Surround a pass of a prepared model that averages gradients over workers `now`, or only adds them up locally."""

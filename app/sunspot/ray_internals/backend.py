@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from ray.train.backend import Backend as PublicBackend
 from ray.train.torch import TorchConfig
 
 _TorchBackend: Any = TorchConfig().backend_cls  # Ray has no public name for it
@@ -37,6 +38,20 @@ class BackendConfig(TorchConfig):
     @property
     def backend_cls(self) -> type[Backend]:
         return Backend
+
+
+class SurvivorBackend(PublicBackend):
+    """Lets each worker be lost and replaced by itself; they form their process groups without Ray."""
+
+    has_replica_groups = True
+
+
+class SurvivorConfig(BackendConfig):
+    """The configuration of that backend."""
+
+    @property
+    def backend_cls(self) -> Any:
+        return SurvivorBackend
 
 
 @dataclass

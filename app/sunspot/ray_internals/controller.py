@@ -22,6 +22,9 @@ from sunspot.log import warn_once
 
 log = logging.getLogger(__name__)
 
+ANSWER_S = 3.0
+"""How long a worker may take to say that it lives."""
+
 
 class GroupRestartError(RayActorError):
     """Ends a worker so that Ray Train starts another group, as after a preemption, whatever MAX_FAILURES is.
@@ -70,12 +73,42 @@ def end_groups_at_once() -> list[Any]:
     return [EndAtOnce()]
 
 
+def replace_lost_alone() -> list[Any]:
+    """Callbacks for Ray Train's controller where workers outlive each other: several may be lost at once.
+
+    To replace one, Ray asks all others to forget what they have reported, and fails when one of these is dead, too
+    (`_replace_replica_group_impl`, 2.60). So it learns of all that are dead first.
+    """
+    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+
+    class ForgetLost(ControllerCallback, WorkerGroupCallback):
+        def __init__(self) -> None:
+            self._group: Any = None
+
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            self._group = worker_group
+
+        def before_controller_execute_resize_decision(self, decision: Any) -> None:
+            replicas = self._group.get_replica_groups() if self._group is not None else None
+            for replica in replicas or ():
+                if not replica.is_active():
+                    continue
+                asked = [worker.actor.clear_result_queue.remote() for worker in replica.get_workers()]
+                try:
+                    ray.get(asked, timeout=ANSWER_S)
+                except Exception:  # it is dead, or does not answer: then it is to be replaced
+                    replica.shutdown()
+
+    return [ForgetLost()]
+
+
 @contextmanager
-def asked_of_failures(judge: Callable[[dict[int, Exception]], bool]) -> Iterator[None]:
+def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bool = False) -> Iterator[None]:
     """Have trainers ask `judge`, in their controller, whether another worker group starts after one that failed.
 
     It is given the errors by rank, a `RayError` for each lost process. Groups that ended for a preemption always are
-    followed by another. Ray's own policy, which counts, stays where it cannot be replaced.
+    followed by another. Ray's own policy, which counts, stays where it cannot be replaced. Where workers `outlive` each
+    other, Ray replaces lost processes alone, and a group that ends as a whole ends its trainer.
     """
     try:
         from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
@@ -93,9 +126,12 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool]) -> Iterator
             failures = getattr(training_failed_error, "worker_failures", {})
             # Ray wraps what its health checks found.
             errors = {rank: getattr(error, "health_check_failure", error) for rank, error in failures.items()}
+            if outlive and any(isinstance(error, GroupRestartError) for error in errors.values()):
+                return FailureDecision.RAISE
             if not errors or any(getattr(error, "preempted", False) for error in errors.values()):
                 return decision
-            return FailureDecision.RETRY if judge(errors) else FailureDecision.RAISE
+            goes_on, lost = judge(errors), all(isinstance(error, RayActorError) for error in errors.values())
+            return FailureDecision.RETRY if goes_on and (lost or not outlive) else FailureDecision.RAISE
 
     data_parallel_trainer.create_failure_policy = Policy
     try:

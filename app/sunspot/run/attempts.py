@@ -49,6 +49,9 @@ CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
 MAX_ATTEMPTS_CACHED = 10_000
 """Attempts that a process remembers, of all runs: a few kB each."""
 
+IN_PLACE = "in place"
+"""The tier of an attempt whose workers go on with the state that they have."""
+
 CLAIM_TRIES = 20
 """Claims lost in a row before a process gives up: each time, another one has won."""
 
@@ -72,7 +75,7 @@ class Metadata:
     after: tuple[str, ...] = ()
     "The starts of drivers that had begun before that one."
     tier: str = ""
-    "Where the state came from that it continues from: memory, storage, or beginning; empty: it has not chosen."
+    "Where the state came from that it continues from: in place, memory, storage, or beginning; empty: not chosen yet."
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from sunspot.formatting import plural
-from sunspot.run.attempts import Attempt
+from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.objects import Count, Measure, Moment, Workers, as_event
 
 RECOVERED = "recovered"
@@ -28,6 +28,8 @@ class Cause(enum.StrEnum):
     "A node was taken away, with notice."
     SCALE_UP = "scale_up"
     "More nodes came."
+    JOINED = "joined"
+    "A worker took its place beside those that had trained on."
     MOVED = "moved"
     "Nodes of a better choice came."
     NODE_LOST = "node lost"
@@ -47,6 +49,10 @@ class Cause(enum.StrEnum):
     def incident(self) -> bool:
         """Whether it is a disturbance; starting, resuming and taking over are deliberate."""
         return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
+
+
+NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.JOINED, Cause.MOVED)
+"""Causes that are known before the group ends."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ def describe(receipt: Receipt) -> str:
         passed, since = receipt.first_step - receipt.restarted, "the start"
     else:
         passed = receipt.recovery_s
-        since = "the notice" if receipt.cause in (Cause.PREEMPTED, Cause.SCALE_UP, Cause.MOVED) else "the loss"
+        since = "the notice" if receipt.cause in NOTICED else "the loss"
         since = since if receipt.noticed is not None else "the last step that counts"
     detail = f" ({receipt.detail})" if receipt.detail else ""
     workers = plural(receipt.world_after, "worker")
@@ -150,11 +156,11 @@ def describe(receipt: Receipt) -> str:
         workers += f" ({receipt.forked} forked)"
     phases = [f"{name} {at:.1f} s" for name, at in receipt.phases.items()][:-1] if receipt.cause.incident else []
     passed_by = f" ({', '.join(phases)})" if phases else ""
-    origin = "the beginning" if receipt.tier == "beginning" else receipt.tier
+    origin = {"beginning": "from the beginning", IN_PLACE: "in place"}.get(receipt.tier, f"from {receipt.tier}")
     return (
         f"{receipt.cause}{detail}: first step {passed:.1f} s after {since}{passed_by}, "
         f"{plural(receipt.replayed, 'step')} replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds "
-        f"lost, from {origin}"
+        f"lost, {origin}"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.train.torch
 import torch
 from torch.optim import Optimizer
 
@@ -34,7 +35,7 @@ from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all
 from sunspot.parallel.sharding import build_without_values, has_several, shard_model, shard_optimizer_state
 from sunspot.plan import Plan
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt
+from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.checkpoints import is_out_of_patience
 from sunspot.run.history import Journal, Journals
 from sunspot.settings import Settings, differences
@@ -43,6 +44,7 @@ from sunspot.train.device_memory import await_device_memory
 from sunspot.train.forward import compile_model
 from sunspot.train.learner import Learner, Loader
 from sunspot.train.reporter import Reporter
+from sunspot.train.survivor import Survivor
 from sunspot.train.worker import Beginning, Worker
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class Joined:
     control: ControlClient
     outputs: ExitStack
     "Closing it brings what is not there yet of log, metrics and status to storage."
+    survivor: Survivor | None = None
+    "What this process brings with it."
 
 
 def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker:
@@ -76,7 +80,14 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
         finish = partial(run_on_all_ranks, place.group)
         await_device_memory(place.device, place.nodes[place.rank], joined.control, finish)
-        learner = build_learner(plan, place, attempt, state, make_loader)
+        learner = joined.survivor.learner if joined.survivor else None
+        if learner:
+            learner.move(place)
+            if state.model is not None:
+                load_weights(learner.model, state.model, str(attempt.starts_from))
+                load_rest(state, learner.model, learner.optimizer)
+        else:
+            learner = build_learner(plan, place, attempt, state, make_loader)
     journals = open_journals(joined.run, start) if place.rank == 0 else None
     evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
     left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
@@ -102,8 +113,10 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    beginning = Beginning(attempt.step, evaluated or left_out, state.metrics)
-    commands = CommandPoller(joined.control)
+    survivor = joined.survivor
+    window = survivor.window if survivor else None
+    beginning = Beginning(attempt.step, evaluated or left_out, state.metrics, survivor is not None, window)
+    commands = CommandPoller(joined.control, survivor.regroups if survivor else lambda: False)
     return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)
 
 
@@ -123,6 +136,13 @@ def build_learner(
     optimizer, average = build_optimizer(plan.settings, task, model)
     load_rest(state, model, optimizer)
     return Learner(plan, task, place, model, optimizer, average, open_rows(plan, task, place))
+
+
+def prepare_learner(plan: Plan) -> Learner:
+    """Build the learner of a process that joins others: alone, while they train, and without their state."""
+    place = WorkerPlace(device=ray.train.torch.get_device())
+    newest = Attempt(0, "", None, 0)
+    return build_learner(plan, place, newest, TrainingState(), make_loader)
 
 
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
@@ -251,7 +271,7 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
     No step follows that would save it: it is evaluated and saved again.
     """
     ended_early = is_out_of_patience(state.metrics, plan.settings.early_stop_evaluations)
-    return state.tier == "memory" and (step >= plan.total_steps or ended_early)
+    return state.tier in ("memory", IN_PLACE) and (step >= plan.total_steps or ended_early)
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:

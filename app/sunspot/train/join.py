@@ -36,21 +36,26 @@ from sunspot.run.attempts import record_error
 from sunspot.run.failures import record_failure
 from sunspot.run.hangs import Hang
 from sunspot.settings import Settings
-from sunspot.train.build import Joined, build_worker
+from sunspot.train.build import Joined, build_worker, prepare_learner
 from sunspot.train.config import WorkerConfig
 from sunspot.train.reporter import first_status, show_claim
-from sunspot.train.worker import Worker
+from sunspot.train.survivor import Survivor
+from sunspot.train.worker import RegroupError, Worker
 from sunspot.warm.fork_server import fork_server_running
+
+OUTPUTS_S = 1.0
+"""How long a survivor waits for storage to take what its last group has printed and measured."""
 
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
 
 
 @contextmanager
-def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
+def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator[Worker | None]:
     """Make this process a worker of the run; None when the run is no longer this job's to train.
 
-    An error that no retry can fix is recorded, so that the next worker group of this job ends at once.
+    An error that no retry can fix is recorded, so that the next worker group of this job ends at once. A `survivor`
+    forms the group itself, and raises `RegroupError` when it is to form another.
     """
     plan, control, settings = config.plan, config.control, config.plan.settings
     claimant = config.claimant()
@@ -60,10 +65,19 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
     torch.set_num_threads(config.threads)
     round_products(settings.precision == "tf32")
     quiet_ray_train()
-    # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `run_on_all_ranks`).
-    limit = timedelta(seconds=settings.storage_timeout_s + config.collective_timeout_s)
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
-    phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
+    if survivor:
+        if survivor.joins and not survivor.learner:
+            survivor.prepare(prepare_learner(plan))
+        formed = survivor.form()
+        if not formed:
+            yield None
+            return
+        place, phases = formed, Phases(formed=time.time())
+    else:
+        carrier = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=config.limit_s)))
+        context, device = ray.train.get_context(), ray.train.torch.get_device()
+        place = WorkerPlace(carrier, context.get_world_rank(), context.get_world_size(), device)
+        phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
 
     def note_hang(hang: Hang, late: bool) -> None:  # those of all ranks tell which one is to blame
         control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
@@ -71,19 +85,20 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
     if control.ask(ControlChannel.fatal_error):
         yield None
         return
-    context, device = ray.train.get_context(), ray.train.torch.get_device()
-    place = WorkerPlace(group, context.get_world_rank(), context.get_world_size(), device)
+    group = cast(dist.ProcessGroup, place.group)
     with ExitStack() as stack:
+        if survivor:
+            stack.enter_context(survivor.in_group(claimant))
         stack.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
         watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang)
         stack.enter_context(watchdog)
         stack.enter_context(listening_to_rounds(watchdog.heartbeat))
 
         # Claim the run with the others, from the newest state there is.
-        memory = open_memory(run, settings)
+        memory = survivor.open_memory(run, settings, place) if survivor else open_memory(run, settings)
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
-            start, found = agree_on_start(claimant, settings, group)
+            start, found = agree_on_start(claimant, settings, group, survivor.live if survivor else None)
         except SunspotError as error:
             control.try_ask(ControlChannel.set_fatal_error, error)
             raise
@@ -99,12 +114,17 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
             show_claim(run, first_status(start, plan))
         outputs = stack.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
-        joined = Joined(plan, run, start, place, memory, watchdog, control, outputs)
+        joined = Joined(plan, run, start, place, memory, watchdog, control, outputs, survivor)
         try:
             # Load that state, and build what trains.
-            state = load_start(run, settings, start, found, group)
+            if survivor and start.live:
+                state = survivor.hand_over(place, start.live, plan.total_steps)
+            else:
+                state = load_start(run, settings, start, found, group)
             worker = build_worker(joined, state, phases)
-            where = f"{device} of {socket.gethostname()}"
+            if survivor:
+                survivor.begin(worker)
+            where = f"{place.device} of {socket.gethostname()}"
             print(
                 f"attempt {attempt.number}: rank {place.rank} of {place.world_size} on {where}, from step "
                 f"{attempt.step}, {state.tier}"
@@ -124,6 +144,10 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
         except GroupRestartError:
             raise  # training goes on with the next group
         except Exception as error:
+            if survivor and survivor.outlives(error):
+                with suppress(TimeoutError):
+                    start_thread(outputs.pop_all().close, "outputs").result(OUTPUTS_S)
+                raise RegroupError from error
             record_end(error, joined)
             raise
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -12,9 +12,11 @@ from sunspot.checkpoint import SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import MIN_ROWS
 from sunspot.data.source import Batch, Source
+from sunspot.data.torch_loader import TorchLoader
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
+from sunspot.train.buffers import StepBuffers
 
 
 class Loader(Protocol):
@@ -43,6 +45,14 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.padding_batch = make_padding_batch(self.plan.source, self.place.device)
+        self.buffers = StepBuffers(self.model)
+
+    def move(self, place: WorkerPlace) -> None:
+        """Train on in another group: its model, its optimizer and its rows stay."""
+        self.place = place
+        cast(TorchLoader, self.loader).move(place.world_size, place.rank)
+        for parameter in self.model.parameters():
+            parameter.grad = None  # of a step that others could not end
 
     def saved(self) -> SavedObjects:
         """Return what its checkpoints hold, with the files that the task adds."""

@@ -1,19 +1,41 @@
 """The training loop, as every worker of the group runs it."""
 
+from contextlib import closing
+
 from sunspot.data.source import Batch
 from sunspot.train.config import WorkerConfig
 from sunspot.train.join import join_run
 from sunspot.train.run import TrainingRun
+from sunspot.train.survivor import Survivor
 from sunspot.train.worker import Worker
 
 
 def train_loop(config: WorkerConfig) -> None:
-    """What Ray Train runs on every worker."""
-    with join_run(config) as worker:
+    """What Ray Train runs on every worker: it trains in one group, or in one after another if it outlives them."""
+    if config.membership is None:
+        train_in_group(config)
+        return
+    with Survivor(config.membership, config.limit_s) as survivor:
+        while True:
+            try:
+                train_in_group(config, survivor)
+                return
+            except Exception as error:
+                if not survivor.outlives(error):
+                    survivor.end()
+                    raise
+                survivor.leave(error)
+
+
+def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
+    """Train in one worker group, to the end of the run or of the group."""
+    with join_run(config, survivor) as worker:
         if worker:
             train(worker)
             with worker.watchdog.paused():
                 worker.checkpoints.close(finished=True)
+        if survivor:
+            survivor.end()
 
 
 def train(worker: Worker) -> None:
@@ -25,8 +47,9 @@ def train(worker: Worker) -> None:
         train_by_lightning(worker)
     else:
         run = TrainingRun(worker)
-        getattr(task, "train", take_steps)(run)
-        run.refuse_early_end()
+        with closing(run):
+            getattr(task, "train", take_steps)(run)
+            run.refuse_early_end()
 
 
 def take_steps(run: TrainingRun) -> None:

@@ -24,7 +24,7 @@ from sunspot.observe.prometheus import RunGauges
 from sunspot.observe.ranks import RankHistory
 from sunspot.plan import Plan
 from sunspot.run import Run
-from sunspot.run.attempts import ensure_owner, step_of
+from sunspot.run.attempts import IN_PLACE, ensure_owner, step_of
 from sunspot.run.audit import tidy_audit
 from sunspot.run.history import Columns, Journals, tidy_journals
 from sunspot.run.incidents import Cause, describe, goodput
@@ -77,9 +77,12 @@ class Reporter:
         self._goodput_of: tuple[int, float] | None = None
         "Number of receipts and minute that `_goodput` was computed for."
         self._test_rows = rows_in(plan.test) if plan.test else 0
-        origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}, from {state.tier}"
-        workers = len(start.nodes)
-        control.tell(ControlChannel.log, f"  {plural(workers, 'worker')} start{'s' * (workers == 1)} at {origin}")
+        origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}"
+        known = f", from {state.tier}" if state.tier in ("memory", "storage") else ""
+        workers, verb = len(start.nodes), "go{es} on" if state.tier == IN_PLACE else "start{s}"
+        one = workers == 1
+        line = f"  {plural(workers, 'worker')} {verb.format(s='s' * one, es='es' * one)} at {origin}{known}"
+        control.tell(ControlChannel.log, line)
         group = WorkerGroup(start.attempt.number, workers, start.nodes)
         self._incident = control.ask(ControlChannel.begin_group, group)
         for node in self._incident.left_out:

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
-from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare
+from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare, release
 from sunspot.tasks.defaults import optimizers_in
 from sunspot.train.augment import augment
 from sunspot.train.forward import in_precision, row_losses
@@ -52,6 +53,7 @@ class TrainingRun:
         self._worker, self._learner = worker, learner
         self.settings, self.total_steps = learner.plan.settings, learner.plan.total_steps
         self.rank, self.world_size, self.device = learner.place.rank, learner.place.world_size, learner.place.device
+        self._hooks: list[RemovableHandle] = []
         self.model, self.optimizer = self.prepare_model(), learner.optimizer
         self.position = worker.beginning.step
         self.stopped = False
@@ -65,7 +67,7 @@ class TrainingRun:
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
         for optimizer in optimizers_in(self._learner.optimizer):
-            optimizer.register_step_pre_hook(lambda *_: self.parameters_change())
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.parameters_change()))
         return prepare(self._learner.model, self.settings)
 
     @property
@@ -96,6 +98,7 @@ class TrainingRun:
         self._open = step
         self.set_learning_rates()
         step.learning_rate = self._learning_rate()
+        self._worker.begin_step(step.share.get("row"), step.rows)
         batch = step.share if step.has_rows else self._learner.padding_batch
         self._begin_pass(len(batch["row"]), self.world_size / step.rows if step.has_rows else 0.0)
         batch = augment(self._learner.task, batch, self.settings.seed, self.epoch, self.draw)
@@ -150,7 +153,7 @@ class TrainingRun:
 
     def parameters_change(self) -> None:
         """To be called before parameters change: waits until the state of the step before is copied."""
-        self._worker.checkpoints.wait_for_copy()
+        self._worker.begin_change()
         if self._open:
             self._open.learning_rate = self._learning_rate()
 
@@ -165,6 +168,13 @@ class TrainingRun:
         self.stopped = self._worker.finish_step(
             StepTaken(self.position, step.share.get("row"), step.values, seconds, step.data_wait_s, step.learning_rate)
         )
+
+    def close(self) -> None:
+        """Leave model and optimizers as they were found: this process may train on in another group."""
+        self._finite.set(False)
+        release(self.model)
+        for hook in self._hooks:
+            hook.remove()
 
     def refuse_early_end(self) -> None:
         """Raise `SettingsError` if a loop has returned before the run ends or is stopped."""

@@ -5,19 +5,23 @@ import logging
 import os
 import tempfile
 import time
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.data
 from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchTrainer
 
 from sunspot.background import start_thread
 from sunspot.data.ray_loader import StepStreams
 from sunspot.data.source import rows_in
-from sunspot.elastic.control import ControlChannel, open_control
+from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
+from sunspot.elastic.membership_server import MembershipServer
 from sunspot.elastic.messages import GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
@@ -26,7 +30,15 @@ from sunspot.errors import SunspotError
 from sunspot.observe.progress import shown_progress
 from sunspot.observe.prometheus import exported_run
 from sunspot.plan import Plan, Resources, choose_resources
-from sunspot.ray_internals.controller import asked_of_failures, end_groups_at_once, give_back, reserved_groups
+from sunspot.ray_internals.backend import SurvivorConfig
+from sunspot.ray_internals.controller import (
+    GroupRestartError,
+    asked_of_failures,
+    end_groups_at_once,
+    give_back,
+    replace_lost_alone,
+    reserved_groups,
+)
 from sunspot.ray_internals.coordinator import install_coordinator
 from sunspot.ray_internals.nodes import reachable_nodes
 from sunspot.ray_internals.output import quiet_losses
@@ -39,6 +51,7 @@ from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.storage.limits import retry_storage
+from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from sunspot.train.config import WorkerConfig
 from sunspot.train.library import choose_trainer
@@ -59,6 +72,9 @@ COLLECTIVE_TIMEOUT_S = 300
 WATCHDOG_GRACE_S = 60
 """Added to HANG_TIMEOUT_S: no collective fails before the watchdogs have reported (sunspot/elastic/watchdog.py)."""
 
+ALONE_CHECK_S, ALONE_S = 0.5, 20.0
+"""How often to look whether a trainer has any worker left, and for how long it may have none."""
+
 NO_RESIZE_S = 1e9
 """Ray would resize a worker group without telling it, and lose the steps since its last checkpoint: we scale up."""
 
@@ -70,27 +86,52 @@ def first_step(storage_path: str, run_name: str) -> int:
     return read_attempts(run)[-1].step
 
 
+@dataclass(frozen=True)
+class TrainerStart:
+    """Why one of Ray's trainers starts."""
+
+    incident: Incident = field(default_factory=Incident)
+    "What ended the one before."
+    failures: int = 0
+    "Losses before it, in a row without a new checkpoint."
+    committed: int = -1
+    "Step of the newest checkpoint then."
+
+
+class StartAgainError(Exception):
+    """The workers have ended as a group, and another trainer starts, on the nodes that there are then."""
+
+    def __init__(self, start: TrainerStart) -> None:
+        super().__init__(start.incident.detail)
+        self.start = start
+
+
 def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
     Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
-    incident = Incident()
+    start, attempt = TrainerStart(), 1
     failure: Exception | None = None
     with ray_session():
-        for attempt in range(1, DRIVER_TRIES + 1):
+        while True:
             reserved = reserved_groups()
             try:
                 failure = None
-                fit_once(plan, claimant, stop_request, incident)
+                fit_once(plan, claimant, stop_request, start)
+            except StartAgainError as error:
+                give_back(reserved_groups() - reserved)
+                start = error.start
+                continue
             except ControllerError as error:
                 failure = error
                 if attempt < DRIVER_TRIES and not stop_request.asked and not fatal_error(claimant):
-                    log.warning(f"Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}")
-                    time.sleep(DRIVER_BACKOFF_S * attempt)
+                    attempt += 1
+                    log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {error}")
+                    time.sleep(DRIVER_BACKOFF_S * (attempt - 1))
                     # One that fails while it ends its workers leaves their places reserved: no new group would start.
                     give_back(reserved_groups() - reserved)
-                    incident = Incident(Cause.DRIVER_LOST, "Ray's controller failed")
+                    start = TrainerStart(Incident(Cause.DRIVER_LOST, "Ray's controller failed"))
                     continue
             except (TrainingFailedError, WorkersFailedError) as error:
                 failure = error
@@ -125,8 +166,8 @@ def outcome_of_training(
     raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
 
 
-def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident: Incident) -> None:
-    """Run one of Ray's trainers to its end; `incident` is what ended the one before."""
+def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: TrainerStart) -> None:
+    """Run one of Ray's trainers to its end; raises `StartAgainError` if another follows."""
     settings = plan.settings
     choice, lag_s = None, 0.0
     if settings.num_workers.elastic or settings.node_groups:
@@ -143,17 +184,22 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident
     print(f"  {resources.reason}", flush=True)
     needed = Needed(resources.per_worker, settings.num_workers.least)
     left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
+    outlive = outlives(plan, resources)
     with (
         exported_run(settings.run_name),
         open_control() as control,
+        MembershipServer(settings.num_workers.least, control) if outlive else nullcontext() as membership,
         shown_progress(lambda: control.ask(ControlChannel.fetch_news), plan.total_steps, plan.steps.per_epoch),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
         supervised(
-            control, stop_request, NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice)
+            control,
+            stop_request,
+            NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice),
+            membership,
         ),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        control.tell(ControlChannel.add_incident_facts, incident)
+        control.tell(ControlChannel.add_incident_facts, start.incident)
         control.tell(ControlChannel.add_left_out, left_out)
         config = WorkerConfig(
             plan=plan,
@@ -161,16 +207,30 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident
             driver=claimant.driver,
             control=control,
             threads=resources.threads,
-            warm_key=choose_warm_key(settings),
+            warm_key="" if membership else choose_warm_key(settings),
             collective_timeout_s=max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + WATCHDOG_GRACE_S),
+            membership=membership.address if membership else None,
             folder=os.getcwd(),
         )
         trainer = make_trainer(config, resources, scratch)
         try:
-            judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed))
-            with quiet_losses(), asked_of_failures(judge):
+            left = settings.max_failures - start.failures
+            judge = FailureJudge(control, left, BrokenInTraining(control, needed), outlive)
+            with quiet_losses(), asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
-                start_thread(trainer.fit, "trainer").result()
+                fitting = start_thread(trainer.fit, "trainer")
+                if membership and left_alone(fitting, membership):
+                    if membership.ended:
+                        return
+                    detail = "no worker was left, and Ray waited for a node"
+                    raise StartAgainError(
+                        TrainerStart(Incident(Cause.NODE_LOST, detail), start.failures + 1, start.committed)
+                    )
+                fitting.result()
+        except TrainingFailedError as error:
+            if membership and (again := start_again(control, start, error)):
+                raise StartAgainError(again) from error
+            raise
         finally:  # workers know more of their end than Ray does
             # Nothing, if the control channel cannot tell: then what Ray has raised stands.
             end = control.try_ask(ControlChannel.group_end) or GroupEnd()
@@ -178,6 +238,45 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident
                 raise end.fatal
             if end.gave_up:
                 raise WorkersFailedError(end.gave_up)
+
+
+def outlives(plan: Plan, resources: Resources) -> bool:
+    """Whether workers outlive each other: each has the whole state and all rows, and Ray replaces who is lost."""
+    settings, task = plan.settings, load_task(plan.settings)
+    own_loop = not hasattr(task, "build_module") and not hasattr(task, "find_library")
+    whole = settings.parallel == "ddp" and settings.loader == "torch" and not resources.use_gpu
+    fixed = not settings.num_workers.elastic and not settings.node_groups
+    return settings.survivors == "auto" and own_loop and whole and fixed
+
+
+def start_again(control: ControlClient, start: TrainerStart, error: TrainingFailedError) -> TrainerStart | None:
+    """Return how another trainer starts after one whose workers have ended together; None if none does."""
+    end = control.try_ask(ControlChannel.group_end)
+    if end is None or end.fatal or end.gave_up or isinstance(error, ControllerError):
+        return None
+    incident = control.ask(ControlChannel.incident)
+    failures = getattr(error, "worker_failures", {})
+    if any(isinstance(each, GroupRestartError) for each in failures.values()):
+        return TrainerStart(incident, start.failures, start.committed)
+    since = 0 if end.progress.committed > start.committed else start.failures
+    return TrainerStart(incident, since + 1, max(start.committed, end.progress.committed))
+
+
+def left_alone(fitting: Future[Any], membership: MembershipServer) -> bool:
+    """Wait for the end of a trainer, and return False; True once it has no worker any more, and waits for a node.
+
+    While Ray places the worker that it replaces, it asks no other one: neither whether all have finished, nor whether
+    they live.
+    """
+    empty_since: float | None = None
+    while not wait([fitting], ALONE_CHECK_S).done:
+        if membership.members or not (membership.ended or membership.deserted):
+            empty_since = None
+        elif empty_since is None:
+            empty_since = time.monotonic()
+        elif time.monotonic() - empty_since > ALONE_S:
+            return True
+    return False
 
 
 def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> Any:
@@ -188,7 +287,13 @@ def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> An
     """
     plan, settings, workers = config.plan, config.plan.settings, config.plan.settings.num_workers
     sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
-    trainer, backend = choose_trainer(plan, int(config.collective_timeout_s))
+    if config.membership:
+        trainer: Any = TorchTrainer
+        backend: dict[str, Any] = {"torch_config": SurvivorConfig()}
+        endings = replace_lost_alone()
+    else:
+        trainer, backend = choose_trainer(plan, int(config.collective_timeout_s))
+        endings = end_groups_at_once()
     return trainer(
         functools.partial(train_loop, config),
         scaling_config=ScalingConfig(
@@ -202,7 +307,7 @@ def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> An
             storage_path=scratch,
             failure_config=FailureConfig(max_failures=settings.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[FailureRecorder(config.control), *end_groups_at_once()],
+            callbacks=[*endings] if config.membership else [FailureRecorder(config.control), *endings],
             worker_runtime_env={"py_executable": fork_server.executable(config.warm_key)} if config.warm_key else None,
         ),
         # Row ids stand for the rows; the streams put them in order and read them.

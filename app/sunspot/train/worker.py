@@ -15,6 +15,8 @@ from sunspot.background import CLOSE_TIMEOUT_S, start_thread
 from sunspot.checkpoint import CheckpointManager
 from sunspot.data.source import Batch
 from sunspot.elastic.control import CommandPoller
+from sunspot.elastic.copies import LiveState
+from sunspot.elastic.handover import Position
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
@@ -50,6 +52,14 @@ class Beginning:
     "False: an epoch ends at `step`, and its evaluation is to be made up."
     metrics: dict[str, Any]
     "Metrics of the state that the group starts from."
+    outlives: bool = False
+    "Whether this process outlives its group (train/survivor.py)."
+    window: MetricWindow | None = None
+    "The metrics that it brings from the group before."
+
+
+class RegroupError(Exception):
+    """Ends this worker's part in its group: the processes stay, and form the next one."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +100,20 @@ class Worker:
         self.reporter, self._outputs = reporter, outputs
         self._group = cast(dist.ProcessGroup, learner.place.group)  # one that trains has a group, if only of one
         recent = RecentMeans(learner.plan.steps.rows, beginning.metrics)
-        self.window = MetricWindow(self._group, learner.place.device, recent)
+        if beginning.window:
+            beginning.window.move(self._group)
+        self.window = beginning.window or MetricWindow(self._group, learner.place.device, recent)
         "Metrics of the steps since the newest record."
         self._decisions = StepDecisionBroadcast(self._group)
         self._evaluated = beginning.evaluated
+        "Whether the epoch that ends at `step`, if one does, is evaluated."
+        self._makes_up = not beginning.evaluated
         self._patience = Patience(learner.plan.settings, beginning.metrics)
         self._reported = 0.0
+        self.outlives, self.step, self.taken = beginning.outlives, beginning.step, time.time()
+        "Optimizer steps taken, and when the last one had been."
+        self._stepping = self._changing = False
+        "Whether a step has begun, and whether it has begun to change parameters."
         self._saved = False
         "Whether it has saved as the head is to go."
 
@@ -107,26 +125,28 @@ class Worker:
         Raises to end the group when it restarts.
         """
         plan, step = self.learner.plan, taken.step
+        self.step, self.taken = step, time.time()
+        self._stepping = self._changing = False
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
         epoch_ends = not has_more or step % plan.steps.per_epoch == 0
         self._record_step(taken, epoch_ends)
 
         # Decide: what rank 0 wants, and what every rank knows of the step's number.
         agreed = self._decisions.agree(lambda: self.wanted(step))
-        stop, restart = agreed.stop, agreed.restart and has_more
+        stop, restart, regroup = agreed.stop, agreed.restart and has_more, agreed.regroup and has_more
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
-        evaluated = not (epoch_ends and plan.test)
+        evaluated = self._evaluated = not (epoch_ends and plan.test)
 
         # Measure and evaluate.
         record: dict[str, Any] = {}
         if save or agreed.report:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
-        if not (evaluated or stop or restart):
+        if not (evaluated or stop or restart or regroup):
             # A loss meanwhile costs the evaluation, and no step.
             self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
             results, stop, restart = self._evaluate()
-            evaluated = results is not None
+            evaluated = self._evaluated = results is not None
             record |= results or {}
             stop |= evaluated and self._patience.ends(record)
 
@@ -137,7 +157,31 @@ class Worker:
             self.checkpoints.save(step, self._metrics(record), evaluated=evaluated, to_storage=save)
         if restart:
             self.restart_group()
+        if regroup:
+            raise RegroupError
         return stop
+
+    def begin_step(self, rows: torch.Tensor | None, step_rows: int) -> None:
+        """Note that a step begins, of whose `step_rows` rows this worker takes those of these ids, int64 [B]."""
+        self._stepping = True
+        if self.outlives:
+            self.learner.buffers.keep()
+            self.checkpoints.begin_step(self.step + 1, rows, step_rows)
+
+    def begin_change(self) -> None:
+        """Return when parameters may change by the step that has begun."""
+        self.checkpoints.wait_for_copy()
+        self._changing = self._stepping
+
+    def leave(self) -> tuple[LiveState, Position] | None:
+        """Return the state that this process has as its group ends; None: part of a step is in it."""
+        windows = self.checkpoints.hand_on(self.step)
+        if self._changing:
+            return None
+        if self._stepping:
+            self.learner.buffers.put_back()
+        live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
+        return live, Position(self._metrics({}), self.taken, windows)
 
     def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint has of a record; a copy without one hands on the means."""
@@ -160,7 +204,11 @@ class Worker:
         asked = command.save and not self._saved and not due.busy
         self._saved |= asked
         return due._replace(
-            save=due.save or asked, report=self.reporter.due(), stop=command.stop, restart=command.restart
+            save=due.save or asked,
+            report=self.reporter.due(),
+            stop=command.stop,
+            restart=command.restart,
+            regroup=command.regroup,
         )
 
     def report(self, record: dict[str, Any]) -> None:
@@ -168,6 +216,8 @@ class Worker:
         self.telemetry.report(self.window.own)
         if self.reporter:
             self.reporter.report(record, self.window.recent.newest, self.window.ranks or {})
+        if self.outlives:
+            return  # Ray's report is a barrier: one would wait there for the others, who form the next group
         if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # a clock may be set back
             self._reported = record["time"]
             ray.train.report(record)
@@ -179,11 +229,12 @@ class Worker:
 
         Returns whether the run stops; raises to end the group when it restarts.
         """
-        if self._evaluated:
+        if not self._makes_up:
             return False
-        self._evaluated = True
+        self._makes_up = False
         step, metrics = self.beginning.step, self.beginning.metrics
         results, stop, restart = self._evaluate()
+        self._evaluated = results is not None
         if results is None:
             self.checkpoints.save(step, metrics, evaluated=False)  # it may be in memory only
         else:
@@ -214,9 +265,13 @@ class Worker:
     def restart_group(self) -> NoReturn:
         """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then.
 
+        An evaluation ends so, too, when the group is only to change: then the processes stay.
+
         Ray kills all of its processes once the first has raised, so what they printed and measured goes to storage
         before, as far as a notice leaves time for it.
         """
+        if self.outlives and broadcast_from_rank0(self._group, lambda: not self.commands.poll().restart):
+            raise RegroupError
         with self.watchdog.paused():
             limit_s = self._drain_limit_s()
             run_on_all_ranks(self._group, lambda: self.reporter.drain(limit_s) if self.reporter else None)

@@ -1,0 +1,188 @@
+"""Decides which worker processes form the group: one decider, in the driver, whom all members ask.
+
+A generation is one group: its members in the order of their ranks. The loss of a member closes it: every survivor
+breaks its collectives and stands for the next one, which forms once all living members stand. Newcomers, and members
+whose nodes are to go, change it too, but between two steps: the members are told, and stand when their step is done.
+
+No two open generations exist, and only members of the newest one are told to form a group: whoever is cut off from the
+decider is in none, and ends.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+SETTLE_S = 0.05
+"""Seconds for which the decider waits for more losses before a generation forms: nodes often go together."""
+
+FIRST_WAIT_S = 60.0
+"""How long a group of new processes waits for all that were started."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that may be in a group."""
+
+    uid: str
+    node: str
+    "Ray's id of its node."
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A group as the decider formed it."""
+
+    number: int
+    members: tuple[Member, ...]
+    "By rank."
+
+    def place_of(self, uid: str) -> int | None:
+        """The rank of a member; None: it is none."""
+        return next((rank for rank, member in enumerate(self.members) if member.uid == uid), None)
+
+
+@dataclass(frozen=True)
+class Close:
+    """Tells members that their generation has ended: a collective of it would wait for ever."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """Tells members to stand for the next generation once their step is done."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class End:
+    """Tells who stands for the next generation that there is none."""
+
+
+Word = Generation | Close | Change | End
+
+
+class Membership:
+    """The decider's state. Times are those of one monotonic clock, in seconds."""
+
+    def __init__(self, size: int) -> None:
+        """`size` processes were started."""
+        self._size = size
+        self._members: dict[str, Member] = {}
+        "All that live, by uid, in the order in which they came."
+        self._standing: set[str] = set()
+        self._draining: frozenset[str] = frozenset()
+        self._generation = Generation(0, ())
+        self._open = False
+        "Whether the newest generation trains, as far as is known."
+        self._told: Word | None = None
+        "What its members were told last."
+        self._settled_at = 0.0
+        self._first_stood = math.inf
+        "When the first one stood of those who form a group without any member of the last one."
+        self.ended = False
+        "Whether a member has said that its group ends as a whole: no other follows, and members may go."
+
+    @property
+    def generation(self) -> Generation:
+        """The newest one."""
+        return self._generation
+
+    @property
+    def deserted(self) -> bool:
+        """Whether there was a group, and none of its members or of those who stood for the next is left."""
+        return bool(self._generation.members) and not self._members
+
+    def enter(self, member: Member) -> None:
+        """Note a new process; it is in no group yet."""
+        self._members[member.uid] = member
+
+    def stand(self, uid: str, now: float) -> None:
+        """Note that a process wants to be in the next generation; a member's word closes the present one."""
+        if uid not in self._members:
+            return
+        self._standing.add(uid)
+        if self._first_stood == math.inf:
+            self._first_stood = now
+        if self._is_member(uid):
+            self._close(now)
+
+    def end(self, uid: str) -> None:
+        """Note that the group ends as a whole: the training is done, or is to start again."""
+        self.ended = self.ended or self._is_member(uid)
+
+    def lose(self, uid: str, now: float) -> None:
+        """Note that a process is gone; the loss of a member closes the generation."""
+        self._members.pop(uid, None)
+        self._standing.discard(uid)
+        if self._is_member(uid) and not self.ended:
+            self._close(now)
+
+    def drain(self, nodes: Collection[str]) -> None:
+        """Note which nodes are to go: the next generation does without them, as far as there are others."""
+        self._draining = frozenset(nodes)
+
+    def decide(self, now: float) -> list[tuple[str, Word]]:
+        """Return what is to be told now, and to whom."""
+        if self.ended:
+            told, self._standing = self._standing, set()
+            return [(uid, End()) for uid in told]
+        return self._ask_for_change() if self._open else [*self._tell(Close), *self._form(now)]
+
+    @property
+    def newcomers(self) -> int:
+        """How many processes stand that are to join the newest generation."""
+        return len(self._choose(self._standing)) if self._open else 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether a member of the newest generation lives."""
+        return bool(self._living())
+
+    def _living(self) -> set[str]:
+        return {member.uid for member in self._generation.members if member.uid in self._members}
+
+    def _is_member(self, uid: str) -> bool:
+        return self._generation.place_of(uid) is not None
+
+    def _close(self, now: float) -> None:
+        self._open = False
+        self._settled_at = now + SETTLE_S
+
+    def _ask_for_change(self) -> list[tuple[str, Word]]:
+        inside = {member.uid for member in self._generation.members}
+        wanted = {member.uid for member in self._choose([*self._standing, *inside])}
+        return [] if wanted == inside else self._tell(Change)
+
+    def _tell(self, kind: type[Close] | type[Change]) -> list[tuple[str, Word]]:
+        """Tell the members of the newest generation that live, once."""
+        word = kind(self._generation.number)
+        if self._told == word:
+            return []
+        self._told = word
+        return [(member.uid, word) for member in self._generation.members if member.uid in self._members]
+
+    def _form(self, now: float) -> list[tuple[str, Word]]:
+        """Form the next generation, once all who live of the last one stand for it."""
+        living = self._living()
+        chosen = self._choose(self._standing)
+        if now < self._settled_at or living - self._standing or not chosen:
+            return []
+        if not living and len(chosen) < self._size and now < self._first_stood + FIRST_WAIT_S:
+            return []
+        self._generation = Generation(self._generation.number + 1, chosen)
+        self._open, self._first_stood = True, math.inf
+        self._standing -= {member.uid for member in chosen}
+        return [(member.uid, self._generation) for member in chosen]
+
+    def _choose(self, candidates: Collection[str]) -> tuple[Member, ...]:
+        """Choose the next members: those of the last generation keep their order, and newcomers follow.
+
+        Nodes that are to go are left out, unless there are no others.
+        """
+        order = {member.uid: place for place, member in enumerate(self._generation.members)}
+        living = [self._members[uid] for uid in self._members if uid in set(candidates)]
+        living.sort(key=lambda member: order.get(member.uid, len(order)))
+        staying = [member for member in living if member.node not in self._draining]
+        return tuple(staying or living)

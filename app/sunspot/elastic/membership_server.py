@@ -1,0 +1,156 @@
+"""Brings the members of a worker group and its decider together, by a connection from each of them to the driver.
+
+A connection that ends is a loss, known at once; silence for HEARTBEAT_LIMIT_S is one, too: a node that goes closes no
+connection. Who was taken for lost, and is not, finds its connection closed, and comes back as a newcomer.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, Listener
+from types import TracebackType
+from typing import Self
+
+import ray.util
+import torch.distributed as dist
+
+from sunspot.background import Background, start_thread
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.membership import Change, Member, Membership
+from sunspot.elastic.messages import Incident
+from sunspot.formatting import plural
+from sunspot.run.incidents import Cause
+
+HEARTBEAT_EVERY_S = 0.1
+
+HEARTBEAT_LIMIT_S = 2.0
+"""Silence for which a member is taken for lost. A process that keeps Python's lock for longer comes back by itself."""
+
+DECIDE_EVERY_S = 0.02
+
+STORE_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class MembershipAddress:
+    """Where the decider is to be found."""
+
+    host: str
+    port: int
+    store_port: int
+    "Of the store in which the members of a generation meet."
+    key: bytes
+    "Proves that a process belongs to this training."
+
+
+class MembershipServer:
+    """Runs a `Membership` while the context lasts."""
+
+    def __init__(self, size: int, control: ControlClient) -> None:
+        """`size` processes are started; `control` is told why groups end."""
+        self.size, self._control = size, control
+        self._membership = Membership(size)
+        self._lock = threading.Lock()
+        self._connections: dict[str, Connection] = {}
+        host, key = ray.util.get_node_ip_address(), secrets.token_bytes(16)
+        self._listener = Listener((host, 0), backlog=64, authkey=key)
+        # Of the driver, as one of a member would be gone with it, and with it the way to the next generation.
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_TIMEOUT_S)
+        )
+        self.address = MembershipAddress(host, self._listener.address[1], self._store.port, key)
+        self._deciding = Background(DECIDE_EVERY_S, self._decide)
+        self._closing = False
+
+    def __enter__(self) -> Self:
+        start_thread(self._accept, "members")
+        self._deciding.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        self._deciding.__exit__(kind, error, trace)
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+
+    def drain(self, nodes: Collection[str]) -> None:
+        """Do without these nodes as soon as their members' step is done."""
+        with self._lock:
+            self._membership.drain(nodes)
+
+    @property
+    def members(self) -> int:
+        """How many processes are there, in a group or not."""
+        return len(self._connections)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the group has ended as a whole."""
+        return self._membership.ended
+
+    @property
+    def deserted(self) -> bool:
+        """Whether all members are gone."""
+        return self._membership.deserted
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection = self._listener.accept()
+            except Exception:  # a stranger, or the end
+                continue
+            start_thread(partial(self._serve, connection), "member")
+
+    def _serve(self, connection: Connection) -> None:
+        member: Member = connection.recv()
+        with self._lock:
+            self._connections[member.uid] = connection
+            self._membership.enter(member)
+            connection.send(self._membership.trains)
+        acts: dict[str, Callable[[], None]] = {
+            "stand": lambda: self._membership.stand(member.uid, time.monotonic()),
+            "end": lambda: self._membership.end(member.uid),
+            "beat": lambda: None,
+        }
+        try:
+            while connection.poll(HEARTBEAT_LIMIT_S):
+                word = connection.recv()
+                with self._lock:
+                    acts[word]()
+        except (EOFError, OSError):
+            pass  # the process has ended
+        with self._lock:
+            self._note_loss(member)
+            self._membership.lose(member.uid, time.monotonic())
+            del self._connections[member.uid]
+        connection.close()
+        self._deciding.run_now()
+
+    def _note_loss(self, member: Member) -> None:
+        """Tell why the present group ends, unless its member has gone when it was to go."""
+        place = self._membership.generation.place_of(member.uid)
+        if place is not None and not self._membership.ended:
+            detail = f"rank {place} on node {member.node[:12]}"
+            self._control.tell(ControlChannel.log, f"{detail} is lost; the others train on")
+            self._control.tell(ControlChannel.add_incident_facts, Incident(Cause.WORKER_LOST, detail, time.time()))
+
+    def _decide(self) -> None:
+        with self._lock:
+            words = self._membership.decide(time.monotonic())
+            told = [(self._connections[uid], word) for uid, word in words if uid in self._connections]
+            joining = any(isinstance(word, Change) for _, word in words) and self._membership.newcomers
+        if joining:
+            detail = f"{plural(joining, 'worker')} more"
+            self._control.tell(ControlChannel.add_incident_facts, Incident(Cause.JOINED, detail, time.time()))
+        for connection, word in told:
+            try:
+                connection.send(word)
+            except OSError:
+                continue  # its thread notices

@@ -1,0 +1,159 @@
+"""A worker process that outlives its groups: it takes model, optimizer and rows from one to the next.
+
+Where Ray Train would end all workers for the loss of one, the others break off the step that they cannot end, form a
+group without it, and take the step again (elastic/membership.py says who is in). Only the process that is gone is
+replaced, and the new one prepares itself while the others train.
+"""
+
+import gc
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import ray
+import ray.train.torch
+import torch.distributed as dist
+
+from sunspot.checkpoint import NodeMemory
+from sunspot.elastic.copies import Holders, LiveState
+from sunspot.elastic.handover import Position, hand_over
+from sunspot.elastic.member import MembershipClient
+from sunspot.elastic.membership import Member
+from sunspot.elastic.membership_server import MembershipAddress
+from sunspot.elastic.restore import TrainingState
+from sunspot.errors import find_in
+from sunspot.observe.metrics import MetricWindow
+from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.process_group import FORM_LIMIT_S, GroupSockets, form_group, leave_group
+from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.run import Run
+from sunspot.run.claimant import Claimant
+from sunspot.run.failures import LOST_PEER
+from sunspot.settings import Settings
+from sunspot.train.learner import Learner
+from sunspot.train.worker import RegroupError, Worker
+
+CLOSED_WITHIN_S = 3.0
+"""How soon after an error in a collective a member hears that the group is closed, if a loss was the reason."""
+
+
+class Survivor:
+    """This process, between its groups."""
+
+    def __init__(self, address: MembershipAddress, limit_s: float) -> None:
+        """No collective of its groups waits for longer than `limit_s`."""
+        self._address, self._limit_s = address, limit_s
+        self._sockets = GroupSockets()
+        self._node = ray.get_runtime_context().get_node_id()
+        uid = f"{socket.gethostname()}-{os.getpid()}"
+        self._client = MembershipClient(address, Member(uid, self._node), self._sockets.cut)
+        self._worker: Worker | None = None
+        self.learner: Learner | None = None
+        self.memory: NodeMemory | None = None
+        self.window: MetricWindow | None = None
+        self.live: LiveState | None = None
+        "The state that it has, if that is whole."
+        self.position: Position | None = None
+        "Where that state stands."
+
+    def __enter__(self) -> Self:
+        self._client.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    @property
+    def joins(self) -> bool:
+        """Whether others train already."""
+        return self._client.others_train
+
+    def form(self) -> WorkerPlace | None:
+        """Stand for the next group, and form it with the others, however long they take; None: there is no next one."""
+        while True:
+            leave_group()
+            stood = self._client.stand()
+            if not stood:
+                return None
+            generation, rank = stood
+            self._sockets.begin()
+            try:
+                store = dist.TCPStore(  # type: ignore[attr-defined]
+                    self._address.host,
+                    self._address.store_port,
+                    is_master=False,
+                    timeout=timedelta(seconds=FORM_LIMIT_S),
+                )
+                meeting = dist.PrefixStore(str(generation.number), store)  # type: ignore[attr-defined]
+                group = form_group(meeting, rank, len(generation.members), self._limit_s)
+            except RuntimeError:
+                if not self._client.closed(CLOSED_WITHIN_S):
+                    raise
+                continue
+            self._sockets.end()
+            nodes = [member.node for member in generation.members]
+            return WorkerPlace(group, rank, len(nodes), ray.train.torch.get_device(), nodes)
+
+    def regroups(self) -> bool:
+        """Whether the group is to change once a step is done."""
+        return self._client.changing
+
+    def prepare(self, learner: Learner) -> None:
+        """Note what this process will train with, once it has the others' state."""
+        self.learner = learner
+
+    @contextmanager
+    def in_group(self, claimant: Claimant) -> Iterator[None]:
+        """While the context lasts, this process is in the group that it has formed."""
+        try:
+            yield
+        finally:
+            claimant.given_up.set()
+
+    def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
+        """Where copies outlive this process, if it is the first of its node."""
+        first = place.nodes.index(self._node) == place.rank
+        if self.memory is None and first and settings.snapshot_cost:
+            self.memory = NodeMemory(run.location)
+        return self.memory if first else None
+
+    def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
+        """Return the state to go on from, from those who have it; all workers of the group call this together."""
+        saved = self.learner.saved() if self.learner and self.live else None
+        return hand_over(place, holders, saved, self.position if self.live else None, total_steps)
+
+    def begin(self, worker: Worker) -> None:
+        """Note what this process trains with."""
+        self._worker, self.learner = worker, worker.learner
+
+    def outlives(self, error: Exception) -> bool:
+        """Tell whether the group has ended, by this error, and not this process."""
+        if isinstance(error, RegroupError):
+            return True
+        if isinstance(error, GroupRestartError) or find_in(error):
+            return False
+        lost_peer = LOST_PEER.search(f"{type(error).__name__}: {error}")
+        return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
+
+    def leave(self, error: Exception) -> None:
+        """Keep the state for the next group, and let go of the last one."""
+        for each in (error, error.__cause__):
+            if each:
+                traceback.clear_frames(each.__traceback__)  # which hold the last step's batch and graph
+        gc.collect()
+        if self._worker:
+            left = self._worker.leave()
+            self.live, self.position = left or (None, None)
+            self.window = self._worker.window
+            self._worker = None
+
+    def end(self) -> None:
+        """Tell the others' decider that the group ends as a whole."""
+        self._client.end()

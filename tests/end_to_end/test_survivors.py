@@ -1,0 +1,74 @@
+"""Workers that outlive each other: what a loss, a notice and a newcomer cost those who train on; on real Ray."""
+
+from __future__ import annotations
+
+import pytest
+
+from sunspot.run.attempts import IN_PLACE
+from sunspot.run.incidents import Cause
+from tests.harness.nodes import start_node
+from tests.harness.program import WORKER_NODE, Program
+from tests.harness.training import (
+    MakeData,
+    assert_audit_clean,
+    assert_complete,
+    newest,
+    receipts_of,
+    the_run,
+    wait_for_receipts,
+    wait_for_reported_step,
+    worker_processes,
+)
+
+SLOW = {
+    "TASK": "tests.tasks.slow",
+    "GLOBAL_BATCH_SIZE": 20,
+    "EPOCHS": 1,
+    "CHECKPOINT_EVERY_STEPS": 0,
+    "REPORT_EVERY_S": 1,
+    "SURVIVORS": "auto",
+}
+"""About 50 steps in a second, and no checkpoint before the end of the epoch."""
+
+
+@pytest.mark.slow
+def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    training = program.begin(**SLOW, NUM_WORKERS=2, DATASET=make_data(40_000, row_group=1000, test_rows=100))
+    wait_for_reported_step(run, 60, training)
+    first, second = worker_processes()
+    first.kill()
+    lost = wait_for_receipts(run, 2, training)[-1]
+    assert (lost.cause, lost.tier, lost.replayed) == (Cause.WORKER_LOST, IN_PLACE, 0)
+    assert (lost.world_before, lost.world_after) == (2, 1)
+    assert second.is_running(), "a survivor keeps its process"
+    joined = wait_for_receipts(run, 3, training)[-1]
+    assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 2)
+    assert second.is_running()
+    training.result(240)
+    assert newest(run).step == 2000
+    assert "test_accuracy" in newest(run).metrics
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_node_with_notice_leaves_and_the_run_ends_without_another(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    workers = {"NUM_WORKERS": 2, "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
+    with start_node(ray_address, **WORKER_NODE) as going:
+        training = program.begin(**SLOW, **workers, DATASET=make_data(20_000, row_group=1000))
+        wait_for_reported_step(run, 60, training)
+        going.reclaim()
+        left = wait_for_receipts(run, 2, training)[-1]
+        assert (left.cause, left.tier, left.replayed) == (Cause.PREEMPTED, IN_PLACE, 0)
+        assert (left.world_before, left.world_after) == (2, 1)
+        training.result(240)
+    assert len(receipts_of(run)) == 2
+    assert newest(run).step == 1000
+    assert_complete(run)
+    assert_audit_clean(program)
