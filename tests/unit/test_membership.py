@@ -1,5 +1,6 @@
 """Who is in the group, whatever dies, comes, or is late: never two groups at once, and always another one."""
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -28,6 +29,7 @@ class Decisions(RuleBasedStateMachine):
         self.membership = Membership(SIZE)
         self.processes: dict[str, Process] = {}
         self.started = 0
+        self.draining: set[str] = set()
         self.committed: dict[int, frozenset[str]] = {}
         for _ in range(SIZE):
             self.come("node-0")
@@ -67,12 +69,14 @@ class Decisions(RuleBasedStateMachine):
 
     @rule(nodes=st.sets(st.sampled_from(["node-0", "node-1", "node-2"])))
     def drain(self, nodes: set[str]) -> None:
+        self.draining = nodes
         self.membership.drain(nodes)
 
     @rule(seconds=st.sampled_from([0.0, SETTLE_S / 2, SETTLE_S]))
     def decide(self, seconds: float) -> None:
         self.now += seconds
-        before = self.membership.generation.number
+        last = self.membership.generation
+        before = last.number
         words = self.membership.decide(self.now)
         for uid, word in words:
             self.processes[uid].inbox.append(word)
@@ -81,6 +85,9 @@ class Decisions(RuleBasedStateMachine):
             assert formed.number == before + 1
             members = {member.uid for member in formed.members}
             assert members <= set(self.processes)
+            left_out = {member.uid for member in last.members} & set(self.processes) - members
+            nodes = {self.processes[uid].member.node for uid in left_out}
+            assert nodes <= self.draining, "a member that lives is waited for"
             assert all(self.processes[uid].stands for uid in members)
             self.committed[formed.number] = frozenset(members)
 
@@ -112,3 +119,4 @@ class Decisions(RuleBasedStateMachine):
 
 
 TestDecisions = Decisions.TestCase
+TestDecisions.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
