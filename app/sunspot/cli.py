@@ -36,6 +36,7 @@ VERBS = {
     "checkpoints gc": "show what is of no use any more; --yes removes it",
     "events": "what happened to the run besides training, and what it cost",
     "metrics": "the run's metric history",
+    "cost": "what runs cost, what their losses cost, and what spot nodes saved; node hours without a price",
     "report": "write all there is to see of the run into one HTML file",
     "audit": "prove which rows each epoch consumed, checkpoints and receipts; exit code 7 for a fault",
     "chaos": "reclaim and kill parts of a live run on purpose, then audit it",

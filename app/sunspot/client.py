@@ -14,6 +14,7 @@ from sunspot.report.search import render_stored
 from sunspot.run import Run as StoredRun
 from sunspot.run.history import read_events
 from sunspot.run.logs import read_stream
+from sunspot.run.overview import read_view
 from sunspot.settings import load_settings, setting_text, with_place
 from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
@@ -21,7 +22,7 @@ from sunspot.submitter.cluster.completion import wait_for_end
 from sunspot.submitter.cluster.deletion import delete_run, find_contents
 from sunspot.submitter.cluster.listing import describe_runs
 from sunspot.submitter.cluster.observation import reach_run
-from sunspot.submitter.cluster.progress_lines import print_state, print_submission, show_progress
+from sunspot.submitter.cluster.progress_lines import print_pods, print_state, print_submission, show_progress
 from sunspot.submitter.cluster.restart import resume_run
 from sunspot.submitter.cluster.run_record import gather, summarize
 from sunspot.submitter.cluster.start import render_for_cluster
@@ -86,6 +87,7 @@ def submit(
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_for_cluster(request, context)
+    print_pods(rendered.pods)
     print_submission(start_rendered(cluster, rendered), as_json=False)
     return Run(rendered.settings.run_name, rendered.settings.storage_path, context, rendered.namespace)
 
@@ -153,6 +155,11 @@ class Run:
         """
         access = reach_run(self._target)
         delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
+
+    def cost(self) -> dict[str, Any]:
+        """Say what its nodes cost so far: `cost` of `status`."""
+        view = read_view(self._stored())
+        return view.spending.record(view.step)
 
     def doctor(self) -> dict[str, Any]:
         """Find out why it is pending, slow, stuck or failed: what `sunspot doctor --json` prints."""

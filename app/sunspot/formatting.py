@@ -46,6 +46,11 @@ def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
     return f"{number:.3g} {units[power]}"
 
 
+def money(sum_: float) -> str:
+    """Return a sum of money for people: to the hundredth, or with three digits when it is small."""
+    return f"{sum_:,.2f}" if abs(sum_) >= 1 else f"{sum_:.3g}"
+
+
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield rows of cells as lines, in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sunspot.errors import SettingsError
-from sunspot.settings import IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, cut, load_settings, parse_json, takes
+from sunspot.settings import HEAD, IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, cut, load_settings, parse_json, takes
 
 VARIED = (
     "task",
@@ -45,6 +45,9 @@ FUNCTIONS = {
     "choice": ("choice(8,16,32)", "values with commas between them"),
 }
 """Each with an example and the arguments that it takes. Not parsed as Python, as the words of `choice` may be URLs."""
+
+SEARCH_LABEL = "search"
+"""A label of each trial: the run of its search."""
 
 CALL = re.compile(r"([A-Za-z_]\w*)\s*\((.*)", re.DOTALL)
 
@@ -139,7 +142,8 @@ def load_search(variables: Mapping[str, str]) -> Search:
             _raise(problems)  # of all extremes, or else of the trials
         name = trial_name(settings.run_name, max(1, number))
         try:
-            trials.append(load_settings({**given, **_substitute(expressions, sample), PREFIX + "RUN_NAME": name}))
+            own = {**_shared(settings), **_substitute(expressions, sample), PREFIX + "RUN_NAME": name}
+            trials.append(load_settings({**given, **own}))
         except SettingsError as error:
             problems += str(error).splitlines()[1:]  # without the line that counts them
     _raise(problems)
@@ -223,6 +227,14 @@ def in_words(sample: Mapping[str, Any]) -> str:
 
 def _ours(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in variables.items() if name.startswith(PREFIX)}
+
+
+def _shared(settings: Settings) -> dict[str, str]:
+    """Return what the trials of a search have besides its own settings: they share its head, which costs once."""
+    labels = {**settings.labels, SEARCH_LABEL: settings.run_name}
+    prices = {name: price for name, price in settings.prices.items() if name != HEAD}
+    shared = settings.model_copy(update={"labels": labels, "prices": prices}).environment()
+    return {name: shared[name] for name in (PREFIX + "LABELS", PREFIX + "PRICES")}
 
 
 def _substitute(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:

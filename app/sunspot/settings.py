@@ -66,6 +66,19 @@ class NodeGroup(BaseModel):
     "How long the groups before must lack nodes until this one stands in, and have enough until it steps back."
 
 
+HEAD = "head"
+"""The name that the node of the head has among prices."""
+
+
+class NodePrice(BaseModel):
+    """The price of an hour of a node."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    price: float | None = Field(None, ge=0, allow_inf_nan=False)
+    on_demand_price: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+
 def _parse_groups(value: Any) -> Any:
     return parse_json(value) if isinstance(value, str) else value
 
@@ -119,6 +132,18 @@ JsonObject = Annotated[
     dict[str, Any],
     BeforeValidator(_parse_json_object),
     PlainSerializer(lambda value: json.dumps(value, sort_keys=True), return_type=str),
+]
+
+Labels = Annotated[
+    dict[str, str],
+    BeforeValidator(_parse_json_object),
+    PlainSerializer(lambda labels: json.dumps(labels, sort_keys=True), return_type=str),
+]
+
+NodePrices = Annotated[
+    dict[str, NodePrice],
+    BeforeValidator(_parse_json_object),
+    PlainSerializer(lambda prices: json.dumps({name: dict(each) for name, each in prices.items()}), return_type=str),
 ]
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
@@ -322,6 +347,12 @@ class Settings(BaseModel):
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption to the end of the node."
+
+    labels: Labels = _setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
+    "What `sunspot cost` sums by; a manifest adds the profile's labels."
+
+    prices: NodePrices = _setting({}, """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}""")
+    "Set by the manifest: the price per hour of the head, and of a node of each group."
 
     node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
     "Set by the manifest: several groups of nodes, first choice first."

@@ -44,6 +44,7 @@ from sunspot.run.checkpoints import (
 )
 from sunspot.run.claimant import Claimant
 from sunspot.run.incidents import Cause, Receipt, describe
+from sunspot.run.overview import LOST_S
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.settings import Settings
 from sunspot.storage.limits import retry_storage
@@ -498,6 +499,16 @@ def test_a_pause_is_not_lost() -> None:
     receipt = make_receipt(now, TrainingState(taken=40.0), incident, 1010.0)
     assert receipt.paused_s == 950
     assert receipt.worker_seconds_lost == pytest.approx(2 * 10 + 2 * 10)
+
+
+def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
+    """Its nodes are gone by then, unless the operator has only replaced its head."""
+    lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
+    now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=Past(other=lost))
+    receipt = make_receipt(now, TrainingState(taken=40.0), first_incident(now), 9010.0)
+    assert (receipt.cause, receipt.paused_s) == (Cause.DRIVER_LOST, 9000 - 50 - LOST_S)
+    replaced = replace(now, past=Past(other=replace(lost, owner=now.attempt.owner)))
+    assert make_receipt(replaced, TrainingState(taken=40.0), first_incident(replaced), 9010.0).paused_s == 0
 
 
 def claimed_by(driver: str, attempt: Attempt) -> Attempt:

@@ -1,6 +1,7 @@
 """The start of a worker group: its ranks agree on the newest good state, and rank 0 claims the next attempt from it."""
 
 import functools
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,9 @@ from sunspot.storage.base import Entry
 from sunspot.storage.limits import retry_storage
 
 Result = TypeVar("Result")
+
+NODE_GROUP = "RAY_NODE_TYPE_NAME"
+"""Variable with the group of a pod, from which Ray makes a node's label ray.io/node-group."""
 
 
 class Readers(NamedTuple):
@@ -140,6 +144,7 @@ def agree_on_start(
         parts=find_parts(location) if looks and settings.parallel == "fsdp" else (),
         forked=sunspot.warm.forked,
         live=live,
+        group=os.environ.get(NODE_GROUP, ""),
     )
     inventories = gather_objects(inventory, group)
     start = begin_attempt(claimant, settings, inventories, Readers(state.read, parts.read), group)
@@ -216,6 +221,7 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
                 versions=versions(),
                 host=inventories[0].host,
                 nodes={str(rank): inventory.host for rank, inventory in enumerate(inventories)},
+                groups={inventory.host: inventory.group for inventory in inventories if inventory.group},
                 world_size=len(inventories),
                 forked=sum(inventory.forked for inventory in inventories),
                 driver=driver,

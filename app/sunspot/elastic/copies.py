@@ -36,6 +36,8 @@ class NodeInventory(NamedTuple):
     "Whether the rank's process was forked (sunspot/warm)."
     live: LiveState | None = None
     "What the rank itself trains with."
+    group: str = ""
+    "The group of the node, as KubeRay names it; empty: none is known."
 
 
 class ChosenCopy(NamedTuple):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import ray.train
@@ -13,7 +14,9 @@ from sunspot.elastic.messages import Incident
 from sunspot.elastic.restore import TrainingState
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
+from sunspot.run.cost import cost_of_loss
 from sunspot.run.incidents import Cause, Receipt, worker_seconds
+from sunspot.run.overview import LOST_S
 
 MAX_DETAIL = 500
 """Characters kept of all workers' errors."""
@@ -45,7 +48,7 @@ def make_receipt(
     world_before = before[-1].metadata.world_size if before else 0
     spent = worker_seconds([*before, attempt], left, first_step)
     cause = _cause(before, incident)
-    return Receipt(
+    receipt = Receipt(
         attempt=attempt.number,
         since=since,
         cause=cause,
@@ -66,6 +69,7 @@ def make_receipt(
         paused_s=paused_s,
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),
     )
+    return replace(receipt, cost=cost_of_loss([*before, attempt], receipt))
 
 
 def _cause(before: Sequence[Attempt], incident: Incident) -> Cause:
@@ -102,7 +106,10 @@ def first_incident(start: StartPoint) -> Incident:
         taken = f"by {own.owner}, from {other.owner} at step {other.step}"
         return Incident(Cause.TAKEN_OVER, taken, last_step=other.step)
     silent = f"the driver before wrote nothing since step {other.step}"
-    return Incident(Cause.DRIVER_LOST, silent, last_step=other.step)
+    # Until somebody has started a lost run again, nothing is there to train; a head that the operator replaces leaves
+    # its workers.
+    paused_since = other.seen + LOST_S if other.owner != start.attempt.owner else None
+    return Incident(Cause.DRIVER_LOST, silent, paused_since=paused_since, last_step=other.step)
 
 
 class FailureRecorder(ray.train.UserCallback):

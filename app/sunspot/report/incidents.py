@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from sunspot.formatting import plural
+from sunspot.formatting import money, plural
 from sunspot.report.charts import Line, chart, linear_axis, over_time, points_of
 from sunspot.report.history import Series
-from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, table, whole
+from sunspot.report.html import Html, Number, duration, element, join, moment, paragraph, percent, table, whole
 from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
 from sunspot.run.incidents import Cause, Receipt
@@ -33,12 +33,14 @@ def show(report: Report) -> Html:
     else:
         share = percent(report.goodput, 1)
         parts.append(paragraph("Goodput ", share, ": the share of all worker-seconds that counts for the result."))
+    if cost := report.spending.describe(report.step):
+        parts.append(paragraph(f"Cost: {cost}."))
     parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in report.gaps[:MAX_ROWS]]
     receipts = {receipt.attempt: receipt for receipt in report.receipts}
     shown = report.attempts[-MAX_ROWS:]
     of = f", the newest {len(shown)} of {len(report.attempts):,}" if len(shown) < len(report.attempts) else ""
     columns = ["attempt", "began (UTC)", "why", "steps again", "first step after", "state safe after"]
-    columns += ["from step", "out of", "workers", "worker-seconds lost"]
+    columns += ["from step", "out of", "workers", "worker-seconds lost", "their cost"]
     stepped = {*report.history.attempts, *(receipt.since for receipt in report.receipts)}
     rows = [_start(attempt, receipts.get(attempt.number), attempt.number in stepped) for attempt in shown]
     parts.append(table(f"Each start of the workers, with its receipt{of}", columns, rows))
@@ -72,7 +74,7 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
     if receipt is None:
         why = "no receipt, though it took steps" if stepped else "no receipt: it took no step"
         tier, world = attempt.metadata.tier or None, attempt.metadata.world_size or None
-        return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None]
+        return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None, None]
     label = "first start" if receipt.cause is Cause.BEGIN else str(receipt.cause)
     label = f"incident: {label}" if receipt.cause.incident else label
     detail = f" ({receipt.detail})" if receipt.detail else ""
@@ -92,6 +94,7 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
         "the beginning" if receipt.tier == "beginning" else receipt.tier,
         str(receipt.world_after) if same else workers,
         whole(receipt.worker_seconds_lost),
+        None if receipt.cost is None else Number(money(receipt.cost), receipt.cost),
     ]
 
 

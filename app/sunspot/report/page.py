@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sunspot.formatting import plural
+from sunspot.formatting import money, plural
 from sunspot.report import checkpoints, incidents, learning, predictions, settings, speed
 from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
 from sunspot.report.model import Report
@@ -120,6 +120,9 @@ def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
     found.append(("Throughput", "throughput", *speed))
     goodput = (percent(report.goodput, 0), None) if report.goodput is not None else ("not known", "no receipt yet")
     found.append(("Goodput", "goodput", *goodput))
+    cost = report.spending
+    if cost.cost is not None:
+        found.append(("Cost", "cost", money(cost.cost), f"{money(cost.lost or 0.0)} of it lost to incidents"))
     found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart")))
     return found
 

@@ -67,6 +67,8 @@ class Metadata:
     "Of rank 0."
     nodes: dict[str, str] = field(default_factory=dict)
     "The host of each rank."
+    groups: dict[str, str] = field(default_factory=dict)
+    "The group of each host, where the cluster has named it."
     world_size: Workers = 0
     forked: Workers = 0
     "How many of its processes were forked, and not begun anew."

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from sunspot.formatting import plural
+from sunspot.formatting import money, plural
 from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.objects import Count, Measure, Moment, Workers, as_event
 
@@ -97,6 +97,8 @@ class Receipt:
     paused_s: Measure = 0.0
     "Seconds in between in which the run had ended and used no nodes."
     worker_seconds_lost: Measure = 0.0
+    cost: Measure | None = None
+    "What the nodes cost meanwhile; None: no price is known."
 
     @property
     def replayed(self) -> int:
@@ -157,10 +159,11 @@ def describe(receipt: Receipt) -> str:
     phases = [f"{name} {at:.1f} s" for name, at in receipt.phases.items()][:-1] if receipt.cause.incident else []
     passed_by = f" ({', '.join(phases)})" if phases else ""
     origin = {"beginning": "from the beginning", IN_PLACE: "in place"}.get(receipt.tier, f"from {receipt.tier}")
+    cost = "" if receipt.cost is None else f" ({money(receipt.cost)})"
     return (
         f"{receipt.cause}{detail}: first step {passed:.1f} s after {since}{passed_by}, "
         f"{plural(receipt.replayed, 'step')} replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds "
-        f"lost, {origin}"
+        f"lost{cost}, {origin}"
     )
 
 
@@ -188,11 +191,11 @@ def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> flo
     begin = min(first for first, _ in losses)
     paused = sum(receipt.paused_s * receipt.world_before for receipt in receipts)
     total = worker_seconds(attempts, begin, end) - paused
-    lost = sum(worker_seconds(attempts, first, min(last, end)) for first, last in _merge(losses)) - paused
+    lost = sum(worker_seconds(attempts, first, min(last, end)) for first, last in without_overlap(losses)) - paused
     return max(0.0, 1 - max(0.0, lost) / total) if total > 0 else None
 
 
-def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def without_overlap(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """Yield the same spans of time, without overlap."""
     reached = float("-inf")
     for first, last in sorted(spans):

@@ -16,12 +16,13 @@ from sunspot.errors import NotFoundError, StorageError
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.log import warn_once
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
+from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, recorded_setting, step_of
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
+from sunspot.run.cost import Spending, spent
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
-from sunspot.run.objects import CHECKPOINT, RUN, read_if_there
+from sunspot.run.objects import CHECKPOINT, RUN, parse, read_if_there, read_or_default
 from sunspot.run.requests import DELETION, STOP, deletion_begun
 from sunspot.run.status import (
     FOLDER,
@@ -318,6 +319,28 @@ class RunView:
     def goodput(self) -> float | None:
         """Useful worker-seconds over all worker-seconds; None without any receipt."""
         return goodput(self.attempts, self.receipts, self.ended)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What `sunspot cost` sums it by."""
+        recorded, place = recorded_setting(self.attempts, "labels").encode(), f"the labels of {self.run.name}"
+        return read_or_default(lambda: parse(dict[str, str], recorded, place), {})
+
+    @property
+    def spending(self) -> Spending:
+        """What its nodes cost."""
+        return spent(self.attempts, self.receipts, self._had_nodes_until)
+
+    @property
+    def _had_nodes_until(self) -> float:
+        """When its workers were last known to have nodes: a start that has claimed nothing yet is not known to."""
+        if self.state.terminal or not self.status or not self.attempts:
+            return self.ended
+        if self.status.state.terminal:  # it was submitted again since
+            return self.status.time
+        if self.status.driver == self.attempts[-1].driver:
+            return self.time
+        return max(self.last.get("time") or 0.0, self.checkpoint.time if self.checkpoint else 0.0)
 
     @property
     def incidents(self) -> list[Receipt]:

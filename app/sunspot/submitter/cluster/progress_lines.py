@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from sunspot.formatting import in_words
@@ -11,7 +12,8 @@ from sunspot.run import Run
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunSnapshot, stored_arguments
 from sunspot.submitter.cluster.start import Submission
-from sunspot.submitter.printing import print_json, print_json_line, print_text
+from sunspot.submitter.manifest.prices import PodPrice
+from sunspot.submitter.printing import print_json, print_json_line, print_table, print_text
 
 PROGRESS_EVERY_S = 10.0
 """How often progress is printed when nothing else changes."""
@@ -23,6 +25,20 @@ def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
         print_json({"run": run.name, "state": state, "reason": reason})
     else:
         print_text(f"{run.name}: {state}, {reason}")
+
+
+def print_pods(pods: Sequence[PodPrice]) -> None:
+    """Print how many pods a job may have, and what they cost per hour, as far as that is known."""
+    if not pods:
+        return
+    rows: list[list[Any]] = []
+    for each in pods:
+        number = str(each.most) if each.least == each.most else f"{each.least}..{each.most}"
+        rows.append([each.name, number, each.price, each.price and each.price * each.most])
+    if at_most := sum(row[-1] or 0.0 for row in rows):
+        print_table(["pods", "number", "an hour each", "an hour at most"], [*rows, ["all", None, None, at_most]])
+    else:
+        print_table(["pods", "number"], [row[:2] for row in rows])
 
 
 def print_submission(submission: Submission, as_json: bool) -> None:

@@ -46,7 +46,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         "state": state,
         "reason": reason,
         **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
-        **dict.fromkeys(("goodput", "loss")),
+        **dict.fromkeys(("goodput", "cost", "loss")),
         **dict.fromkeys(("rows_per_s", "seconds_left", "attempt", "restarts")),
         **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
         **dict.fromkeys(("save_s", "notice_s", "memory_every")),
@@ -66,6 +66,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
             "seconds_left": view.seconds_left if known else None,
             "attempt": view.attempts[-1].number if view.attempts else 0,
             "incidents": len(view.incidents),
+            "cost": view.spending.record(view.step),
         }
     if snapshot.storage.status:
         record["workers_running"] = snapshot.storage.status.world_size if known else 0 if state.terminal else None

@@ -4,7 +4,7 @@ import argparse
 
 from sunspot.errors import SettingsError
 from sunspot.submitter.cluster.completion import wait_for_end
-from sunspot.submitter.cluster.progress_lines import print_submission, show_progress
+from sunspot.submitter.cluster.progress_lines import print_pods, print_submission, show_progress
 from sunspot.submitter.cluster.start import render_for_cluster, submit
 from sunspot.submitter.commands.arguments import add_render_options, job_request, seconds
 
@@ -20,6 +20,8 @@ def run(args: argparse.Namespace) -> None:
     if args.timeout is not None and not args.wait:
         raise SettingsError("--timeout: give --wait too")
     rendered, cluster = render_for_cluster(job_request(args), args.context)
+    if not args.json:
+        print_pods(rendered.pods)
     submission = submit(cluster, rendered, args.dry_run)
     print_submission(submission, args.json)
     if args.wait and not args.dry_run:

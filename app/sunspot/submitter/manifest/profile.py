@@ -114,6 +114,8 @@ LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A
 
 Seconds = Annotated[int, Field(ge=1)]
 
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
 LABELS = 'labels with their values in quotes, e.g. {team: "vision"}; not those of Sunspot'
 
 VARIABLES = "variables with their values in quotes; settings of Sunspot go below settings"
@@ -121,6 +123,8 @@ VARIABLES = "variables with their values in quotes; settings of Sunspot go below
 CPU = "CPUs, e.g. 4 or 500m"
 
 BYTES = "bytes with their unit, e.g. 16Gi"
+
+PRICE = "a number from 0, e.g. 0.35"
 
 
 def _takes(takes: str, default: Any = None) -> Any:
@@ -184,7 +188,16 @@ class Machine(_Part):
     "Merged into the pod last: what no other key can say."
 
 
-class Head(Machine):
+class PricedMachine(Machine):
+    """A pod of which a profile may say what it costs."""
+
+    price: Price | None = _takes(PRICE)
+    "Of an hour of such a pod, in any currency: `sunspot cost` multiplies and adds."
+    on_demand_price: Price | None = _takes(PRICE)
+    "The same on demand: what spot saves is told from it."
+
+
+class Head(PricedMachine):
     """The pod of the head."""
 
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
@@ -195,7 +208,7 @@ class Head(Machine):
     "Whether the drain of a node may end it; default: only the end of the run does."
 
 
-class Worker(Machine):
+class Worker(PricedMachine):
     """A training pod."""
 
     num_cpus: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")

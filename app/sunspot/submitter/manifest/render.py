@@ -35,6 +35,7 @@ from sunspot.submitter.manifest.pods import (
     set_variable,
     worker_group,
 )
+from sunspot.submitter.manifest.prices import PRICES, PodPrice, find_prices, pod_prices
 from sunspot.submitter.manifest.profile import (
     ELASTIC,
     QUEUE,
@@ -53,6 +54,8 @@ from sunspot.submitter.printing import write_file
 STORAGE_PATH = PREFIX + "STORAGE_PATH"
 
 NODE_GROUPS, NODES_TIMEOUT = PREFIX + "NODE_GROUPS", PREFIX + "NODES_TIMEOUT_S"
+
+LABELS = PREFIX + "LABELS"
 
 BASE = "k8s/rayjob.yaml"
 
@@ -119,6 +122,11 @@ class Rendered:
     def name(self) -> str:
         """The RayJob's name: the run's, and a hash of the whole specification."""
         return str(self.manifest["metadata"]["name"])
+
+    @property
+    def pods(self) -> list[PodPrice]:
+        """The pods that it may have; none when it runs in a cluster that is there."""
+        return pod_prices(self.manifest, settings_of(self.manifest))
 
     def to_yaml(self) -> str:
         """Write the manifest as YAML, in the order of k8s/rayjob.yaml."""
@@ -188,6 +196,9 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
     set_variable(job, PREFIX + "JOB_ID", name)
+    if shape and (prices := find_prices(chosen)):  # another price does not make it another job
+        set_variable(job, PRICES, json.dumps(prices))
+        derived.append(Derived(PRICES, json.dumps(prices), "the profile's prices"))
     job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
     return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace, archive)
 
@@ -298,6 +309,10 @@ def _resolve(
         if len(profile.groups) > 1:
             chosen[NODE_GROUPS] = (_node_groups(profile, shape), "the profile's workers")
             chosen.setdefault(NODES_TIMEOUT, (str(deadline_s), "preRunningDeadlineSeconds"))
+    own = {name: value for name, value in (profile.labels or {}).items() if "/" not in name}  # others tell machinery
+    if own:
+        labels = {**own, **search.settings.labels}
+        chosen[LABELS] = (json.dumps(labels, sort_keys=True), "the profile's labels")
     ordered = {variable: chosen[variable] for variable in every if variable in chosen}
     return (
         {variable: value for variable, (value, _) in ordered.items()},
@@ -359,6 +374,8 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest) ->
         problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
     if "notice_s" in settings.model_fields_set:
         problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
+    if settings.prices and cluster is None:
+        problems.append(f"{PRICES}: it follows from the profile; set price in its head and worker instead")
     if settings.node_groups:
         problems.append(f"{NODE_GROUPS}: it follows from the profile; set workers there instead")
     problems += [

@@ -1,0 +1,71 @@
+"""`sunspot cost`: what runs cost, each or by label, and all together."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from sunspot.background import map_parallel
+from sunspot.errors import DamageError, NotFoundError
+from sunspot.run import Run
+from sunspot.run.cost import Spending
+from sunspot.run.overview import RunSummary, RunView, list_runs, read_view
+from sunspot.storage.base import Storage
+from sunspot.submitter.printing import print_json, print_table, progress_note, warn
+from sunspot.submitter.runs import find_storage
+
+AT_ONCE = 4
+"""Runs that are read at once, the parts of each in parallel."""
+
+COLUMNS = ("node hours", "cost", "lost", "saved")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--by", metavar="LABEL", help="sum by this label of the runs, such as team, or search")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a row for each run, or for each value of a label, and their sum. Raises `NotFoundError` without any run."""
+    storage = find_storage(args.storage)
+    views = _read(storage)
+    if not views:
+        raise NotFoundError(f"no run in {storage.locate('').rstrip('/')}")
+    groups: dict[str, list[RunView]] = {}
+    for view in sorted(views, key=lambda view: view.spending.cost or 0.0, reverse=True):
+        groups.setdefault(view.labels.get(args.by or "", ""), []).append(view)
+    if args.json:
+        record = {"runs": [_record(view) for view in views], "total": _total(views).record()}
+        if args.by:
+            record["by"] = {value: {"runs": len(own), **_total(own).record()} for value, own in groups.items()}
+        print_json(record)
+    elif args.by:
+        rows = [[value or f"without {args.by}", len(own), *_cells(_total(own))] for value, own in groups.items()]
+        print_table([args.by, "runs", *COLUMNS], [*rows, ["all", len(views), *_cells(_total(views))]])
+    else:
+        each = [[v.run.name, v.state.value, *_cells(v.spending), _record(v)["cost_per_step"]] for v in views]
+        print_table(["run", "state", *COLUMNS, "a step"], [*each, ["all", None, *_cells(_total(views)), None]])
+
+
+def _read(storage: Storage) -> list[RunView]:
+    """Read every run, the one modified last first; one that cannot be read is left out, with a warning."""
+
+    def read(summary: RunSummary) -> RunView | None:
+        try:
+            return read_view(Run(storage, summary.name))
+        except (DamageError, NotFoundError) as error:
+            warn(f"left out: {summary.name}: {error}")
+            return None
+
+    with progress_note("reading the runs"):
+        return [view for view in map_parallel(read, list_runs(storage), AT_ONCE) if view]
+
+
+def _total(views: Sequence[RunView]) -> Spending:
+    return sum((view.spending for view in views), Spending())
+
+
+def _record(view: RunView) -> dict[str, Any]:
+    return {"run": view.run.name, "state": view.state, "labels": view.labels, **view.spending.record(view.step)}
+
+
+def _cells(spending: Spending) -> list[Any]:
+    return [spending.node_hours, spending.cost, spending.lost, spending.saved]

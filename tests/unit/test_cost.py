@@ -1,0 +1,313 @@
+"""What runs cost: the arithmetic, second by second and by hand, the prices of a profile, and what users are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sunspot.errors import SettingsError
+from sunspot.report.model import gather
+from sunspot.report.page import render as render_page
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, Metadata
+from sunspot.run.cost import Spending, cost_of_loss, spent
+from sunspot.run.incidents import Cause, Receipt
+from sunspot.run.overview import read_view
+from sunspot.run.status import RunState, Status, new_driver, restore_status, write_status
+from sunspot.search_space import load_search
+from sunspot.settings import load_settings
+from sunspot.submitter.cluster.progress_lines import print_pods
+from sunspot.submitter.manifest.render import Rendered, settings_of
+from tests.harness.commands import StorageCommand
+from tests.harness.manifests import render
+from tests.harness.runs import begin, start, write_receipt
+
+SPOT = {"head": {"price": 0.25}, "workers": {"price": 1.0, "on_demand_price": 3.0}, "workers-2": {"price": 4.0}}
+
+HOUR = 3600
+
+BEGAN = 1_700_000_000
+
+
+def settings(prices: dict[str, Any] = SPOT, **labels: str) -> dict[str, str]:
+    """What an attempt has recorded."""
+    return {"SUNSPOT_PRICES": json.dumps(prices), "SUNSPOT_LABELS": json.dumps(labels)}
+
+
+def hosts(*names: str) -> dict[str, str]:
+    return {str(rank): name for rank, name in enumerate(names)}
+
+
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt], int]:
+    """Attempts on up to four nodes of two groups, each with a receipt or none, and when the run ended."""
+    moments = st.integers(0, 40)
+    claims = sorted(draw(st.lists(moments, min_size=1, max_size=6)))
+    attempts, receipts = [], []
+    for number, claimed in enumerate(claims, 1):
+        names = draw(st.lists(st.sampled_from("abcd"), max_size=5))
+        groups = {name: group for name in names if (group := draw(st.sampled_from(["", "workers", "workers-2"])))}
+        priced = draw(st.sampled_from([{}, SPOT, {"workers": {"price": 2.0}}]))
+        metadata = Metadata(nodes=hosts(*names), groups=groups, settings=settings(priced))
+        attempts.append(Attempt(number, "job", None, 0, time=claimed, metadata=metadata))
+        if draw(st.booleans()):
+            cause = draw(st.sampled_from([Cause.BEGIN, Cause.PREEMPTED, Cause.NODE_LOST, Cause.RESUMED]))
+            left, ends = draw(st.integers(0, claimed)), claimed + draw(st.integers(0, 20))
+            paused_s = draw(st.integers(0, claimed - left))
+            fields = {"restarted": claimed, "first_step": ends, "left": left, "paused_s": paused_s, "cause": cause}
+            state = {"step": 0, "last_step": 0, "tier": "memory", "world_before": 0, "world_after": 0, "detail": ""}
+            times = dict.fromkeys(("noticed", "save_began", "committed"))
+            receipts.append(Receipt(attempt=number, since=number - 1, **fields, **state, **times))
+    return attempts, receipts, draw(st.integers(0, 80))
+
+
+@given(histories())
+def test_every_second_of_every_node_is_paid_once(history: tuple[list[Attempt], list[Receipt], int]) -> None:
+    """The same, second by second and node by node."""
+    attempts, receipts, end = history
+    nodes = unpriced = lost_nodes = cost = lost = saved = 0.0
+    for second in range(int(attempts[0].time), max(end, int(attempts[-1].time))):
+        if any(r.restarted - r.paused_s <= second < r.restarted for r in receipts):
+            continue
+        metadata = [a for a in attempts if a.time <= second][-1].metadata
+        prices = json.loads(metadata.settings["SUNSPOT_PRICES"])
+        names = sorted(set(metadata.nodes.values()))
+        paid = [prices.get(metadata.groups.get(name, "workers")) for name in names]
+        known = [price for price in [*paid, prices.get("head")] if price]
+        is_lost = any(r.left <= second < r.first_step for r in receipts if r.cause.incident)
+        nodes += len(names)
+        unpriced += paid.count(None)
+        cost += sum(price["price"] for price in known)
+        lost_nodes += len(names) * is_lost
+        lost += sum(price["price"] for price in known) * is_lost
+        if any("on_demand_price" in price for price in known):
+            saved += sum(p.get("on_demand_price", p["price"]) for p in known) * (not is_lost)
+            saved -= sum(price["price"] for price in known)
+    found = spent(attempts, receipts, end)
+    expected = [nodes, unpriced, cost, lost_nodes, lost, saved]
+    figures = [found.node_hours, found.unpriced_hours, found.cost, found.lost_hours, found.lost, found.saved]
+    assert [(figure or 0) * HOUR for figure in figures] == pytest.approx(expected, abs=1e-6)
+
+
+def test_sums_of_runs_leave_out_what_nobody_knows() -> None:
+    known, unknown = Spending(2.0, 0.0, 3.0, 1.0, 1.5, 4.0), Spending(5.0, 5.0, None, 0.0, None, None)
+    assert known + unknown == Spending(7.0, 5.0, 3.0, 1.0, 1.5, 4.0)
+    assert unknown + unknown == Spending(10.0, 10.0)
+    assert spent([], [], 10.0) == Spending()
+
+
+# ------------------------------------------------------------------------------------------------- three runs, by hand
+
+
+@pytest.fixture
+def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageCommand:
+    """`sunspot` over three ended runs: two with prices, and one without."""
+    storage = str(tmp_path / "runs")
+
+    def ended(name: str, hours: float, **more: Any) -> Run:
+        run = begin(open_run(storage, name))
+        first = start(run, "job-1", at=BEGAN, world_size=4, nodes=hosts("a", "a", "b", "b"), **more)
+        write_receipt(run, first, 0, Cause.BEGIN)
+        state = {"attempt": 1, "driver": first.driver, "step": 500, "time": BEGAN + hours * HOUR}
+        restore_status(run, Status(RunState.SUCCEEDED, "job-1", **state))
+        return run
+
+    ended("digits", 2.0, settings=settings(team="vision"))
+    ended("plain", 1.0)
+    run = ended("words", 10.0, settings=settings(team="text"))
+    # After 4 hours a node is lost, half an hour of work with it; the second attempt has a node of each group.
+    second = start(
+        run,
+        "job-1",
+        at=BEGAN + 4 * HOUR,
+        world_size=4,
+        nodes=hosts("a", "a", "c", "c"),
+        groups={"a": "workers", "c": "workers-2"},
+        settings=settings(team="text"),
+    )
+    times = {"left": BEGAN + 3.5 * HOUR, "first_step": BEGAN + 4.5 * HOUR}
+    write_receipt(run, second, 1, **times, worker_seconds_lost=4.0 * HOUR, cost=3.75)
+    state = {"attempt": 2, "driver": second.driver, "step": 1000, "time": BEGAN + 10 * HOUR}
+    restore_status(run, Status(RunState.SUCCEEDED, "job-1", **state))
+    return StorageCommand(storage, capsys)
+
+
+DIGITS = {"node_hours": 4.0, "cost": 2 * 2.25, "lost": 0.0, "saved": 2 * (6.25 - 2.25), "cost_per_step": 4.5 / 500}
+"""Two nodes and the head, 2.25 an hour, for two hours; on demand 6.25 an hour."""
+
+WORDS = {
+    "node_hours": 20.0,
+    "cost": 4 * 2.25 + 6 * 5.25,
+    "lost_hours": 2.0,
+    "lost": 0.5 * 2.25 + 0.5 * 5.25,
+    "saved": 3.5 * 6.25 + 5.5 * 7.25 - 40.5,
+    "cost_per_step": 40.5 / 1000,
+}
+"""4 hours at 2.25, then 6 at 5.25; the hour between is lost."""
+
+
+def test_three_runs_against_a_sum_by_hand(sunspot: StorageCommand) -> None:
+    found = sunspot("cost", "--json").json
+    runs = {run["run"]: run for run in found["runs"]}
+    for name, expected in (("digits", DIGITS), ("words", WORDS)):
+        assert {key: runs[name][key] for key in expected} == pytest.approx(expected)
+    assert (runs["plain"]["node_hours"], runs["plain"]["cost"], runs["plain"]["saved"]) == (2.0, None, None)
+    assert runs["words"]["labels"] == {"team": "text"}
+    total = found["total"]
+    assert (total["node_hours"], total["unpriced_hours"]) == (26.0, 2.0)
+    assert (total["cost"], total["lost"]) == pytest.approx((45.0, 3.75))
+    lines = [line.split() for line in sunspot("cost").out.splitlines()]
+    assert ["words", "succeeded", "20", "40.5", "3.75", "21.25", "0.0405"] in lines
+    assert ["plain", "succeeded", "2"] in lines
+    assert lines[-1] == ["all", "26", "45", "3.75", "29.25"]
+
+
+def test_sums_by_label(sunspot: StorageCommand) -> None:
+    found = sunspot("cost", "--by", "team", "--json").json["by"]
+    assert {team: (each["runs"], each["node_hours"], each["cost"]) for team, each in found.items()} == {
+        "text": (1, 20.0, 40.5),
+        "vision": (1, 4.0, 4.5),
+        "": (1, 2.0, None),
+    }
+    lines = sunspot("cost", "--by", "team").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["team", "text", "vision", "without", "all"]
+
+
+def test_a_run_says_what_it_cost_wherever_it_is_shown(sunspot: StorageCommand) -> None:
+    status = sunspot("status", "words", "--json").json
+    assert {key: status["cost"][key] for key in WORDS} == pytest.approx(WORDS)
+    line = "40.50 for 20.0 node hours, 0.0405 a step, 3.75 lost to incidents, 21.25 saved by spot nodes"
+    assert f"cost:       {line}" in sunspot("status", "words").out
+    assert "cost:       2 node hours, 0 of them lost to incidents; no price is known" in sunspot("status", "plain").out
+    assert "14400 worker-seconds lost (3.75), from" in sunspot("events", "words").out
+    page = render_page(gather(open_run(sunspot.storage, "words"), RunState.SUCCEEDED, "")).decode()
+    assert '<dd id="figure-cost">40.50<small>' in page
+    assert f"Cost: {line}." in page
+
+
+def test_a_storage_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = StorageCommand(str(tmp_path), capsys)("cost")
+    assert (answer.code, answer.err) == (3, f"error: no run in {tmp_path}\n")
+
+
+# ----------------------------------------------------------------------------------------------- runs that have no end
+
+
+def test_a_run_that_was_stopped_costs_nothing_until_it_trains_again(tmp_path: Path) -> None:
+    """Also between its resumption and the claim of its first workers."""
+    run = begin(open_run(str(tmp_path), "run"))
+    first = start(run, "job-1", at=BEGAN, nodes=hosts("a"), settings=settings())
+    state = {"attempt": 1, "driver": first.driver, "time": BEGAN + HOUR}
+    restore_status(run, Status(RunState.STOPPED, "job-1", **state))
+    assert read_view(run).spending.node_hours == pytest.approx(1.0)
+    write_status(run, Status(RunState.STARTING, "job-2", attempt=1, driver=new_driver()))
+    assert read_view(run).spending.node_hours == 0.0, (
+        "its last sign of life is known from its records, of which are none"
+    )
+
+
+def test_a_loss_costs_what_the_nodes_cost_meanwhile() -> None:
+    run = [
+        Attempt(n, "job", None, 0, time=time, metadata=Metadata(nodes=hosts("a"), settings=settings()))
+        for n, time in ((1, 0), (2, 2 * HOUR))
+    ]
+    state = {"step": 0, "last_step": 0, "tier": "memory", "world_before": 1, "world_after": 1, "detail": ""}
+    times = {"noticed": None, "save_began": None, "committed": None, "restarted": 2 * HOUR}
+    spans = {"left": HOUR, "first_step": 3 * HOUR}
+    loss = Receipt(attempt=2, since=1, cause=Cause.NODE_LOST, **state, **times, **spans)
+    assert cost_of_loss(run, loss) == pytest.approx(2.5)
+    paused = Receipt(attempt=2, since=1, cause=Cause.RESUMED, **state, **times, **spans, paused_s=HOUR / 2)
+    assert cost_of_loss(run, paused) == pytest.approx(1.5 * 1.25)
+
+
+# ----------------------------------------------------------------------------------------------------------- a profile
+
+
+PROFILE = """
+extends: kind
+labels: {team: vision, example.com/zone: a}
+settings: {NUM_WORKERS: 2..8}
+head: {price: 0.2}
+worker: {price: 1.5}
+workers:
+- {on_demand_price: 4}
+- {price: 4, max: 4}
+"""
+
+
+def rendered(folder: Path, text: str, **more: str) -> Rendered:
+    (folder / "mine.yaml").write_text(text)
+    return render(str(folder / "mine.yaml"), more)
+
+
+def test_prices_and_labels_of_a_profile_reach_the_run(tmp_path: Path) -> None:
+    job = rendered(tmp_path, PROFILE)
+    known = load_settings(settings_of(job.manifest))
+    assert {name: (price.price, price.on_demand_price) for name, price in known.prices.items()} == {
+        "head": (0.2, None),
+        "workers": (1.5, 4.0),
+        "workers-2": (4.0, None),
+    }
+    assert known.labels == {"team": "vision"}, "labels with a prefix are for machinery"
+    again = load_settings(known.environment())
+    assert (again.prices, again.labels) == (known.prices, known.labels)
+    dearer = rendered(tmp_path, PROFILE.replace("1.5", "1.75"))
+    assert dearer.name == job.name, "another price makes no other job"
+    assert load_settings(settings_of(dearer.manifest)).prices["workers"].price == 1.75
+
+
+def test_what_a_job_may_cost_is_known_before_it_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_pods(rendered(tmp_path, PROFILE).pods)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["head", "1", "0.2", "0.2"],
+        ["workers", "0..8", "1.5", "12"],
+        ["workers-2", "0..4", "4", "16"],
+        ["all", "28.2"],
+    ]
+    print_pods(rendered(tmp_path, "extends: kind").pods)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["pods", "number"],
+        ["head", "1"],
+        ["workers", "2"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("extends: kind\nworker: {price: -1}", {}, "worker.price=-1: set it to a number from 0, e.g. 0.35"),
+        ("extends: kind\nhead: {price: cheap}", {}, "head.price='cheap': set it to a number from 0, e.g. 0.35"),
+        ("extends: kind\nworker: {prise: 1}", {}, "worker.prise: no such key; did you mean worker.price?"),
+        (
+            "extends: kind",
+            {"PRICES": '{"head": {"price": 1}}'},
+            "SUNSPOT_PRICES: it follows from the profile; set price in its head and worker instead",
+        ),
+    ],
+)
+def test_wrong_prices_are_refused(tmp_path: Path, text: str, more: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        rendered(tmp_path, text, **more)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["7", '{"workers": {"price": "x"}}', '{"workers": {"cost": 1}}', "{"])
+def test_a_setting_that_is_no_list_of_prices_is_refused(value: str) -> None:
+    with pytest.raises(SettingsError, match=r"SUNSPOT_PRICES=.*: set it to a JSON object, e.g. "):
+        load_settings({"PRICES": value})
+
+
+def test_trials_share_the_head_of_their_search() -> None:
+    prices = json.dumps({"head": {"price": 1.0}, "workers": {"price": 2.0}})
+    given = {"LEARNING_RATE": "uniform(0.1,0.2)", "TRIALS": "2", "RUN_NAME": "tune", "PRICES": prices}
+    search = load_search({f"SUNSPOT_{name}": value for name, value in given.items()})
+    assert set(search.settings.prices) == {"head", "workers"}
+    assert [(set(trial.prices), trial.labels) for trial in search.trials] == [({"workers"}, {"search": "tune"})] * 2
