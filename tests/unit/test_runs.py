@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,11 @@ from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
 from sunspot.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
 from sunspot.run.requests import request_stop
-from sunspot.run.status import SILENT_S, RunState, Status, restore_status, write_status
+from sunspot.run.status import SILENT_S, RunState, Status, read_status, restore_status, write_status
 from sunspot.run.submissions import record_submission
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
+from sunspot.submitter.commands import status as status_command
 from sunspot.submitter.runs import find_run
 from tests.harness.commands import Answer, StorageCommand
 from tests.harness.runs import age, begin, commit, report, start, write_receipt
@@ -246,6 +248,39 @@ def test_a_silent_run_is_not_said_to_train(run: Run, sunspot: StorageCommand) ->
     assert "run: silent\n" in sunspot("status", "run").out
     [listed] = sunspot("list", "--json").json
     assert (listed["state"], listed["reason"].partition(" since")[0]) == ("silent", "no sign of life")
+
+
+def test_a_run_is_watched_until_it_has_ended(
+    run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go_on(seconds: float) -> None:
+        """Take a step while nobody looks, and then end."""
+        state = RunState.RUNNING if read_status(run).step == 40 else RunState.SUCCEEDED
+        write_status(run, replace(trains, state=state, step=41))
+
+    start(run, "job")
+    trains = replace(RUNNING, attempt=1, driver="0123abcd", step=40)
+    monkeypatch.setattr(status_command, "time", SimpleNamespace(sleep=go_on))
+    for words in ((), ("--json",)):
+        write_status(run, trains)
+        answer = sunspot("status", "run", "--watch", *words)
+        assert answer.code == 0
+        if words:
+            looks = [json.loads(line) for line in answer.out.splitlines()]
+            assert [(each["state"], each["step"]) for each in looks] == [
+                ("running", 40),
+                ("running", 41),
+                ("succeeded", 41),
+            ]
+        else:
+            assert re.findall(r"run: \w+|\d+ of 100", answer.out) == [
+                "run: running",
+                "40 of 100",
+                "run: running",
+                "41 of 100",
+                "run: succeeded",
+                "41 of 100",
+            ]
 
 
 def test_the_step_is_told_once(run: Run, sunspot: StorageCommand) -> None:

@@ -34,6 +34,11 @@ def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
     print(visible(text), end=end, flush=flush)
 
 
+def clear_screen() -> None:
+    """Clear a terminal, so that what is printed next replaces what was; elsewhere, begin a new paragraph."""
+    print("\x1b[H\x1b[2J" if sys.stdout.isatty() else "", end="" if sys.stdout.isatty() else "\n", flush=True)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document; NaN and infinity, which JSON lacks, become null."""
     print(json.dumps(_finite(value), indent=1, allow_nan=False))

@@ -1,25 +1,52 @@
 """`sunspot status`: where one run stands, from cluster and storage together."""
 
 import argparse
+import time
 from typing import Any
 
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.history import in_digits
 from sunspot.run.overview import RunView
-from sunspot.submitter.cluster.observation import reach_run, warn_of_hidden
+from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
 from sunspot.submitter.cluster.run_record import gather, summarize
 from sunspot.submitter.commands.arguments import add_run, run_target
-from sunspot.submitter.printing import print_json, print_text, warn
+from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
 
-add_arguments = add_run
+WATCH_EVERY_S = 5.0
+"""Seconds between two looks."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--watch", action="store_true", help="look again every 5 s, until the run has ended")
 
 
 def run(args: argparse.Namespace) -> None:
     """Print where the run stands, from cluster and storage or from the one that answers.
 
-    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
+    With `--watch`, again and again until it has ended, in JSON a line each. Raises `NotFoundError` when neither knows
+    the run, or the error of the one that does not answer.
     """
     access = reach_run(run_target(args))
+    record, view = _look(access)
+    while args.watch:
+        if args.json:
+            print_json_line(record)
+        else:
+            clear_screen()
+            _print(record, view)
+        if record["state"].terminal:
+            return
+        time.sleep(WATCH_EVERY_S)
+        record, view = _look(access)
+    if args.json:
+        print_json(record)
+    else:
+        _print(record, view)
+
+
+def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
+    """Read where the run stands, and warn of what is not known."""
     snapshot, view = gather(access)
     if snapshot.cluster.trouble:
         warn(f"from storage alone, without the cluster: {snapshot.cluster.trouble}")
@@ -30,11 +57,7 @@ def run(args: argparse.Namespace) -> None:
     others = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
     if others:
         warn(f"also live, and superseded by {snapshot.cluster.jobs[0].name} once that trains: {', '.join(others)}")
-    record = summarize(access, snapshot, view)
-    if args.json:
-        print_json(record)
-    else:
-        _print(record, view)
+    return summarize(access, snapshot, view), view
 
 
 def _print(record: dict[str, Any], view: RunView | None) -> None:
