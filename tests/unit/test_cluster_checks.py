@@ -403,6 +403,7 @@ def test_the_way_to_the_credentials_of_a_cloud(
     if closed:
         fit.documents[f"{NETWORK}/to-workload-identity"] = built(closed)
         assert of_cluster(profile)["identity"].result is Result.OK
+    fit.forbidden.add("/api/v1/nodes")
     assert "identity" not in of_cluster("kind"), "it has keys"
 
 

@@ -36,9 +36,11 @@ EKS_IPV6 = Way("EKS Pod Identity over IPv6", "fd00:ec2::23", 80, "base-eks")
 
 def check_identity(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     """Check that pods reach the credentials of their cloud, if they have no Secret with others."""
+    if ray_container(head_group(rendered.manifest)).get("envFrom"):
+        return
     policy = cluster.find("NetworkPolicy", POLICY)
     nodes = cluster.list_all("nodes")
-    if not nodes or not policy or ray_container(head_group(rendered.manifest)).get("envFrom"):
+    if not policy or not nodes:
         return
     provider = nodes[0].get("spec", {}).get("providerID", "").partition(":")[0]
     if provider == "gce":
