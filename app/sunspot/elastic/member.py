@@ -11,14 +11,13 @@ from sunspot.background import start_thread
 from sunspot.elastic.membership import Change, End, Generation, Word
 from sunspot.elastic.membership import Member as Identity
 from sunspot.elastic.membership_server import HEARTBEAT_EVERY_S, MembershipAddress
-from sunspot.errors import SunspotError
 
 RECONNECT_S = 10.0
 """How long a member that lost its decider tries to come back; the driver is gone then, and ends it."""
 
 
-class DeciderLostError(SunspotError):
-    """The decider cannot be reached."""
+class DeciderLostError(ConnectionError):
+    """The decider cannot be reached: no error of the run, as Ray ends this process when the driver is gone."""
 
 
 class MembershipClient:
