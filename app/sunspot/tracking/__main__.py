@@ -12,7 +12,7 @@ from sunspot.command_line import CommandParser
 from sunspot.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
 from sunspot.log import print_logs
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import read_attempts
+from sunspot.run.attempts import read_attempts, recorded_setting
 from sunspot.run.history import Journal
 from sunspot.run.status import STATUS_EVERY_S, read_status
 from sunspot.settings import PREFIX, Settings, load_settings
@@ -55,10 +55,7 @@ def main() -> int:
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Deliver what is new every `every_s` seconds until standard input ends, then the end of the run.
-
-    `later` is the command that delivers the rest by hand.
-    """
+    """Deliver what is new until standard input ends, then the run's end; the command `later` delivers what is left."""
     outage = Outage(delivery)
     try:
         _follow(delivery, outage, every_s)
@@ -149,11 +146,9 @@ class Outage:
 def _recorded_service(run: Run, settings: Settings) -> Settings:
     """Return the settings with the tracking service of the run's last attempt."""
     attempts = read_attempts(run)
-    recorded = attempts[-1].metadata.settings if attempts else {}
-    service = recorded.get(f"{PREFIX}TRACKING", "")
+    service, project = (recorded_setting(attempts, name) for name in ("tracking", "tracking_project"))
     if attempts and not service:
         raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow, wandb or tensorboard")
-    project = recorded.get(f"{PREFIX}TRACKING_PROJECT", settings.tracking_project)
     return settings.model_copy(update={"tracking": service, "tracking_project": project})
 
 

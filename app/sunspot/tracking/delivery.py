@@ -18,10 +18,10 @@ from sunspot.formatting import plural
 from sunspot.report import FILE
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_if_superseded, step_of
-from sunspot.run.checkpoints import Checkpoint, choose, classify, list_directories
+from sunspot.run.checkpoints import Checkpoint, choose, classify, compare_bytes, list_directories
 from sunspot.run.history import HELD_OUT, each_record, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
-from sunspot.run.objects import Count, Form, read, read_if_usable
+from sunspot.run.objects import Count, Form, read, read_if_there, read_if_usable
 from sunspot.run.status import Status, read_status
 from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX
@@ -178,22 +178,14 @@ class Delivery:
             refused = 1
             log.warning(f"tracking: lost, as it is refused: the record of step {records[0]['step']}: {error}")
         sent, last = self.delivered, records[-1]
-        now = replace(
-            sent,
-            step=last["step"],
-            attempt=last["attempt"],
-            records=sent.records + len(records) - refused,
-            refused=sent.refused + refused,
-        )
+        known, lost = sent.records + len(records) - refused, sent.refused + refused
+        now = replace(sent, step=last["step"], attempt=last["attempt"], records=known, refused=lost)
         self._record(now, service.acknowledges)
 
     def _attach_report(self, service: Service) -> None:
-        try:
-            content = self.run.storage.read(self.run.key(FILE))
-        except NotFoundError:
-            return
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != self.delivered.report:
+        content = read_if_there(lambda: self.run.storage.read(self.run.key(FILE)))
+        digest = hashlib.sha256(content or b"").hexdigest()
+        if content and digest != self.delivered.report:
             file = Path(self._scratch.name, FILE)
             file.write_bytes(content)
             service.attach(file, "")
@@ -212,19 +204,18 @@ class Delivery:
             if best.name != self.delivered.model:
                 service.attach(self._fetch(best), "model")
                 self._record(replace(self.delivered, model=best.name), service.acknowledges)
-        except (NotFoundError, DamageError, KeyError) as error:
+        except (NotFoundError, DamageError) as error:
             log.warning(f"tracking: no model to deliver: {shorten(error)}")
             return ""
         return best.name
 
     def _fetch(self, checkpoint: Checkpoint) -> Path:
         """Return a verified local copy of a checkpoint's model."""
-        key, file = self.run.key("checkpoints", checkpoint.name, MODEL), Path(self._scratch.name, MODEL)
-        expected = checkpoint.files[MODEL]["sha256"]
+        file = Path(self._scratch.name, MODEL)
         with file.open("wb") as copy:
-            _, arrived = self.run.storage.digest(key, copy.write)
-        if arrived != expected:
-            raise DamageError(f"{self.run.storage.locate(key)}: does not match its manifest")
+            faults = compare_bytes(self.run, checkpoint, MODEL, copy.write)
+        if faults:
+            raise DamageError(f"{checkpoint.name}: {faults[0]}")
         return file
 
     def _summarize(self, service: Service, status: Status) -> dict[str, str]:
@@ -236,9 +227,10 @@ class Delivery:
         return {"sunspot.incidents": str(sum(receipt.cause.incident for receipt in receipts))}
 
     def _record(self, delivered: Delivered, arrived: bool) -> None:
+        """Record the progress, if it has `arrived`; raises `StorageError`: then later data is delivered again."""
         self.delivered = delivered
         if arrived:
-            write_delivered(self.run, self.name, delivered)
+            self.run.storage.write(self.run.key("tracking", f"{self.name}-delivered.json"), to_json(asdict(delivered)))
 
 
 def _end_of(status: Status) -> str:
@@ -308,11 +300,6 @@ def claim_tracking_run(run: Run, service: str, identity: str) -> str:
 def read_delivered(run: Run, service: str) -> Delivered:
     """Return the delivery's progress; raises `StorageError`. When it is damaged, all is delivered again."""
     return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
-
-
-def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
-    """Record the delivery's progress; raises `StorageError`, after which later data is delivered again."""
-    run.storage.write(run.key("tracking", f"{service}-delivered.json"), to_json(asdict(delivered)))
 
 
 def _read(run: Run, form: type[Form], file: str) -> Form | None:

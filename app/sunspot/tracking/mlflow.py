@@ -6,13 +6,13 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sunspot.errors import TrackingError, shorten
+from sunspot.errors import TrackingError
 from sunspot.run.status import RunState
-from sunspot.tracking.service import Point, RefusedError, RunIdentity
+from sunspot.tracking.service import Point, RefusedError, RunIdentity, service_errors
 
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
@@ -38,20 +38,16 @@ ENDS = {RunState.SUCCEEDED: "FINISHED", RunState.FAILED: "FAILED"}
 """MLflow's names for how a run ended; every other end is KILLED."""
 
 
-def open_service(project: str, identity: RunIdentity) -> MlflowService:
-    """Return the server at MLFLOW_TRACKING_URI; `project` is the experiment."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    return MlflowService(project, identity)
-
-
 class MlflowService:
-    """A run on an MLflow server, by its id; leaves MLflow's global state alone."""
+    """A run on the MLflow server at MLFLOW_TRACKING_URI, by its id; leaves MLflow's global state alone."""
 
     acknowledges = True
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
-        from mlflow import MlflowClient  # takes seconds
+        """`project` is the experiment."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient  # takes seconds, and reads the environment
 
         self._project, self._identity, self._client = project, identity, MlflowClient()
         self._run = ""
@@ -172,16 +168,8 @@ def _without_password(text: str) -> str:
     return re.sub(r"//[^/@\s]+@", "//", text)
 
 
-@contextlib.contextmanager
-def _mlflow_errors() -> Iterator[None]:
-    """Turn the errors of MLflow and its libraries into `TrackingError`."""
+def _mlflow_errors() -> contextlib.AbstractContextManager[None]:
+    """Turn the errors of MLflow, of requests and of the artifact store into `TrackingError`."""
     from mlflow.exceptions import MlflowException
 
-    try:
-        yield
-    except TrackingError:
-        raise
-    except MlflowException as error:
-        raise TrackingError(f"MLflow: {shorten(error)}") from error
-    except Exception as error:  # from requests, or from the artifact store
-        raise TrackingError(f"MLflow: {type(error).__name__}: {shorten(error)}") from error
+    return service_errors("MLflow", MlflowException)

@@ -1,12 +1,16 @@
 """What a delivery needs of a tracking service, and the choice of one."""
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from sunspot.errors import TrackingError
+from sunspot.errors import TrackingError, shorten
 from sunspot.run.status import RunState
+
+SERVICES = {"mlflow": "MlflowService", "wandb": "WandbService", "tensorboard": "TensorBoardFiles"}
+"""By name, the class of the module of that name beside this one."""
 
 
 class RefusedError(TrackingError):
@@ -63,7 +67,17 @@ class Service(Protocol):
 
 
 def open_service(name: str, project: str, identity: RunIdentity) -> Service:
-    """Return the service `name`, a module beside this one; imports its library only now."""
-    service: Any = importlib.import_module(f"sunspot.tracking.{name}")
-    opened: Service = service.open_service(project, identity)
-    return opened
+    """Return the service `name`; imports its library only now. `project` is MLflow's experiment, say."""
+    return getattr(importlib.import_module(f"sunspot.tracking.{name}"), SERVICES[name])(project, identity)
+
+
+@contextlib.contextmanager
+def service_errors(service: str, *own: type[Exception]) -> Iterator[None]:
+    """Turn the errors of a service's library into `TrackingError`; those of its `own` classes need not be named."""
+    try:
+        yield
+    except TrackingError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, own) else f"{type(error).__name__}: "
+        raise TrackingError(f"{service}: {kind}{shorten(error)}") from error

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sunspot.errors import TrackingError, shorten
 from sunspot.run.status import RunState
-from sunspot.tracking.service import Point, RunIdentity
+from sunspot.tracking.service import Point, RunIdentity, service_errors
 
 FOLDER = "tensorboard"
 """In the folder of the run."""
 
-
-def open_service(project: str, identity: RunIdentity) -> TensorBoardFiles:
-    """Return the files of a run; their folder says which it is, and `project` nothing."""
-    return TensorBoardFiles(identity)
+_file_errors = functools.partial(service_errors, "TensorBoard")
 
 
 class TensorBoardFiles:
-    """One run's event files: another for each delivery that goes on with it."""
+    """One run's event files: another for each delivery that goes on with it. Their folder says which run it is."""
 
     acknowledges = True
 
-    def __init__(self, identity: RunIdentity) -> None:
+    def __init__(self, project: str, identity: RunIdentity) -> None:
         self._identity, self._folder = identity, Path(identity.location, FOLDER)
         self._writer: Any = None
 
@@ -61,11 +57,3 @@ class TensorBoardFiles:
     def close(self, state: RunState | None) -> None:
         with _file_errors():
             self._writer.close()
-
-
-@contextlib.contextmanager
-def _file_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise TrackingError(f"TensorBoard: {type(error).__name__}: {shorten(error)}") from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sunspot.errors import TrackingError, shorten
 from sunspot.run.status import RunState
-from sunspot.tracking.service import Point, RunIdentity
+from sunspot.tracking.service import Point, RunIdentity, service_errors
 
 INIT_TIMEOUT_S = 15
 """Time for one attempt to reach the server; the delivery retries."""
@@ -17,14 +16,14 @@ INIT_TIMEOUT_S = 15
 STEP = "step"
 """The x axis of all curves. W&B's own step only grows, and would drop data that is sent again."""
 
-
-def open_service(project: str, identity: RunIdentity) -> WandbService:
-    """Return the server of WANDB_BASE_URL, or with WANDB_MODE=offline a directory below WANDB_DIR."""
-    return WandbService(project, identity)
+_wandb_errors = functools.partial(service_errors, "Weights & Biases")
 
 
 class WandbService:
-    """A run of Weights & Biases, whose library writes to a file and sends it from a process of its own."""
+    """A run of Weights & Biases, whose library writes to a file and sends it from a process of its own.
+
+    It sends to the server of WANDB_BASE_URL; with WANDB_MODE=offline, the file stays below WANDB_DIR.
+    """
 
     acknowledges = False
 
@@ -51,7 +50,7 @@ class WandbService:
             x_disable_meta=True,
             init_timeout=INIT_TIMEOUT_S,
         )
-        with self._wandb_errors():
+        with _wandb_errors():
             try:
                 self._run = self._wandb.init(
                     id=tracking_run, resume="allow", project=self._project, name=self._identity.name, settings=settings
@@ -65,18 +64,18 @@ class WandbService:
             return str(self._run.url or f"`wandb sync {self._run.settings.sync_dir}` sends them")
 
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        with self._wandb_errors():
+        with _wandb_errors():
             self._run.config.update(dict(parameters), allow_val_change=True)
             self._run.config.update({"sunspot.run": self._identity.location, **tags}, allow_val_change=True)
 
     def send(self, points: Sequence[Point]) -> None:
-        with self._wandb_errors():
+        with _wandb_errors():
             for point in points:
                 if point.step >= self._arrived:
                     self._run.log({**point.values, STEP: point.step, "time": point.time})
 
     def attach(self, file: Path, folder: str) -> None:
-        with self._wandb_errors():
+        with _wandb_errors():
             if folder:
                 self._run.log_artifact(str(file), name=f"{self._run.id}-{folder}", type=folder)
             else:
@@ -84,12 +83,5 @@ class WandbService:
 
     def close(self, state: RunState | None) -> None:
         """Wait until everything has arrived: W&B retries for as long as its server is away."""
-        with self._wandb_errors():
+        with _wandb_errors():
             self._run.finish(exit_code=0 if state in (RunState.SUCCEEDED, RunState.STOPPED) else 1)
-
-    @contextlib.contextmanager
-    def _wandb_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise TrackingError(f"Weights & Biases: {type(error).__name__}: {shorten(error)}") from error
