@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from sunspot.log import print_logs, sent_warnings, warn_once
+from tests.harness import REPOSITORY
 
 log = logging.getLogger("sunspot.some.module")
 
@@ -44,3 +45,11 @@ def test_nothing_is_installed_in_the_process_of_a_library_user() -> None:
     program = "import logging, sunspot.client; print(logging.getLogger('sunspot').handlers, logging.root.handlers)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "[] []\n", ended.stderr
+
+
+def test_a_module_that_is_run_logs_below_sunspot() -> None:
+    """It is called `__main__` then, a logger whose records nobody prints."""
+    texts = [path.read_text() for path in (REPOSITORY / "app/sunspot").rglob("*.py")]
+    run = [text for text in texts if 'if __name__ == "__main__"' in text]
+    assert run
+    assert not [text for text in run if "getLogger(__name__)" in text]

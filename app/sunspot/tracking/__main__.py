@@ -20,7 +20,7 @@ from sunspot.storage.limits import pause_after
 from sunspot.tracking.delivery import Delivery
 from sunspot.tracking.process import command, refuse_unusable
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("sunspot.tracking")  # `__name__` is "__main__" here, whose records nobody prints
 
 DESCRIPTION = """\
 Deliver to MLflow, Weights & Biases or TensorBoard what it does not have of a run yet, and nothing twice.
