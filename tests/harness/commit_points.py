@@ -54,9 +54,9 @@ class DyingStorage(LocalStorage):
         super().write(key, data)
         self._point(f"after write {key}")
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, version: str = "") -> None:
         self._point(f"before delete {key}")
-        super().delete(key)
+        super().delete(key, version)
 
     def list(self, prefix: str) -> list[Entry]:
         self._point(f"before list {prefix}")

@@ -66,8 +66,9 @@ class MemoryStorage(Storage):
             if key == prefix or key.startswith(prefix.rstrip("/") + "/")
         ]
 
-    def delete(self, key: str) -> None:
-        self._objects.pop(key, None)
+    def delete(self, key: str, version: str = "") -> None:
+        if key in self._objects and version in ("", str(self._objects[key][1])):
+            del self._objects[key]
 
     def delete_folders(self, prefix: str) -> None:
         """There are none."""
@@ -297,8 +298,8 @@ class ProcessStorage(Storage):
     def list(self, prefix: str) -> list[Entry]:
         return list(self.perform("list", prefix, lambda: self.shared.list(prefix)))
 
-    def delete(self, key: str) -> None:
-        self.perform("delete", key, lambda: self.shared.delete(key))
+    def delete(self, key: str, version: str = "") -> None:
+        self.perform("delete", key, lambda: self.shared.delete(key, version))
 
     def delete_folders(self, prefix: str) -> None:
         self.shared.delete_folders(prefix)

@@ -12,6 +12,7 @@ import pytest
 
 from sunspot.errors import NotFoundError, StorageError
 from sunspot.storage import bucket, open_storage
+from sunspot.storage.azure import AzureStorage
 from sunspot.storage.base import Storage
 from sunspot.storage.bucket import Part
 from sunspot.storage.google import ComposedUpload, put
@@ -98,6 +99,18 @@ def write(storage: Storage, content: bytes) -> Any:
 def assert_nothing_left(storage: Storage) -> None:
     assert storage.list("") == []
     assert storage.list_unfinished("") == []
+
+
+def test_what_was_replaced_since_it_was_listed_stays_and_that_is_no_error(cloud: Cloud) -> None:
+    def is_conditional(request: Request) -> bool:
+        return request.method == "DELETE" and ("if-match" in request.headers or "ifGenerationMatch" in request.query)
+
+    cloud.storage.write("run/run.json", b"old")
+    [old] = cloud.storage.list("run")
+    code = "ConditionNotMet" if isinstance(cloud.storage, AzureStorage) else "PreconditionFailed"
+    cloud.proxy.on(is_conditional, s3.answer(412, code))
+    cloud.storage.delete("run/run.json", old.version)
+    assert cloud.storage.exists("run/run.json")
 
 
 @pytest.mark.parametrize("fault", [s3.reset, s3.carry_out_then_reset, s3.stall, s3.answer(503, "ServerBusy")])

@@ -259,9 +259,16 @@ def test_objects_go_in_batches_or_one_by_one_where_the_server_wants_that(
     fill(bucket_run)
     assert in_bucket("delete", "run", "--yes") == 0
     posts = [request for request in s3_proxy.requests if "delete" in request.query]
-    assert len(posts) == 4, "attempts, manifests, the rest, the records"
+    assert len(posts) == 2, "manifests, the rest"
+    one_by_one = [request for request in s3_proxy.requests if request.method == "DELETE"]
+    assert all(request.headers["if-match"] for request in one_by_one), "names that the next run uses again"
+    tops = {request.path.split("/")[4] for request in one_by_one}
+    assert tops == {"attempts", "delete.json", "run.json", "status", "submissions"}
     fill(bucket_run)
     s3_proxy.on(lambda request: "delete" in request.query, s3.answer(400, "MissingContentMD5"))
+    s3_proxy.on(
+        lambda request: request.method == "DELETE" and "if-match" in request.headers, s3.answer(501, "NotImplemented")
+    )
     assert in_bucket("delete", "run", "--yes") == 0
     assert not files_of(bucket_run)
 
@@ -415,7 +422,7 @@ def test_what_is_written_meanwhile_goes_too_or_is_told_of(
 
     def with_straggler(self: LocalStorage, keys: list[str]) -> None:
         delete_many(self, keys)
-        if any("/status/" in key for key in keys):
+        if any("/logs/" in key for key in keys):
             for number in late:
                 self.write(run.key("logs", "rank", f"{number}.log"), b"late")
 

@@ -16,13 +16,14 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, note, seed, settings
+from hypothesis import HealthCheck, Phase, currently_in_test_context, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -74,7 +75,17 @@ from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import delete_run
 from sunspot.submitter.garbage import find_removals
 from sunspot.submitter.proof import Epoch, prove
-from tests.harness.interleaving import FAULTS, Fate, MemoryStorage, Operation, Process, World, run_inline
+from tests.harness.interleaving import (
+    FAULTS,
+    Answer,
+    Effect,
+    Fate,
+    MemoryStorage,
+    Operation,
+    Process,
+    World,
+    run_inline,
+)
 from tests.harness.runs import BATCH, ROWS, STEPS_PER_EPOCH
 
 SETTINGS = Settings(checkpoints_to_keep=1, audit=True, global_batch_size=BATCH, storage_timeout_s=3600)
@@ -158,6 +169,8 @@ class Protocol(RuleBasedStateMachine):
         "`begun` and the attempt of each start, by its number in states."
         self.committed: dict[str, list[int]] = {}
         "The states of all checkpoints whose manifests were ever written, by name."
+        self.claimed: list[tuple[int, str]] = []
+        "`begun` and the key of each claim."
         self.retired: set[str] = set()
         "Keys of the manifests that retention or `gc` has deleted."
         self.violations: list[str] = []
@@ -252,7 +265,7 @@ class Protocol(RuleBasedStateMachine):
     def nothing_is_wrong(self) -> None:
         if self.violations:
             for line in self.world.trace:
-                note(line)
+                (note if currently_in_test_context() else print)(line)
             raise AssertionError("\n".join(self.violations))
 
     def living(self, number: int) -> Process:
@@ -374,6 +387,7 @@ class Protocol(RuleBasedStateMachine):
             self.violations.append(f"{process.name} has noticed that it was superseded, and still: {operation}")
         if operation.verb == "create" and part.startswith("attempts/") and "-start-" not in part and not late:
             self.claims[process] = self.begun
+            self.claimed.append((self.begun, operation.key))
             owners = [owner for owner, _ in itertools.groupby(a.owner for a in read_attempts(self.run))]
             if len(owners) > len(set(owners)):
                 self.violations.append(f"{process.name} claimed a run that its job had lost: {owners}")
@@ -388,6 +402,7 @@ class Protocol(RuleBasedStateMachine):
                 with contextlib.suppress(NotFoundError):  # a late commit
                     self.committed[name] = self.state_of(name)
         if not deletion_begun(self.run) and part.startswith(("checkpoints/", "attempts/")):
+            self.claims_are_there()
             self.commits_are_whole()
             self.base_is_held()
 
@@ -395,6 +410,12 @@ class Protocol(RuleBasedStateMachine):
         """The state in a checkpoint."""
         state: list[int] = json.loads(self.run.storage.read(self.run.key("checkpoints", name, "model.pt")))
         return state
+
+    def claims_are_there(self) -> None:
+        """Nothing takes a claim from a run that is not being deleted: what it trained would not count any more."""
+        for begun, key in self.claimed:
+            if begun == self.begun and not self.run.storage.exists(key):
+                self.violations.append(f"{key} is gone of a run that is not being deleted")
 
     def commits_are_whole(self) -> None:
         """Every checkpoint that counts is whole."""
@@ -525,6 +546,47 @@ def test_no_interleaving_breaks_the_protocol() -> None:
 
 def test_no_interleaving_breaks_it_in_a_directory() -> None:
     explore(OverDirectory, examples(15, 500))
+
+
+@contextlib.contextmanager
+def replay() -> Iterator[Protocol]:
+    """A model that a test drives by itself; at its end it looks for violations."""
+    protocol = Protocol()
+    try:
+        yield protocol
+    finally:
+        protocol.teardown()
+
+
+@pytest.mark.parametrize("starts", [1, 2, 3])
+def test_a_deletion_that_is_carried_out_late_spares_the_run_begun_anew(starts: int) -> None:
+    """What `make test-all` found: it hits the claim of the newest attempt, of its base, or of both's base."""
+    with replay() as protocol:
+        protocol.begin(operations=60)
+        protocol.world.end()
+        protocol.delete()
+        protocol.fail(0, ("delete", "attempts/0001.json"), Fate(Effect.AGAIN, Answer.ERROR))
+        protocol.advance(0, 40)
+        for number in range(starts):
+            if number == 2:
+                protocol.land(0)
+            protocol.start(node=0, operations=22)
+        protocol.advance(-1, 40)
+        if starts < 3:
+            protocol.land(0)
+
+
+def test_a_deletion_that_goes_on_late_spares_the_run_begun_anew() -> None:
+    """It stood still, with the claim listed, while another one completed it."""
+    with replay() as protocol:
+        protocol.begin(operations=60)
+        protocol.world.end()
+        protocol.delete()
+        protocol.go_to(protocol.living(0), ("delete", "attempts/"))
+        protocol.delete()
+        protocol.advance(1, 40)
+        protocol.start(node=0, operations=20)
+        protocol.advance(0, 40)
 
 
 def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) -> None:

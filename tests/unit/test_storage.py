@@ -27,6 +27,7 @@ from sunspot.errors import NotFoundError, SettingsError, StorageError
 from sunspot.storage import bucket as module
 from sunspot.storage import open_storage
 from sunspot.storage.base import CHUNK, Storage
+from sunspot.storage.google import GoogleStorage
 from sunspot.storage.limits import MIN_RATE, ProgressDeadline, RetryWindow, operation, record_progress
 from sunspot.storage.local import LocalStorage
 from sunspot.storage.prove import prove
@@ -112,6 +113,20 @@ def test_write_then_read_replaces_and_deletes(storage: Storage) -> None:
     storage.delete("run/a.json")
     storage.delete("run/a.json")
     assert not storage.exists("run/a.json")
+    assert storage.list("run") == []
+
+
+def test_what_was_written_since_it_was_listed_is_not_deleted(storage: Storage) -> None:
+    if isinstance(storage, GoogleStorage):
+        pytest.skip("fake-gcs-server ignores the condition, unlike Google's service")
+    storage.write("run/a.json", b"one")
+    [old] = storage.list("run")
+    storage.write("run/a.json", b"two")
+    storage.delete("run/a.json", old.version)
+    assert storage.read("run/a.json") == b"two"
+    [new] = storage.list("run")
+    storage.delete("run/a.json", new.version)
+    storage.delete("run/a.json", new.version)
     assert storage.list("run") == []
 
 

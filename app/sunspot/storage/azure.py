@@ -118,9 +118,18 @@ class AzureStorage(Bucket):
     def discard(self, unfinished: Unfinished) -> None:
         self._begin_upload(unfinished.key, unfinished.token).abort()
 
-    def delete(self, key: str) -> None:
-        with contextlib.suppress(NotFoundError), self._errors("delete", key):
-            self._container.delete_blob(self._full(key))
+    def delete(self, key: str, version: str = "") -> None:
+        from azure.core import MatchConditions
+        from azure.core.exceptions import ResourceModifiedError
+
+        quoted = f'"{version}"'  # listings leave the quotes out
+        condition = {"etag": quoted, "match_condition": MatchConditions.IfNotModified} if version else {}
+        with (
+            contextlib.suppress(NotFoundError),
+            self._errors("delete", key),
+            contextlib.suppress(ResourceModifiedError),
+        ):
+            self._container.delete_blob(self._full(key), **condition)
 
     def keeps_versions(self) -> bool | None:
         with contextlib.suppress(*self.FAILURES):

@@ -152,8 +152,12 @@ class Storage(ABC):
         return sorted({entry.key.partition("/")[0] for entry in self.list("") if "/" in entry.key})
 
     @abstractmethod
-    def delete(self, key: str) -> None:
-        """Delete one object; no error when it is not there."""
+    def delete(self, key: str, version: str = "") -> None:
+        """Delete one object; no error when it is not there.
+
+        With the `version` of a listing, one that was written again since stays. An S3 server that does not know this
+        condition, such as MinIO, deletes what is there.
+        """
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; no error for those that are not there. After an error, some may be left."""

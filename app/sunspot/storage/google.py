@@ -153,9 +153,12 @@ class GoogleStorage(Bucket):
     def discard(self, unfinished: Unfinished) -> None:
         self._begin_upload(unfinished.key, unfinished.token).abort()
 
-    def delete(self, key: str) -> None:
-        with contextlib.suppress(NotFoundError), self._errors("delete", key):
-            self._bucket.blob(self._full(key)).delete(**self._limits)
+    def delete(self, key: str, version: str = "") -> None:
+        from google.api_core.exceptions import PreconditionFailed
+
+        condition = {"if_generation_match": int(version)} if version else {}
+        with contextlib.suppress(NotFoundError), self._errors("delete", key), contextlib.suppress(PreconditionFailed):
+            self._bucket.blob(self._full(key)).delete(**condition, **self._limits)
 
     def keeps_versions(self) -> bool | None:
         with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask

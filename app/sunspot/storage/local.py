@@ -78,7 +78,7 @@ class LocalStorage(Storage):
 
     def list_readable(self, prefix: str, leave_out: LeaveOut | None) -> Sequence[Entry]:
         return sorted(
-            Entry(self._key(path), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}")
+            Entry(self._key(path), stat.st_size, stat.st_mtime, _version_of(stat))
             for path, stat in self._files(prefix, leave_out)
             if not TEMPORARY.fullmatch(path.name)
         )
@@ -125,9 +125,11 @@ class LocalStorage(Storage):
     def _key(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, version: str = "") -> None:
         path = self.root / key
         with _os_errors(str(path)), contextlib.suppress(FileNotFoundError):
+            if version and _version_of(path.stat()) != version:
+                return
             path.unlink()
             if path.parent != self.root:
                 with contextlib.suppress(OSError):  # not empty yet, or another deletion was first
@@ -198,6 +200,10 @@ class _LocalWriter(Writer):
             self._sink.close()
         with contextlib.suppress(OSError):
             self._temporary.unlink()
+
+
+def _version_of(stat: os.stat_result) -> str:
+    return f"{stat.st_ino}-{stat.st_ctime_ns}"
 
 
 def _temporary_name(path: Path) -> Path:

@@ -162,10 +162,20 @@ class S3Storage(Bucket):
             key = self._full(unfinished.key)
             self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=unfinished.token)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, version: str = "") -> None:
+        from botocore.exceptions import ClientError
+
+        condition = {"IfMatch": version.rpartition("-")[0]} if version else {}
         # S3 answers 204 when there is nothing, others NoSuchKey.
         with contextlib.suppress(NotFoundError), self._errors("delete", key):
-            self._client.delete_object(Bucket=self.bucket, Key=self._full(key))
+            try:
+                self._client.delete_object(Bucket=self.bucket, Key=self._full(key), **condition)
+            except ClientError as error:
+                code = self._code(error)
+                if version and code == "NotImplemented":  # some servers refuse the condition
+                    self.delete(key)
+                elif code != "PreconditionFailed":
+                    raise
 
     def delete_many(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), DELETED_AT_ONCE):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sunspot.background import map_parallel
 from sunspot.errors import (
     ClusterError,
     ConflictError,
@@ -28,7 +29,7 @@ from sunspot.run import Run, node_memory_directory
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.identity import read_identity
 from sunspot.run.objects import CHECKPOINT
-from sunspot.run.requests import DELETION, clear_deletion, mark_deletion
+from sunspot.run.requests import DELETION, clear_deletion, deletion_begun, mark_deletion
 from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
@@ -48,6 +49,9 @@ MAX_NAMED = 3
 
 RECORDS = ("run.json", "status", "submissions")
 """What identifies a run: removed last."""
+
+REUSED = ("attempts", *RECORDS)
+"""What the next run of this name relies on and calls the same; a checkpoint's name has the nonce of its attempt."""
 
 
 @dataclass(frozen=True)
@@ -210,20 +214,38 @@ def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
     """
     groups: list[list[str]] = [[], [], [], []]
     for key in keys:
-        top = key.removeprefix(run.key("")).partition("/")[0]
+        top = _top(run, key)
         place = 0 if top == "attempts" else 3 if top in RECORDS else 1 if key.endswith(f"/{MANIFEST}") else 2
         groups[place].append(key)
     return [group for group in groups if group]
 
 
+def _top(run: Run, key: str) -> str:
+    return key.removeprefix(run.key("")).partition("/")[0]
+
+
 def _empty(run: Run) -> None:
-    """Remove every object of the run but the marker, and what is written meanwhile."""
+    """Remove every object of the run but the marker, and what is written meanwhile.
+
+    Another process may complete the deletion, and a run of the same name begin, while this one stands still or its
+    requests are under way. What that run relies on then stays: what is listed before the marker is seen is of the old
+    run, and a request for what REUSED names deletes nothing written since.
+    """
     left = _list(run)
     for _ in range(MAX_ROUNDS):
+        if left and not deletion_begun(run):
+            raise ConflictError(
+                f"{run.location}: the mark of its deletion is gone, so another process has completed it meanwhile, and "
+                "what is there now may be of a new run; none of that was removed. Look at it, and delete again"
+            )
         for upload in list_unfinished(run):
             run.storage.discard(upload)
-        for group in deletion_order(run, (entry.key for entry in left)):
-            run.storage.delete_many(group)
+        listed = {entry.key: entry.version for entry in left}
+        for group in deletion_order(run, listed):
+            if _top(run, group[0]) in REUSED:
+                map_parallel(lambda entry: run.storage.delete(*entry), [(key, listed[key]) for key in group])
+            else:
+                run.storage.delete_many(group)
         left = _list(run)
         if not left:
             return
