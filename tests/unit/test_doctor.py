@@ -25,8 +25,7 @@ from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState, Status, restore_status
 from sunspot.submitter.doctor.pending import parse_refusals
-from sunspot.submitter.doctor.training.memory_growth import MIN_WINDOWS, growth_rate, slope
-from sunspot.submitter.doctor.training.slow import measure_throughput
+from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp

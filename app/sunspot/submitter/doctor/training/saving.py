@@ -1,4 +1,4 @@
-"""Find checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
+"""Checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
 
 from collections.abc import Iterator
 
@@ -17,18 +17,13 @@ OLD_CHECKPOINT_S = 60.0
 
 def find_storage(case: Case) -> Iterator[Finding]:
     """Find checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
-    view = case.view
-    status = case.view.status
-    newest = case.newest
+    view, status, newest = case.view, case.view.status, case.newest
     yield from _find_unusable(case)
     if not newest or not status or case.state is not RunState.RUNNING:
         return
     committed = view.checkpoint.time if view.checkpoint else 0.0
-    failed = [
-        e
-        for e in view.events
-        if e["event"] == "commit failed" and e["attempt"] == newest.number and e["time"] > committed
-    ]
+    failed = [e for e in view.events if e["event"] == "commit failed" and e["attempt"] == newest.number]
+    failed = [e for e in failed if e["time"] > committed]
     if failed:
         since_s = case.now - failed[0]["time"]
         evidence = f"no checkpoint could be committed for {in_words(since_s)}, {plural(len(failed), 'failure')}: "
@@ -63,9 +58,8 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
     if gone:
         evidence = f"{gone[0].name}, with which the run ended, is gone: the run itself keeps its newest"
         after = "; see what deletes below the storage path: a lifecycle rule, or somebody"
-        yield Finding(
-            Diagnosis.GONE, severity, evidence, advice + after, {"checkpoints": [each.name for each in gone]}, cost=1.0
-        )
+        details = {"checkpoints": [each.name for each in gone]}
+        yield Finding(Diagnosis.GONE, severity, evidence, advice + after, details, cost=1.0)
     if damaged:
         texts = [str(each) for each in damaged]
         evidence = "passed over " + "; ".join(texts)
@@ -74,9 +68,8 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
     if left and ended:  # of a live run, one is being committed
         names = [each.name for each in left]
         evidence = f"{plural(len(names), 'checkpoint')} without a manifest, left by killed commits: {', '.join(names)}"
-        advice = (
-            f"`sunspot checkpoints gc {case.view.run.name}` shows what is of no use, and with --yes frees its space"
-        )
+        gc = f"`sunspot checkpoints gc {case.view.run.name}`"
+        advice = f"{gc} shows what is of no use, and with --yes frees its space"
         yield Finding(Diagnosis.LEFTOVERS, Severity.NOTE, evidence, advice, {"checkpoints": names})
 
 

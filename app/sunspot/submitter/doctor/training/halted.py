@@ -1,0 +1,156 @@
+"""What ended a run or an attempt of it, or why one that should train takes no steps."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from sunspot.formatting import in_words, plural
+from sunspot.run.failures import Failure
+from sunspot.run.hangs import BRING_ROWS, NO_STACKS, read_hangs, starved, suspects
+from sunspot.run.status import RunState
+from sunspot.submitter.doctor.training.case import Case, advise_full, cut
+from sunspot.submitter.findings import Diagnosis, Finding, Severity
+
+NO_STEP_S, FIRST_STEP_S, SLOW_STEPS = 60.0, 300.0, 10
+"""Seconds without a step or an evaluation before it is reported, and at least SLOW_STEPS step times; longer for the
+first step, which waits for compilation and for Ray Data's first rows."""
+
+
+def find_end(case: Case) -> Iterator[Finding]:
+    """Find what ended the run or an attempt of it: the first error, once for all ranks that raised it."""
+    began = case.view.status.began if case.view.status else 0.0
+    recent = [failure for failure in case.failures if failure.time >= began and _counts(case, failure)]
+    ended = case.state in (RunState.FAILED, RunState.LOST, RunState.RETRYING)
+    if recent:
+        yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
+    elif case.state is RunState.FAILED:
+        advice = f"`sunspot logs {case.view.run.name}` and, of a worker, `--rank 0` have all that they printed"
+        if full := advise_full(case, case.reason):
+            advice = f"{full}; then start the run again: it goes on from the last checkpoint"
+        yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(case.reason), advice, cost=1.0)
+    if case.state is RunState.LOST:
+        advice = "submit it again, or repeat the same command: it goes on from the last checkpoint"
+        yield Finding(Diagnosis.LOST, Severity.ERROR, cut(case.reason), advice, cost=0.9)
+    elif case.state is RunState.DELETING:
+        advice = f"`sunspot delete {case.view.run.name}` goes on with that"
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+    elif case.state is RunState.STOPPED:
+        advice = f"`sunspot resume {case.view.run.name}` lets it go on"
+        if case.view.status and case.view.status.reason:  # a signal to its process has one, `sunspot stop` has not
+            advice = "repeat the command that started it: it goes on from the last checkpoint"
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+
+
+def _counts(case: Case, failure: Failure) -> bool:
+    """Whether it is not of a superseded process, which may have failed late, when it came back."""
+    owner = case.newest.driver if case.newest else ""
+    attempt = next((attempt for attempt in case.view.attempts if attempt.number == failure.attempt), None)
+    return attempt is None or attempt.driver == owner
+
+
+def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> Finding:
+    first = min(failures, key=lambda failure: (failure.consequence, failure.time))
+    alike = [f for f in failures if (f.type, f.file, f.line) == (first.type, first.file, first.line)]
+    others = Counter(f.type for f in failures if f not in alike)
+    ranks = sorted({f.rank for f in alike if f.rank is not None})
+    attempts = sorted({f.attempt for f in alike})
+    who = _name_ranks(ranks) if ranks else "the driver"
+    place = f" in {first.function} at {first.file}:{first.line}" if first.file else ""
+    again = f", in {plural(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
+    more = f"; then {', '.join(f'{times} {kind}' for kind, times in others.items())}" if others else ""
+    said = next((line.strip() for line in first.message.splitlines() if line.strip()), "")
+    evidence = f"{first.type}: {cut(said)}{place}; {who}{again}, after step {first.step}{more}"
+    mend = advise_full(case, first.message) or "mend what it names"
+    advice = f"{mend}; then start the run again: it goes on from the last checkpoint"
+    if "OutOfMemory" in first.type or "out of memory" in first.message:
+        advice = "lower MICRO_BATCH_SIZE, which leaves the result as it is, or give the workers more memory"
+    elif severity is not Severity.ERROR:
+        advice = f"its workers were started again; {mend}, as MAX_FAILURES is counted down"
+    details = {
+        "type": first.type,
+        "message": first.message,
+        "file": first.file or None,
+        "line": first.line or None,
+        "function": first.function or None,
+        "ranks": ranks,
+        "attempts": attempts,
+        "step": first.step,
+    }
+    return Finding(Diagnosis.FAILED, severity, evidence, advice, details, cost=1.0, traces=(first.traceback,))
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def find_hung(case: Case) -> Iterator[Finding]:
+    """Find ranks of the newest attempt with any that hung, or got no rows, until their watchdogs ended them."""
+    hung = read_hangs(case.view.events)
+    if not hung:
+        return
+    number = max(hang.attempt for hang in hung)
+    its = sorted((hang for hang in hung if hang.attempt == number), key=lambda hang: hang.rank)
+    starting = any(hang.starting for hang in its)  # of the group after that attempt, whose hosts are not known
+    claimed = next((a.metadata.world_size for a in case.view.attempts if a.number == number), 0)
+    of, world = (0, its[0].world_size) if starting else (number, claimed)
+    blamed = suspects(its, world)
+    words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
+    said = [f"{case.name(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
+    waiting = [rank for rank in words if rank not in blamed] if blamed else []
+    others = f"; {_name_ranks(waiting)} waited for it" if waiting else ""
+    again = any(receipt.attempt > number for receipt in case.view.receipts)
+    kind = Diagnosis.NO_ROWS if starved(its, world) else Diagnosis.HUNG
+    look = "look at that call: a read without a time limit, a lock, or a collective that not all ranks enter"
+    advice = BRING_ROWS if kind is Diagnosis.NO_ROWS else look
+    advice += "; its workers were started again" if again else ""
+    details = {
+        "attempt": number,
+        "step": its[0].step,
+        "ranks": blamed or list(words),
+        "places": [case.place(of, rank) for rank in blamed or words],
+        "calls": {str(rank): text for rank, text in words.items()},
+    }
+    traces = tuple(f"rank {hang.rank}: {hang.detail}\n{hang.stacks}" for hang in its)
+    severity = Severity.WARNING if again or case.state is RunState.SUCCEEDED else Severity.ERROR
+    when = f"as the group after attempt {number} began" if starting else f"after step {its[0].step}"
+    evidence = f"{when}, {'; '.join(said)}{others}"
+    yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
+
+
+def find_stall(case: Case) -> Iterator[Finding]:
+    """Find out why a run that should train is silent or takes no step."""
+    status, newest = case.view.status, case.newest
+    if not status or case.state not in (RunState.RUNNING, RunState.STARTING, RunState.SILENT):
+        return
+    if case.state is RunState.SILENT:
+        away = "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`"
+        again = "delete its RayJob or end its process, and submit again: it goes on from the last checkpoint"
+        advice = f"{away}. If it stays so, {again}, and what comes back late changes nothing"
+        details: dict[str, Any] = {"silent_s": round(case.now - status.seen)}
+        yield Finding(Diagnosis.SILENT, Severity.ERROR, cut(case.reason), advice, details, cost=0.8)
+        return
+    if case.state is RunState.STARTING:
+        waited_s = case.now - max(status.heartbeat or 0.0, status.began or status.time)  # they may have trained before
+        severity, advice = Severity.NOTE, "wait: Ray places the workers, and these import and read"
+        if waited_s > FIRST_STEP_S:
+            severity, advice = Severity.WARNING, "Ray finds no room for the workers: compare NUM_WORKERS with the pods"
+        evidence = f"{case.reason}, for {in_words(waited_s)}"
+        yield Finding(Diagnosis.STARTING, severity, evidence, advice, {"waited_s": round(waited_s)})
+        return
+    if newest is None or status.attempt != newest.number:
+        return
+    heartbeat = status.heartbeat
+    still_s = case.now - status.seen + status.time - (heartbeat or newest.time)  # two clocks, each with itself
+    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
+    if still_s > limit_s:
+        timeout_s = case.number("hang_timeout_s")
+        usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
+        evidence = f"no step for {in_words(still_s)}, after step {status.step} or a little later{usual}"
+        rows = ", or for Ray Data, whose reading pods are gone or pending" if case.setting("loader") == "ray" else ""
+        then = "HANG_TIMEOUT_S is 0, so nothing ends that; stop the run, and set it"
+        if timeout_s:
+            then = f"when none goes on for {timeout_s:.0f} s, all leave their stacks and are started again"
+            then += " (HANG_TIMEOUT_S)"
+        advice = f"it may wait for storage{rows}; otherwise a rank hangs: {then}"
+        details = {"still_s": round(still_s), "step": status.step, "hang_timeout_s": timeout_s}
+        yield Finding(Diagnosis.NO_STEP, Severity.ERROR, evidence, advice, details, cost=0.8)
