@@ -2,17 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.identity import read_identity, refuse_changes
 from sunspot.settings import differences
-from sunspot.storage.prove import prove
+from sunspot.storage.prove import Check, Result, prove
 from sunspot.submitter.cluster.api import Cluster, RefusedError
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
+from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.render import image_problem
 
 NEEDED = {
@@ -40,15 +41,6 @@ CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
 """What helps against a quota that counts limits of CPUs, and against a default limit below what is asked for."""
 
 
-class Problem(NamedTuple):
-    """What keeps a run from starting."""
-
-    what: str
-    fix: str
-    may_pass: bool = False
-    "Whether the run may start all the same."
-
-
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
     """Check everything, change nothing; returns the RayJob as the API server would complete it, and warnings.
 
@@ -60,9 +52,9 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
     expected = None
     in_cluster: list[str] = []
 
-    def take(problems: Iterable[Problem]) -> None:
-        for problem in problems:
-            (warnings if problem.may_pass else in_cluster).append(f"{problem.what}; {problem.fix}")
+    def take(problems: Iterable[Check]) -> None:
+        for each in problems:
+            (in_cluster if each.result is Result.FAILED else warnings).append(f"{each.seen}; {each.fix}")
 
     try:
         take(_find_cluster_problems(cluster, manifest))
@@ -82,18 +74,15 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
     return expected, warnings
 
 
-def find_queue_problem(expected: JobView) -> Iterator[Problem]:
+def find_queue_problem(expected: JobView) -> Iterator[Check]:
     """Find what keeps Kueue from managing a new RayJob (`expected`: of a dry run) that names a queue."""
-    is_new = not expected.version
-    if expected.queue and is_new and not expected.spec.get("suspend"):
-        yield Problem(
-            f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota",
-            "install Kueue (with ray.io/rayjob among its integrations, and this namespace managed by it), or leave the "
-            "queue out",
-        )
+    if expected.queue and not expected.version and not expected.spec.get("suspend"):
+        what = f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota"
+        install = "install Kueue (with ray.io/rayjob among its integrations, and this namespace managed by it)"
+        yield Check("Kueue", Result.FAILED, what, f"{install}, or leave the queue out")
 
 
-def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Problem]:
+def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     """Find what keeps the pods of a RayJob out, by creating each without effect.
 
     Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
@@ -113,17 +102,17 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Pr
             may_pass = next((hint for words, hint in MAY_PASS.items() if words in said), "")
             limit = CPU_LIMIT if "limits.cpu" in said or "cpu limit" in said else ""
             fix = may_pass or limit or "change the profile, or have the namespace allow it"
-            yield Problem(f"pods of the group {group} would be refused now: {said}", fix, bool(may_pass))
+            result = Result.WARNING if may_pass else Result.FAILED
+            yield Check("pods", result, f"pods of the group {group} would be refused now: {said}", fix)
 
 
 def explain_refusal(error: ClusterError) -> str:
     """Return the API server's words, with the fix where Kueue's leave it open."""
     if "workload slicing" not in str(error):
         return str(error)
-    return (
-        f"{error}. A number of pods that changes needs Kueue 0.18 or later (or its feature gate "
-        "ElasticJobsViaWorkloadSlices): give NUM_WORKERS one number, or leave the queue out"
-    )
+    needs = "Kueue 0.18 or later (or its feature gate ElasticJobsViaWorkloadSlices)"
+    advice = "give NUM_WORKERS one number, or leave the queue out"
+    return f"{error}. A number of pods that changes needs {needs}: {advice}"
 
 
 def check_identity(run: Run, variables: Mapping[str, str]) -> None:
@@ -141,7 +130,7 @@ def check_identity(run: Run, variables: Mapping[str, str]) -> None:
     refuse_changes(run, differences(kept, {name: wanted[name] for name in kept}))
 
 
-def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Problem]:
+def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     missing = list(find_missing_resources(cluster)) or list(find_missing_namespace(cluster))
     yield from missing
     if not missing:
@@ -150,23 +139,23 @@ def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterat
             yield from find_missing_object(cluster, kind, name)
 
 
-def find_missing_resources(cluster: Cluster) -> Iterator[Problem]:
+def find_missing_resources(cluster: Cluster) -> Iterator[Check]:
     """Find the resources of KubeRay that the API server does not know."""
     known = cluster.ray_resources()
     missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
     if missing:
         what = f"{cluster.server} knows no {' and no '.join(missing)} (ray.io/v1)"
-        yield Problem(what, "install the KubeRay operator with its CRDs, 1.7 or later")
+        yield Check("KubeRay", Result.FAILED, what, "install the KubeRay operator with its CRDs, 1.7 or later")
 
 
-def find_missing_namespace(cluster: Cluster) -> Iterator[Problem]:
+def find_missing_namespace(cluster: Cluster) -> Iterator[Check]:
     """Find out whether the namespace is missing."""
     if cluster.exists("namespace", cluster.namespace) is False:
         fix = "`kubectl apply -k k8s/base` makes sunspot, or choose --namespace"
-        yield Problem(f"there is no namespace {cluster.namespace}", fix)
+        yield Check("namespace", Result.FAILED, f"there is no namespace {cluster.namespace}", fix)
 
 
-def find_missing_rights(cluster: Cluster) -> Iterator[Problem]:
+def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
     """Each resource on which this user lacks permissions."""
     asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
     with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
@@ -177,18 +166,19 @@ def find_missing_rights(cluster: Cluster) -> Iterator[Problem]:
             missing.setdefault(resource, []).append(verb)
     for resource, verbs in missing.items():
         what = f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}"
-        yield Problem(what, "have the Role sunspot-submitter of k8s/base bound to you, which grants it")
+        fix = "have the Role sunspot-submitter of k8s/base bound to you, which grants it"
+        yield Check("permissions", Result.FAILED, what, fix)
 
 
-def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Problem]:
+def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Check]:
     """Find out whether an object that pods need to start is missing, or cannot be seen."""
     there = cluster.exists(kind, name)
     if there is False:
         what = f"{kind} {name} is not in namespace {cluster.namespace}"
-        yield Problem(what, _how_to_make(kind, name, cluster.namespace))
+        yield Check(f"{kind} {name}", Result.FAILED, what, _how_to_make(kind, name, cluster.namespace))
     elif there is None:
         what = f"this user may not see whether {kind} {name} is there"
-        yield Problem(what, "pods cannot start without it", may_pass=True)
+        yield Check(f"{kind} {name}", Result.WARNING, what, "pods cannot start without it")
 
 
 def _find_storage_problems(run: Run) -> list[str]:
@@ -198,10 +188,9 @@ def _find_storage_problems(run: Run) -> list[str]:
     except StorageError as error:
         if "AWS_ENDPOINT_URL" not in str(error):
             return [str(error)]
-        return [
-            f"{error}. By this shell's AWS_ENDPOINT_URL, that is: the pods' may be another one, reached only inside "
-            "the cluster. Where none can be reached from here, apply what `sunspot render` prints"
-        ]
+        other = "the pods' may be another one, reached only inside the cluster"
+        advice = "Where none can be reached from here, apply what `sunspot render` prints"
+        return [f"{error}. By this shell's AWS_ENDPOINT_URL, that is: {other}. {advice}"]
 
 
 def find_references(manifest: dict[str, Any]) -> list[tuple[str, str]]:
@@ -234,19 +223,17 @@ def _references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def pod_templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return each group's pod template, the autoscaler beside the head; none for a cluster that is there already."""
-    cluster = manifest["spec"].get("rayClusterSpec")
-    if not cluster:
-        return {}
-    head = cluster["headGroupSpec"]["template"]
+    templates = {name: group["template"] for name, group in pod_groups(manifest["spec"]).items()}
+    cluster = manifest["spec"].get("rayClusterSpec") or {}
     if cluster.get("enableInTreeAutoscaling"):
+        head = templates["head"]
         [ray, *others] = head["spec"]["containers"]
         options = cluster.get("autoscalerOptions", {})
         fields = ("imagePullPolicy", "resources", "securityContext", "volumeMounts", "env", "envFrom")
         beside = {"name": "autoscaler", "image": options.get("image", ray["image"])}
         beside |= {name: options[name] for name in fields if name in options}
-        head = {**head, "spec": {**head["spec"], "containers": [ray, beside, *others]}}
-    workers = {group["groupName"]: group["template"] for group in cluster.get("workerGroupSpecs", ())}
-    return {"head": head, **workers}
+        templates["head"] = {**head, "spec": {**head["spec"], "containers": [ray, beside, *others]}}
+    return templates
 
 
 def _containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What a run needs of a cluster, and what it should have: every check is independent of the others."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sunspot.errors import ClusterError
@@ -10,7 +10,6 @@ from sunspot.storage.prove import Check, Result, failure
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from sunspot.submitter.cluster.preflight import (
     CPU_LIMIT,
-    Problem,
     explain_refusal,
     find_missing_namespace,
     find_missing_object,
@@ -24,6 +23,7 @@ from sunspot.submitter.cluster.preflight import (
 from sunspot.submitter.doctor.identity_path import check_identity
 from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes, requests_of
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
+from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.profile import QUEUE, manifests
 from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import Rendered
@@ -51,22 +51,25 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     except ClusterError as error:
         yield failure("API server", error)
         return
-    checks: list[tuple[str, Callable[[Cluster, Rendered], Iterable[Check]]]] = [
-        ("KubeRay", _check_resources),
-        ("KubeRay operator", _check_operator),
-        ("namespace", _check_namespace),
-        ("permissions", _check_rights),
-        ("objects", _check_references),
-        ("k8s/base", _check_base),
-        ("identity", check_identity),
-        ("manifest", _check_manifest),
-        ("nodes", _check_nodes),
-        ("queue", _check_queue),
-        ("quota", _check_quota),
-    ]
-    for name, check in checks:
+    manifest = rendered.manifest
+    knows = "the API server knows RayJobs and RayClusters (ray.io/v1)"
+    rights = f"all that the commands need in namespace {cluster.namespace}"
+    checks = {  # none of them begins before its turn
+        "KubeRay": _or_ok(find_missing_resources(cluster), "KubeRay", knows),
+        "KubeRay operator": _check_operator(cluster, manifest),
+        "namespace": _check_namespace(cluster),
+        "permissions": _or_ok(find_missing_rights(cluster), "permissions", rights),
+        "objects": _check_references(cluster, manifest),
+        "k8s/base": _check_base(cluster, manifest),
+        "identity": check_identity(cluster, rendered),
+        "manifest": _check_manifest(cluster, manifest),
+        "nodes": _check_nodes(cluster, manifest),
+        "queue": _check_queue(cluster, manifest),
+        "quota": _check_quota(cluster, manifest),
+    }
+    for name, check in checks.items():
         try:
-            yield from check(cluster, rendered)
+            yield from check
         except RefusedError as error:
             if error.status != 403:
                 yield failure(name, error)
@@ -77,22 +80,12 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             return
 
 
-def _checks(name: str, problems: Iterable[Problem], good: str) -> Iterator[Check]:
-    """Make a check for each problem, or one that says what is good."""
-    found = False
-    for what, fix, may_pass in problems:
-        found = True
-        yield Check(name, Result.WARNING if may_pass else Result.FAILED, what, fix)
-    if not found:
-        yield Check(name, Result.OK, good)
+def _or_ok(problems: Iterable[Check], name: str, good: str) -> Iterator[Check]:
+    """Yield the problems, or a check that says what is good."""
+    yield from list(problems) or [Check(name, Result.OK, good)]
 
 
-def _check_resources(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    good = "the API server knows RayJobs and RayClusters (ray.io/v1)"
-    return _checks("KubeRay", find_missing_resources(cluster), good)
-
-
-def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     name = "KubeRay operator"
     pods = cluster.list_all("all pods", OPERATOR)
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
@@ -109,15 +102,15 @@ def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         yield Check(name, Result.WARNING, where, "upgrade it: what is rendered is for 1.7 or later")
     else:
         yield Check(name, Result.OK, where)
-    yield _check_status_timeout(container, rendered)
+    yield _check_status_timeout(container, manifest)
 
 
-def _check_status_timeout(operator: dict[str, Any], rendered: Rendered) -> Check:
+def _check_status_timeout(operator: dict[str, Any], manifest: dict[str, Any]) -> Check:
     """Whether a lost head has the time that the profile gives a new one: after it, no retry is left."""
     name = "time for a new head"
     said = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
     limit_s = int(said) if said.isdecimal() and int(said) else DEFAULT_STATUS_TIMEOUT_S
-    needed_s = rendered.manifest["spec"]["preRunningDeadlineSeconds"]
+    needed_s = manifest["spec"]["preRunningDeadlineSeconds"]
     seen = f"KubeRay gives up a run whose head has not answered for {limit_s} s, for good"
     if limit_s >= needed_s:
         return Check(name, Result.OK, seen)
@@ -126,10 +119,10 @@ def _check_status_timeout(operator: dict[str, Any], rendered: Rendered) -> Check
     return Check(name, Result.WARNING, seen, fix)
 
 
-def _check_namespace(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+def _check_namespace(cluster: Cluster) -> Iterator[Check]:
     there = cluster.find("namespace", cluster.namespace)
     if there is None:
-        yield from _checks("namespace", find_missing_namespace(cluster), "")
+        yield from find_missing_namespace(cluster)
         return
     level = there["metadata"].get("labels", {}).get(LEVEL, "privileged")
     seen = f"{cluster.namespace} is held to the Pod Security Standard {level}"
@@ -140,22 +133,17 @@ def _check_namespace(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         yield Check("namespace", Result.WARNING, seen, fix)
 
 
-def _check_rights(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    good = f"all that the commands need in namespace {cluster.namespace}"
-    return _checks("permissions", find_missing_rights(cluster), good)
-
-
-def _check_references(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     """Check the objects that pods cannot start without."""
-    for kind, name in find_references(rendered.manifest):
-        yield from _checks(f"{kind} {name}", find_missing_object(cluster, kind, name), "is there")
+    for kind, name in find_references(manifest):
+        yield from _or_ok(find_missing_object(cluster, kind, name), f"{kind} {name}", "is there")
 
 
-def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     """Check the objects that protect runs, without which pods start all the same."""
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
-    if rendered.manifest["spec"]["rayClusterSpec"].get("networkPolicy"):
+    if manifest["spec"]["rayClusterSpec"].get("networkPolicy"):
         objects = [item for item in objects if item["metadata"]["name"] != SHARED_POLICY]
         if cluster.exists("NetworkPolicy", SHARED_POLICY):
             seen = f"{SHARED_POLICY} lets all runs here reach each other, whatever the policy of each run says"
@@ -174,15 +162,14 @@ def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             yield Check(kind, Result.OK, f"as k8s/base has it: {', '.join(names)}")
 
 
-def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+def _check_manifest(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     """Check by a dry run: fields that an older KubeRay lacks, limits, other admission."""
     try:
-        expected = cluster.apply(rendered.manifest, dry_run=True)
-        for problem in find_queue_problem(expected):
-            yield Check("Kueue", Result.FAILED, problem.what, problem.fix)
-        for problem in find_pod_problems(cluster, rendered.manifest):
-            if not problem.may_pass:  # of a quota that is used up, the check of quotas tells more
-                yield Check("pods", Result.FAILED, problem.what, problem.fix)
+        expected = cluster.apply(manifest, dry_run=True)
+        yield from find_queue_problem(expected)
+        for problem in find_pod_problems(cluster, manifest):
+            if problem.result is Result.FAILED:  # of a quota that is used up, the check of quotas tells more
+                yield problem
         yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
     except RefusedError as error:
         if error.status == 404:
@@ -192,14 +179,13 @@ def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
     """Each group's name, its initial number of pods, and their spec."""
-    workers = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    pods = {"head": 1} | {group["groupName"]: int(group["replicas"]) for group in workers}
+    pods = {name: int(group.get("replicas", 1)) for name, group in pod_groups(manifest["spec"]).items()}
     return [(name, pods[name], template["spec"]) for name, template in pod_templates(manifest).items()]
 
 
-def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+def _check_nodes(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     nodes = cluster.list_all("nodes")
-    for name, wanted, pod in groups_of(rendered.manifest):
+    for name, wanted, pod in groups_of(manifest):
         places = find_schedulable_nodes(pod, nodes)
         others = "; ".join(f"{number} {why}" for why, number in places.why_not.most_common())
         seen = f"{places.nodes} of {plural(len(nodes), 'node')} match{'es' if places.nodes == 1 else ''}"
@@ -216,12 +202,12 @@ def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         amounts = [node["status"]["allocatable"].get(name, 0) for node in taking for name in WHOLE]
         return max(map(int, amounts), default=0)
 
-    for what, fix in find_split_nodes(rendered.manifest, count):
+    for what, fix in find_split_nodes(manifest, count):
         yield Check("GPUs of a node", Result.WARNING, what, fix)
 
 
-def _check_queue(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    name = rendered.manifest["metadata"]["labels"].get(QUEUE)
+def _check_queue(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
+    name = manifest["metadata"]["labels"].get(QUEUE)
     if not name:
         return
     queue = cluster.find("LocalQueue", name) or cluster.find("older LocalQueue", name)
@@ -237,12 +223,12 @@ def _check_queue(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         yield Check("queue", Result.OK, f"LocalQueue {name} is there")
 
 
-def _check_quota(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+def _check_quota(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     quotas = cluster.list_all("quotas")
     if not quotas:
         yield Check("quota", Result.OK, f"none in namespace {cluster.namespace}")
-    needed = what_it_takes(rendered.manifest)
-    containers = [container for _, _, pod in groups_of(rendered.manifest) for container in pod["containers"]]
+    needed = what_it_takes(manifest)
+    containers = [container for _, _, pod in groups_of(manifest) for container in pod["containers"]]
     limited = all("cpu" in container.get("resources", {}).get("limits", {}) for container in containers)
     for quota in quotas:
         name = quota["metadata"]["name"]

@@ -9,8 +9,7 @@ from sunspot.run.failures import read_failures
 from sunspot.run.history import newest_rank_records
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.run_record import gather
-from sunspot.submitter.cluster.state import JobInCluster
+from sunspot.submitter.cluster.records import gather
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training import Case, diagnose, figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
@@ -32,18 +31,14 @@ class Report:
 
 
 def examine(access: RunAccess) -> Report:
-    """Examine a run from cluster and storage, as far as they answer.
-
-    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
-    """
+    """Examine a run from cluster and storage, as far as they answer; raises like `gather`."""
     run = access.run
     snapshot, view = gather(access)
     state, reason = snapshot.state()
     findings = []
     unseen = _unseen(snapshot)
-    if snapshot.job and "pods" not in snapshot.cluster.hidden:
-        seen = JobInCluster(snapshot.job, snapshot.cluster.pods, snapshot.cluster.warnings, snapshot.time)
-        findings += find_pending(seen, state)
+    if snapshot.in_cluster and "pods" not in snapshot.cluster.hidden:
+        findings += find_pending(snapshot.in_cluster, state)
     if view:
         failures = []
         try:

@@ -27,6 +27,7 @@ from sunspot.submitter.cluster.views import (
     Warnings,
 )
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
+from sunspot.submitter.manifest.pods import pod_groups
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
 """States in which missing pods keep the whole run from training."""
@@ -113,20 +114,16 @@ def _read_reason(words: str) -> Iterator[tuple[Diagnosis, str]]:
 def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
     if not job.deployment_status and not job.terminal and now - job.created > OPERATOR_OVERDUE_S:
         evidence = f"no operator has looked at {job.name} for {in_words(now - job.created)}"
-        advice = (
-            "check that the KubeRay operator runs and watches this namespace: kubectl get pods -A -l "
-            "app.kubernetes.io/name=kuberay-operator"
-        )
+        shows = "kubectl get pods -A -l app.kubernetes.io/name=kuberay-operator"
+        advice = f"check that the KubeRay operator runs and watches this namespace: {shows}"
         yield Finding(Diagnosis.NO_OPERATOR, Severity.ERROR, evidence, advice, {"job": job.name})
     if job.deployment_status in ("Suspending", "Suspended"):
         evidence = f"suspend is true in the spec of {job.name}"
         advice = "whoever set it has to take it back"
         if job.queue:
             evidence = f"{job.name} is suspended: the queue {job.queue} has not admitted it"
-            advice = (
-                "kubectl describe workload says what it waits for; lower NUM_WORKERS, end other runs of the queue, or "
-                "have its quota raised"
-            )
+            less = "lower NUM_WORKERS, end other runs of the queue, or have its quota raised"
+            advice = f"kubectl describe workload says what it waits for; {less}"
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 
 
@@ -179,10 +176,8 @@ def _refused(event: WarningEvent, which: str, severity: Severity) -> Finding:
     quota = re.search(r"exceeded quota: ([^,]+), requested: (.+?), used: (.+?), limited: ([^;]+)", event.message)
     if quota:
         name, requested, used, limited = (part.strip() for part in quota.groups())
-        advice = (
-            f"end other runs of the namespace (`sunspot list`), ask for less (NUM_WORKERS, or cpu and memory in the "
-            f"profile), or have the ResourceQuota {name} raised"
-        )
+        less = "ask for less (NUM_WORKERS, or cpu and memory in the profile)"
+        advice = f"end other runs of the namespace (`sunspot list`), {less}, or have the ResourceQuota {name} raised"
         details = {"quota": name, "requested": requested, "used": used, "limited": limited}
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in event.message:
@@ -193,7 +188,7 @@ def _refused(event: WarningEvent, which: str, severity: Severity) -> Finding:
 
 def _unschedulable(job: JobView, group: str, names: list[str], refusal: Refusal, severity: Severity) -> Finding:
     section = "head" if group == "head" else "data_workers" if group == "data" else "worker"
-    spec = _pod_spec(job, group)
+    spec = pod_groups(job.spec).get(group, {}).get("template", {}).get("spec", {})
     container = (spec.get("containers") or [{}])[0]
     asks = container.get("resources", {}).get("requests", {})
     nodes = f"{refusal.nodes} node{'s' * (refusal.nodes != 1)}"
@@ -252,13 +247,6 @@ def _starting(seen: JobInCluster) -> Finding:
     limit = job.spec.get("preRunningDeadlineSeconds")
     advice = "wait" + (f": the operator gives up {in_words(limit - waited)} from now" if limit else "")
     return Finding(Diagnosis.STARTING, Severity.NOTE, evidence, advice, {"waited_s": round(waited)})
-
-
-def _pod_spec(job: JobView, group: str) -> dict[str, Any]:
-    cluster = job.spec.get("rayClusterSpec") or {}
-    groups = {each.get("groupName"): each for each in cluster.get("workerGroupSpecs") or ()}
-    found = cluster.get("headGroupSpec") if group == "head" else groups.get(group)
-    return dict((found or {}).get("template", {}).get("spec", {}))
 
 
 def _pods(names: list[str]) -> str:

@@ -16,7 +16,7 @@ from sunspot.formatting import in_words
 from sunspot.storage.prove import Check, Result
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
 from sunspot.submitter.cluster.views import pod_view
-from sunspot.submitter.manifest.pods import RUN_LABEL
+from sunspot.submitter.manifest.pods import RUN_LABEL, head_group, worker_group
 from sunspot.submitter.manifest.render import Rendered
 from sunspot.submitter.printing import warn
 
@@ -58,8 +58,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
     """Make a pod like the run's head or training workers that tests storage and GPUs instead of running Ray."""
-    spec = manifest["spec"]["rayClusterSpec"]
-    group = spec["headGroupSpec"] if kind == "head" else spec["workerGroupSpecs"][0]
+    group = head_group(manifest) if kind == "head" else worker_group(manifest)
     template = copy.deepcopy(group["template"])
     labels = {name: value for name, value in template["metadata"]["labels"].items() if name != RUN_LABEL}
     pod = template["spec"]

@@ -23,10 +23,6 @@ AUTOSCALER_LABEL = "sunspot/autoscaler"
 PROTECTION = ("cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt")
 """Annotations of the head in k8s/rayjob.yaml."""
 
-EVICTABLE_LABEL = "sunspot/evictable"
-
-AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
-
 GPU = "nvidia.com/gpu"
 
 GPU_PART = "nvidia.com/mig-"
@@ -129,18 +125,15 @@ def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, num
 
 
 def _choose_spot(group: dict[str, Any], spot: Spot) -> None:
-    tolerations = spot.tolerations
-    if tolerations is None:
-        tolerations = [Toleration(key=spot.label, operator="Exists")]
-    _select_nodes(group, {spot.label: spot.value}, tolerations)
+    any_value = [Toleration(key=spot.label, operator="Exists")]
+    _select_nodes(group, {spot.label: spot.value}, any_value if spot.tolerations is None else spot.tolerations)
 
 
 def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
     elsewhere = {"key": spot.label, "operator": "NotIn", "values": [spot.value]}
     required = {"nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]}
-    group["template"]["spec"]["affinity"] = {
-        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
-    }
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+    group["template"]["spec"]["affinity"] = affinity
 
 
 def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
@@ -158,13 +151,12 @@ def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
 def _make_evictable(metadata: dict[str, Any]) -> None:
     """Let autoscalers and drains end the pod: with its annotations, and out of the disruption budget of k8s/base."""
     metadata["annotations"] = {name: v for name, v in metadata["annotations"].items() if name not in PROTECTION}
-    metadata["labels"][EVICTABLE_LABEL] = "true"
+    metadata["labels"]["sunspot/evictable"] = "true"
 
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
     """Set what heads and workers have in common."""
-    metadata = template["metadata"]
-    spec = template["spec"]
+    metadata, spec = template["metadata"], template["spec"]
     container = spec["containers"][0]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
     if profile.annotations:
@@ -238,12 +230,11 @@ def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> Non
     constraint["labelSelector"] = selector
     if machine.placement in ("pack", "zone"):
         del spec["topologySpreadConstraints"]
-        near = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
-        spec.setdefault("affinity", {})["podAffinity"] = (
-            {"requiredDuringSchedulingIgnoredDuringExecution": [near]}
-            if machine.placement == "zone"
-            else {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]}
-        )
+        near: dict[str, Any] = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
+        rule = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]}
+        if machine.placement == "zone":
+            rule = {"requiredDuringSchedulingIgnoredDuringExecution": [near]}
+        spec.setdefault("affinity", {})["podAffinity"] = rule
 
 
 def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
@@ -287,16 +278,13 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
     head = cluster["headGroupSpec"]["template"]
     container = head["spec"]["containers"][0]
     cluster["enableInTreeAutoscaling"] = True
-    cluster["autoscalerOptions"] = {
-        **copy.deepcopy(AUTOSCALER),
-        "imagePullPolicy": container["imagePullPolicy"],
-        "securityContext": container["securityContext"],
-    }
+    alike = {name: container[name] for name in ("imagePullPolicy", "securityContext")}
+    cluster["autoscalerOptions"] = {**copy.deepcopy(AUTOSCALER), **alike}
     if profile.head and profile.head.cpu_limit:
         cluster["autoscalerOptions"]["resources"]["limits"]["cpu"] = AUTOSCALER_CPU_LIMIT
     head["metadata"]["labels"][AUTOSCALER_LABEL] = "true"
     head["spec"]["automountServiceAccountToken"] = True
-    head["spec"]["serviceAccountName"] = profile.service_account or AUTOSCALER_ACCOUNT
+    head["spec"]["serviceAccountName"] = profile.service_account or "sunspot-autoscaler"
 
 
 def set_variable(job: dict[str, Any], name: str, value: str) -> None:
@@ -305,8 +293,17 @@ def set_variable(job: dict[str, Any], name: str, value: str) -> None:
     if "rayClusterSpec" not in spec:
         spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
         return
-    for group in (spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]):
+    for group in pod_groups(spec).values():
         ray_container(group)["env"].append({"name": name, "value": value})
+
+
+def pod_groups(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the groups of pods in the spec of a RayJob by their names, the head's first; none in another's cluster."""
+    cluster = spec.get("rayClusterSpec")
+    if not cluster:
+        return {}
+    workers = {group["groupName"]: group for group in cluster.get("workerGroupSpecs") or ()}
+    return {"head": cluster["headGroupSpec"], **workers}
 
 
 def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
