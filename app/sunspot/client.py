@@ -20,12 +20,10 @@ from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
 from sunspot.submitter.cluster.completion import wait_for_end
 from sunspot.submitter.cluster.deletion import delete_run, find_contents
-from sunspot.submitter.cluster.listing import describe_runs
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import print_pods, print_state, print_submission, show_progress
-from sunspot.submitter.cluster.restart import resume_run
-from sunspot.submitter.cluster.run_record import gather, summarize
-from sunspot.submitter.cluster.start import render_for_cluster
+from sunspot.submitter.cluster.records import describe_runs, gather, summarize
+from sunspot.submitter.cluster.start import render_for_cluster, resume_run
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
 from sunspot.submitter.doctor.diagnose import examine
@@ -122,8 +120,7 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Say where it stands, by cluster and storage or the one that answers: what `sunspot status --json` prints."""
         access = reach_run(self._target)
-        record = summarize(access, *gather(access))
-        return {**record, "state": record["state"].value}
+        return summarize(access, *gather(access))
 
     def wait(self, timeout: float | None = None) -> str:
         """Print its progress until it ends, and return how: "succeeded" or "stopped".

@@ -23,7 +23,7 @@ from sunspot.run.overview import list_runs, read_state
 from sunspot.run.search import read_trial
 from sunspot.run.status import RunState, Status, list_statuses, read_status, write_status
 from sunspot.run.submissions import newest_submission, record_submission
-from sunspot.submitter.cluster.restart import parse_submission
+from sunspot.submitter.cluster.start import parse_submission
 from tests.harness.commands import Command
 from tests.harness.runs import (
     age,

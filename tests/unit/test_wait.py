@@ -28,7 +28,6 @@ from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, Follower, StorageRead
 from sunspot.submitter.cluster.observation import ClusterPart, RunAccess, RunSnapshot, StoragePart
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.state import StoredRecord
 from sunspot.submitter.cluster.views import job_view
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob, timestamp
@@ -244,9 +243,9 @@ def test_the_status_of_a_deleted_job_is_not_shown_for_its_successor(run: Run) ->
     after["metadata"]["uid"] = "another"
     follower = Follower(RunAccess(run))
     follower._take(ClusterPart((job_view(before),)))
-    follower._take(StorageRead(1, StoragePart(StoredRecord(Status(RunState.FAILED, JOB), JOB))))
+    follower._take(StorageRead(1, StoragePart(Status(RunState.FAILED, JOB), JOB)))
     follower._take(ClusterPart((job_view(after),)))
-    assert (follower._snapshot.storage.status, follower._snapshot.storage.record.owner) == (None, "")
+    assert (follower._snapshot.storage.status, follower._snapshot.storage.owner) == (None, "")
 
 
 @pytest.mark.parametrize(("status", "times", "code"), [(401, 3, 0), (403, 3, 0), (401, 99, 4)])

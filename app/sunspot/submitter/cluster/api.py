@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 NAMESPACE = "sunspot"
 """The namespace of k8s/base, and the default where a context has none of its own."""
 
-FIELD_MANAGER = "sunspot"
-
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 20
 
 RETRY_PAUSES_S = (0.5, 1, 2)
@@ -133,11 +131,9 @@ class Cluster:
         return newest_first([job_view(item) for item in items]), version
 
     def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Type and object of each change of a run's RayJobs after `version`, for so many seconds.
+        """Yield type and object of each change of a run's RayJobs after `version`, for so many seconds.
 
-        The object of a BOOKMARK has a version and nothing else.
-
-        Raises `RefusedError` with status 410 when `version` is too old: list again.
+        The object of a BOOKMARK has a version alone. Raises `RefusedError` with status 410 when `version` is too old.
         """
         query = [
             ("labelSelector", f"{RUN_LABEL}={run}"),
@@ -147,7 +143,9 @@ class Cluster:
             ("timeoutSeconds", str(seconds)),
         ]
         with self._send(Request("GET", "jobs", query=query, read_timeout_s=seconds + CONNECT_TIMEOUT_S)) as response:
-            for line in self._lines(response):
+            for line in filter(bytes.strip, response):
+                if not line.endswith(b"\n"):
+                    return  # it was cut off
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     raise self._refusal("GET", event["object"].get("code", 0), event["object"])
@@ -160,12 +158,11 @@ class Cluster:
 
     def apply(self, manifest: dict[str, Any], dry_run: bool = False) -> JobView:
         """Create or update the RayJob (server-side apply); returns it with its defaults."""
-        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        query = [("fieldManager", "sunspot"), ("force", "true")]
         if dry_run:
             query.append(("dryRun", "All"))
         name = manifest["metadata"]["name"]
-        request = Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")
-        return job_view(self._ask(request))
+        return job_view(self._ask(Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")))
 
     def delete_job(self, job: JobView) -> None:
         """Delete this RayJob and with it its cluster; no error if it is gone already."""
@@ -257,14 +254,9 @@ class Cluster:
 
     def allows(self, verb: str, group: str, resource: str) -> bool:
         """Whether this user may do `verb` with `resource` in the namespace."""
-        resource, _, subresource = resource.partition("/")
-        attributes = {"namespace": self.namespace, "verb": verb, "group": group}
-        attributes |= {"resource": resource, "subresource": subresource}
-        body = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": attributes},
-        }
+        asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+        kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        body = {**kind, "spec": {"resourceAttributes": asked}}
         return bool(self._ask(Request("POST", "review", body=body))["status"].get("allowed"))
 
     # -------------------------------------------------------------------------------------------------------- transport
@@ -296,7 +288,7 @@ class Cluster:
             api = self._api
             try:
                 with self._send(request) as response:
-                    return dict(json.loads(b"".join(self._chunks(response)) or b"{}"))
+                    return dict(json.loads(response.read() or b"{}"))
             except UnreachableError as error:
                 pause = next(pauses, None)
                 if pause is None:
@@ -331,33 +323,16 @@ class Cluster:
         if request.kind != "json":
             call = (*call[:3], json.dumps(request.body), call[4])
         try:
-            response = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, request.read_timeout_s)).response
-        except (HTTPError, ApiException, OSError) as error:
-            raise self._unreachable(error) from error
-        try:
-            if not 200 <= response.status <= 299:
-                failure = self._failure(request.method, request.path, response.status, b"".join(self._chunks(response)))
-                after = response.headers.get("Retry-After", "")
-                if isinstance(failure, UnreachableError) and after.isdigit():
-                    failure.retry_after = min(float(after), MAX_RETRY_AFTER_S)
-                raise failure
-            yield response
-        finally:
-            response.close()
-
-    def _lines(self, response: Any) -> Iterator[bytes]:
-        """Whole lines of an answer as they come; a last one cut off is dropped."""
-        buffer = b""
-        for chunk in self._chunks(response):
-            *lines, buffer = (buffer + chunk).split(b"\n")
-            yield from (line for line in lines if line)
-
-    def _chunks(self, response: Any) -> Iterator[bytes]:
-        from urllib3.exceptions import HTTPError
-
-        try:
-            yield from response.stream()
-        except (HTTPError, OSError) as error:
+            answer = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, request.read_timeout_s))
+            with contextlib.closing(answer.response) as response:
+                if not 200 <= response.status <= 299:
+                    failure = self._failure(request.method, request.path, response.status, response.read())
+                    after = response.headers.get("Retry-After", "")
+                    if isinstance(failure, UnreachableError) and after.isdigit():
+                        failure.retry_after = min(float(after), MAX_RETRY_AFTER_S)
+                    raise failure
+                yield response
+        except (HTTPError, ApiException, OSError) as error:  # of the request, or of whoever reads the answer
             raise self._unreachable(error) from error
 
     def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
@@ -372,10 +347,8 @@ class Cluster:
 
     def _unreachable(self, error: Exception) -> UnreachableError:
         why = shorten(error).rpartition("Failed to establish a new connection: ")[2]
-        return UnreachableError(
-            f"{self.server}: the API server cannot be reached ({why}); check that the cluster is up, the network, "
-            "and --context"
-        )
+        check = "check that the cluster is up, the network, and --context"
+        return UnreachableError(f"{self.server}: the API server cannot be reached ({why}); {check}")
 
     def _refusal(self, method: str, status: int, answer: dict[str, Any], role: str = ROLE) -> RefusedError:
         said = _said(answer)

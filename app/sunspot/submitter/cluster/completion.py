@@ -1,14 +1,29 @@
-"""Waits for the end of a run."""
+"""Waits for the end of a run, and starts one again whose head the operator has given up.
+
+KubeRay replaces a head whose pod has gone. If no head answers for too long, as its node is frozen or a new one finds no
+node, the RayJob is Failed, and `backoffLimit` does not apply. Nothing is wrong with the run then.
+"""
 
 import time
+from typing import Any
 
 from sunspot.errors import ConflictError, GaveUpError, SunspotError
+from sunspot.formatting import plural
+from sunspot.run import Run
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.follow import Follower, OutageReporter
+from sunspot.run.submissions import newest_submission
+from sunspot.settings import PREFIX, Settings
+from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S, Follower, OutageReporter
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, warn_of_hidden
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.restart import HeadRestarts, head_given_up, start_again
-from sunspot.submitter.printing import warn
+from sunspot.submitter.cluster.start import parse_submission
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP
+from sunspot.submitter.cluster.views import JobView
+from sunspot.submitter.manifest.render import settings_of
+from sunspot.submitter.printing import progress_note, warn
+
+MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 
 
 def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) -> RunState:
@@ -45,10 +60,7 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
 
 
 def _follow(access: RunAccess, began: float, timeout: float | None, show: ProgressLines) -> RunSnapshot:
-    """Show every change until the run has ended; returns what is known then.
-
-    An end because the head was given up is not shown: it may be none.
-    """
+    """Show every change until the run has ended, but an end because its head was given up, which may be none."""
     outage = OutageReporter()
     again = access.arguments
     follower = Follower(access)
@@ -64,12 +76,84 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
             if state.terminal and sure and (follower.settled or snapshot.storage.trouble):
                 return snapshot
             if timeout is not None and time.monotonic() - began > timeout:
-                raise GaveUpError(
-                    f"{access.run.name} is {state} after {timeout:g} s: {reason}. It goes on; `sunspot wait {again}` "
-                    "comes back to it"
-                )
+                still = f"{access.run.name} is {state} after {timeout:g} s: {reason}"
+                raise GaveUpError(f"{still}. It goes on; `sunspot wait {again}` comes back to it")
     except KeyboardInterrupt:
         show.close()
         warn(f"\nthe run goes on; `sunspot wait {again}` comes back to it, `sunspot stop {again}` ends it")
         raise
     raise AssertionError("following never ends by itself")
+
+
+def head_given_up(snapshot: RunSnapshot) -> bool:
+    """Whether the run has failed only because the operator gave up its head."""
+    return bool(snapshot.job and snapshot.job.failure == HEAD_GIVEN_UP and snapshot.state()[0] is RunState.FAILED)
+
+
+class HeadRestarts:
+    """Counts the restarts of a run whose head was given up.
+
+    The operator's own limit lies between two of them. The driver counts them too, as it is the same job that starts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._checkpoint: str | None = None
+        self._count = 0
+        "Restarts since that checkpoint was new."
+
+    def next(self, snapshot: RunSnapshot) -> dict[str, Any] | None:
+        """Return the manifest to start again; None when the run ended otherwise, was stopped, or is not ours to start.
+
+        What was not submitted by `sunspot` (GitOps) is started by whoever applied it. Raises `SunspotError` after as
+        many restarts in a row without a new checkpoint as a job may have starts of its driver.
+        """
+        job, stored = snapshot.job, snapshot.storage
+        if not job or not head_given_up(snapshot) or stored.stop_wanted or stored.trouble:
+            return None
+        name, text = newest_submission(self._run) or ("", "")
+        if name != job.name:
+            return None
+        checkpoint = stored.status.checkpoint if stored.status else None
+        if checkpoint != self._checkpoint:
+            self._checkpoint, self._count = checkpoint, 0
+        most = settings_of(job.raw).get(MAX_STARTS) or Settings.model_fields["max_driver_starts"].default
+        if self._count >= int(most):
+            raise SunspotError(
+                f"{self._run.name} failed: its head was given up again after {plural(self._count, 'restart')} without "
+                f"a new checkpoint; look at the nodes it was on. {MAX_STARTS} allows more"
+            )
+        self._count += 1
+        return parse_submission(self._run, name, text)
+
+
+def start_again(access: RunAccess, job: JobView, manifest: dict[str, Any]) -> None:
+    """Replace a failed RayJob by a new one of the same name, and so of the same owner in storage.
+
+    Its old pods may take their time: one on a frozen node goes when the node comes back, and what it still does then
+    changes nothing of the run (run/attempts.py). Raises `ClusterError` or `GaveUpError` when the API server is out
+    of reach, or keeps the old one, for MAX_OUTAGE_S.
+    """
+    cluster = access.require_cluster()
+    deadline = time.monotonic() + MAX_OUTAGE_S
+    try:
+        with progress_note(f"starting {job.name} again"):
+            while trouble := _replace(cluster, job, manifest):
+                if time.monotonic() > deadline:
+                    raise trouble
+                time.sleep(TICK_S)
+    except KeyboardInterrupt:
+        warn(f"\n{job.name} may be gone; `sunspot resume {access.arguments}` starts it again")
+        raise
+
+
+def _replace(cluster: Cluster, job: JobView, manifest: dict[str, Any]) -> SunspotError | None:
+    """Delete and create the RayJob; returns what is in the way, if anything. Harmless to repeat."""
+    try:
+        cluster.delete_job(job)
+        if cluster.has_job(job):
+            return GaveUpError(f"{job.name} is deleted and still there; does the operator run? Submit again then")
+        cluster.apply(manifest)
+    except UnreachableError as error:
+        return error
+    return None

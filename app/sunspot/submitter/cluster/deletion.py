@@ -34,10 +34,10 @@ from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.observation import STORAGE_PATH, RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView
-from sunspot.submitter.manifest.render import settings_of
+from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import list_unfinished
 
@@ -87,17 +87,18 @@ class RunContents:
         jobs = self.snapshot.cluster.jobs
         own = {job.cluster for job in jobs if not job.borrows_cluster}
         pods = [pod for pod in self.snapshot.cluster.pods if pod.cluster in own]
-        clusters = dict.fromkeys(pod.cluster for pod in pods)  # with their Services and the Secret of their token
-        found = [("RayJob", job.name) for job in jobs]
-        found += [("RayCluster", name) for name in clusters]
-        found += [("Pod", pod.name) for pod in pods]
-        return [{"kind": kind, "name": name} for kind, name in found]
+        names = {
+            "RayJob": [job.name for job in jobs],
+            "RayCluster": dict.fromkeys(pod.cluster for pod in pods),  # with Services, and the Secret of its token
+            "Pod": [pod.name for pod in pods],
+        }
+        return [{"kind": kind, "name": name} for kind, found in names.items() for name in found]
 
     @property
     def kinds(self) -> list[dict[str, Any]]:
         """What is in storage and in memory, by kind: the run's folders, and what is beside them."""
         sizes: dict[str, list[int]] = {}
-        checkpoints = set()
+        checkpoints: set[str] = set()
         for entry in self.entries:
             top, *below = entry.key.removeprefix(self.run.key("")).split("/")
             sizes.setdefault(top if below else "records", []).append(entry.size)
@@ -107,15 +108,12 @@ class RunContents:
             "unfinished uploads": [upload.size for upload in self.unfinished],
             "copies in this machine's memory": [path.stat().st_size for path in self.copies if path.exists()],
         }
-        found: list[dict[str, Any]] = [
-            {"kind": kind, "files": len(each), "bytes": sum(each)}
+        more = {"checkpoints": {"checkpoints": len(checkpoints)}}
+        return [
+            {"kind": kind, "files": len(each), "bytes": sum(each), **more.get(kind, {})}
             for kind, each in [*sorted(sizes.items()), *beside.items()]
             if each
         ]
-        for kind in found:
-            if kind["kind"] == "checkpoints":
-                kind["checkpoints"] = len(checkpoints)
-        return found
 
     @property
     def bytes(self) -> int:
@@ -125,8 +123,7 @@ class RunContents:
     def __str__(self) -> str:
         """Its sum, such as `1 RayJob with 3 pods; 12 files, 3.4 MB`."""
         kinds = [thing["kind"] for thing in self.objects]
-        jobs = kinds.count("RayJob")
-        pods = kinds.count("Pod")
+        jobs, pods = kinds.count("RayJob"), kinds.count("Pod")
         parts = [plural(jobs, "RayJob") + (f" with {plural(pods, 'pod')}" if pods else "")] if jobs else []
         return "; ".join([*parts, f"{plural(len(self.entries), 'file')}, {as_bytes(self.bytes)}"])
 
@@ -143,19 +140,15 @@ def find_contents(access: RunAccess) -> RunContents:
     if snapshot.storage.trouble:
         raise StorageError(snapshot.storage.trouble)
     if access.cluster and snapshot.cluster.trouble:
-        raise ClusterError(
-            f"{snapshot.cluster.trouble}. Whether the run still trains cannot be seen; if that cluster is no more, "
-            "KUBECONFIG=/dev/null deletes what is in storage"
-        )
+        advice = "if that cluster is no more, KUBECONFIG=/dev/null deletes what is in storage"
+        raise ClusterError(f"{snapshot.cluster.trouble}. Whether the run still trains cannot be seen; {advice}")
     access.require_known(snapshot)
     state, reason = snapshot.state()
     going = bool(snapshot.job and snapshot.job.deleting)
     if any(job.live for job in snapshot.cluster.jobs) or not (state.terminal or going):
         unseen = f" (the cluster was not asked: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
-        raise ConflictError(
-            f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; "
-            f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
-        )
+        advice = f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
+        raise ConflictError(f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; {advice}")
     folder = Path(run.location)
     if not run.storage.is_bucket and folder.is_symlink():  # what it leads to is not this storage's to delete
         place = folder.resolve()
@@ -167,7 +160,7 @@ def find_contents(access: RunAccess) -> RunContents:
     copies = tuple(path for path in node_memory_directory(run.location).rglob("*") if path.is_file())
     results = read_results(run)
     trials = tuple(trial.run for trial in results.trials) if results else ()
-    return RunContents(run, snapshot, entries, tuple(list_unfinished(run)), copies, _find_dataset(run, entries), trials)
+    return RunContents(run, snapshot, entries, tuple(list_unfinished(run)), copies, _find_dataset(run), trials)
 
 
 def find_left(access: RunAccess) -> RunContents | None:
@@ -194,10 +187,8 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
     if cluster and jobs:
         warn(f"waiting until {plural(len(jobs), 'RayJob')} and the pods are gone")
         if not delete_jobs(cluster, jobs, GONE_WITHIN_S, frozen=True):
-            raise GaveUpError(
-                f"{jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}; nothing was "
-                "removed from storage, which they may still write"
-            )
+            there = f"{jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}"
+            raise GaveUpError(f"{there}; nothing was removed from storage, which they may still write")
     with progress_note("removing it from storage"):
         _empty(run)
     shutil.rmtree(node_memory_directory(run.location), ignore_errors=True)
@@ -255,19 +246,16 @@ def _empty(run: Run) -> None:
 def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
     if entries:
         names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MAX_NAMED])
-        raise ConflictError(
-            f"{run.location}: something goes on writing it ({names}); a process of the run still lives somewhere. It "
-            "can commit no checkpoint any more; end it, and delete again"
-        )
+        lives = "a process of the run still lives somewhere. It can commit no checkpoint any more; end it"
+        raise ConflictError(f"{run.location}: something goes on writing it ({names}); {lives}, and delete again")
 
 
 def _list(run: Run) -> list[Entry]:
     return [entry for entry in run.storage.list(run.name) if entry.key != run.key(DELETION)]
 
 
-def _find_dataset(run: Run, entries: Iterable[Entry]) -> str:
-    if any(entry.key == run.key("run.json") for entry in entries):
-        with contextlib.suppress(NotFoundError, DamageError, ConflictError):
-            dataset = read_identity(run).settings.get(PREFIX + "DATASET", "")
-            return dataset.rstrip("/") if "/" in dataset else ""
+def _find_dataset(run: Run) -> str:
+    with contextlib.suppress(NotFoundError, DamageError, ConflictError):
+        dataset = read_identity(run).settings.get(PREFIX + "DATASET", "")
+        return dataset.rstrip("/") if "/" in dataset else ""
     return ""

@@ -65,9 +65,8 @@ class Plan:
     seed: int
 
     def __str__(self) -> str:
-        parts = [
-            f"{kind.verb} {plural(self.kinds.count(kind), kind.victim)}" for kind in FaultKind if kind in self.kinds
-        ]
+        counts = {kind: self.kinds.count(kind) for kind in FaultKind}
+        parts = [f"{kind.verb} {plural(count, kind.victim)}" for kind, count in counts.items() if count]
         apart = f", {self.every_s:g} s apart," if len(self.kinds) > 1 else ""
         return f"{' and '.join(parts)}{apart}"
 
@@ -83,10 +82,7 @@ class Fault:
 
 
 def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> Plan:
-    """Plan so many faults, each kind as often as the others, in random order. `kinds` are words or comma lists.
-
-    Raises `SettingsError` for an unknown word.
-    """
+    """Plan so many faults of these kinds (words or comma lists) in turn, shuffled. Raises `SettingsError`."""
     words = [word.strip() for text in kinds for word in text.split(",")]
     unknown = [word for word in words if word not in list(FaultKind)]
     if unknown:
@@ -139,10 +135,8 @@ class FaultInjector:
         self._wait(self._find_missing, RECOVERED_WITHIN_S, audit)
         if self._ended:
             injected = len(self._faults)
-            self.say(
-                {"event": "ended", "reason": self._ended, "blows": injected},
-                f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {self._ended}",
-            )
+            text = f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {self._ended}"
+            self.say({"event": "ended", "reason": self._ended, "blows": injected}, text)
 
     def say(self, record: dict[str, Any], text: str) -> None:
         """Print one line on stdout, for people or as JSON."""
@@ -170,10 +164,8 @@ class FaultInjector:
         except StorageError as error:
             warn(str(error))
         self._faults.append(Fault(number, self._attempt))
-        self.say(
-            {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step},
-            f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}",
-        )
+        record = {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step}
+        self.say(record, f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}")
 
     def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
         """Delete a ready pod of the RayCluster of the run's newest live RayJob; None if there is none, or no answer."""

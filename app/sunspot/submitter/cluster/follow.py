@@ -4,9 +4,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from sunspot.errors import ClusterError, StorageError
+from sunspot.errors import ClusterError
 from sunspot.formatting import in_words
 from sunspot.submitter.cluster.api import RefusedError, UnreachableError, newest_first
 from sunspot.submitter.cluster.observation import (
@@ -42,15 +43,12 @@ STORAGE_WAIT_S = 3.0
 """How long a change in the cluster is held back until storage has been read again, which explains it."""
 
 
-@dataclass(frozen=True)
-class StorageRead:
+class StorageRead(NamedTuple):
     """What one look at storage has found."""
 
     clock: int
     "The change of the RayJobs after which it was made."
-    part: StoragePart | None = None
-    "None: storage did not answer."
-    trouble: str = ""
+    part: StoragePart
 
 
 class Follower:
@@ -101,8 +99,9 @@ class Follower:
     def _take(self, update: ClusterPart | StorageRead) -> None:
         before = self._snapshot
         if isinstance(update, StorageRead):
-            self._storage_clock = update.clock
-            part = update.part or replace(before.storage, trouble=update.trouble)
+            self._storage_clock, part = update
+            if part.trouble:
+                part = replace(before.storage, trouble=part.trouble)
             self._snapshot = replace(before, storage=part)
             return
         self._snapshot = replace(before, cluster=update)
@@ -112,8 +111,7 @@ class Follower:
         self._held_since = time.monotonic()
         self._wake_storage.set()
         if before.job and self._snapshot.job and before.job.uid != self._snapshot.job.uid:
-            record = replace(before.storage.record, status=None, owner="")
-            self._snapshot = replace(self._snapshot, storage=replace(before.storage, record=record))
+            self._snapshot = replace(self._snapshot, storage=replace(before.storage, status=None, owner=""))
 
     def _pass_on_errors(self, follow: Callable[[], None]) -> None:
         """Raise a thread's error in the caller, which would wait for it for ever."""
@@ -170,11 +168,7 @@ class Follower:
         while not self._ended.is_set():
             self._wake_storage.clear()
             clock = self._clock
-            try:
-                read = StorageRead(clock, read_storage(self._run, self._snapshot.job))
-            except StorageError as error:
-                read = StorageRead(clock, trouble=str(error))
-            self._updates.put(read)
+            self._updates.put(StorageRead(clock, read_storage(self._run, self._snapshot.job)))
             self._wake_storage.wait(STORAGE_EVERY_S)
 
 

@@ -38,10 +38,8 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
     files = os.environ.get("KUBECONFIG") or "~/.kube/config"
     has_file = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep))
     if not has_file and (context or not os.environ.get("KUBERNETES_SERVICE_HOST")):
-        raise ClusterError(
-            f"no cluster: {files} is not there; set KUBECONFIG to the file that your cluster's administrator or "
-            "cloud gave you"
-        )
+        advice = "set KUBECONFIG to the file that your cluster's administrator or cloud gave you"
+        raise ClusterError(f"no cluster: {files} is not there; {advice}")
     import urllib3
     from kubernetes.client import ApiClient, Configuration  # slow to import, and verbs that read storage do without
     from kubernetes.config import ConfigException, load_incluster_config
@@ -55,22 +53,17 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
         else:
             load_incluster_config(configuration)
         if str(configuration.proxy).startswith("socks") and not importlib.util.find_spec("socks"):
-            raise ClusterError(
-                f"no cluster: {files}: its proxy-url {configuration.proxy} needs PySocks; install it beside sunspot: "
-                "`pip install pysocks`"
-            )
+            needs = f"its proxy-url {configuration.proxy} needs PySocks"
+            raise ClusterError(f"no cluster: {files}: {needs}; install it beside sunspot: `pip install pysocks`")
         return ApiClient(configuration), namespace
     except ClusterError:
         raise
     except ConfigException as error:
-        raise ClusterError(
-            f"no cluster: {files}: {shorten(error)}; `kubectl config get-contexts` lists what --context takes"
-        ) from error
+        advice = "`kubectl config get-contexts` lists what --context takes"
+        raise ClusterError(f"no cluster: {files}: {shorten(error)}; {advice}") from error
     except Exception as error:  # whatever the client's parser, and those that it calls, make of a damaged file
-        raise ClusterError(
-            f"no cluster: {files} cannot be used ({type(error).__name__}: {shorten(error)}); correct it: "
-            "`kubectl version` must work with it, too"
-        ) from error
+        unusable = f"{files} cannot be used ({type(error).__name__}: {shorten(error)})"
+        raise ClusterError(f"no cluster: {unusable}; correct it: `kubectl version` must work with it, too") from error
 
 
 def _load_context(files: str, context: str | None, configuration: Configuration) -> str:
@@ -84,46 +77,37 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
     user: dict[str, Any] = (entry["user"].value if entry and entry.value.get("user") else None) or {}
     provider = user.get("auth-provider", {}).get("name", "")
     if provider in GONE_PROVIDERS:
-        raise ClusterError(
-            f"no cluster: {files}: user {current['user']} signs in by auth-provider {provider}, which Kubernetes "
-            f"gave up for credential plugins; {GONE_PROVIDERS[provider]}"
-        )
+        signs_in = f"user {current['user']} signs in by auth-provider {provider}, which Kubernetes gave up"
+        raise ClusterError(f"no cluster: {files}: {signs_in} for credential plugins; {GONE_PROVIDERS[provider]}")
     if entry and "exec" in user and not {"token", "tokenFile"} & set(user):
         cluster = next(item for item in config["clusters"].value if item["name"] == current["cluster"])
         # By ourselves: the client goes on as nobody without a plugin, waits for ever, and swallows what it prints.
         user |= _ask_plugin(user.pop("exec"), cluster.value["cluster"], Path(entry.path).absolute().parent)
     loader.load_and_set(configuration)
     if provider and not configuration.api_key:
-        raise ClusterError(
-            f"no cluster: {files}: auth-provider {provider} gives user {current['user']} no credential; sign in again"
-        )
+        none = f"auth-provider {provider} gives user {current['user']} no credential"
+        raise ClusterError(f"no cluster: {files}: {none}; sign in again")
     namespace = str(current.get("namespace") or "")
     return "" if namespace == NOT_CHOSEN else namespace
 
 
 def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Get the credential that a plugin prints, as entries of a kubeconfig's user.
-
-    What else it prints, such as where to sign in, goes to stderr. Raises `ClusterError`.
-    """
+    """Get the credential that a plugin prints, as a kubeconfig has it; stderr stays stderr. Raises `ClusterError`."""
     command = [str(plugin["command"]), *(plugin.get("args") or ())]
     name = f"kubectl's credential plugin {command[0]}"
     interactive = sys.stdin is not None and sys.stdin.isatty() and plugin.get("interactiveMode") != "Never"
     spec: dict[str, Any] = {"interactive": interactive}
     if plugin.get("provideClusterInfo"):
-        config = [
-            item["extension"]
-            for item in cluster.get("extensions") or ()
-            if item["name"] == "client.authentication.k8s.io/exec"
-        ]
-        spec["cluster"] = {**cluster, **({"config": config[0]} if config else {})}
+        extensions = {item["name"]: item["extension"] for item in cluster.get("extensions") or ()}
+        config = extensions.get("client.authentication.k8s.io/exec")
+        spec["cluster"] = {**cluster, **({"config": config} if config else {})}
     info = {"apiVersion": plugin["apiVersion"], "kind": "ExecCredential", "spec": spec}
-    environment = {**os.environ, **{item["name"]: item["value"] for item in plugin.get("env") or ()}}
+    own = {item["name"]: item["value"] for item in plugin.get("env") or ()}
     try:
         with progress_note(f"asking {name}"):
             answer = subprocess.run(
                 command,
-                env={**environment, "KUBERNETES_EXEC_INFO": json.dumps(info)},
+                env={**os.environ, **own, "KUBERNETES_EXEC_INFO": json.dumps(info)},
                 cwd=folder,
                 stdin=None if interactive else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

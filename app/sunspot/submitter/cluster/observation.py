@@ -11,17 +11,14 @@ from sunspot.errors import ClusterError, ConflictError, NotFoundError, StorageEr
 from sunspot.run import Run
 from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
 from sunspot.run.requests import deletion_begun, stop_requested
-from sunspot.run.status import RunState, Status
+from sunspot.run.status import RunState
 from sunspot.run.submissions import owner_of
-from sunspot.settings import PREFIX
 from sunspot.submitter.cluster.api import Cluster, RefusedError, newest_first, try_connect
 from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, is_of, judge
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent
-from sunspot.submitter.manifest.render import settings_of
+from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
-
-STORAGE_PATH = PREFIX + "STORAGE_PATH"
 
 
 @dataclass(frozen=True)
@@ -39,25 +36,15 @@ class ClusterPart:
 
 
 @dataclass(frozen=True)
-class StoragePart:
+class StoragePart(StoredRecord):
     """What storage says of a run. What could not be read is old or missing."""
 
-    record: StoredRecord = field(default_factory=StoredRecord)
-    "What counts beside a RayJob."
     deleting: bool = False
     "Whether a deletion has begun."
     state: tuple[RunState, str] | None = None
     "State and reason by storage alone; None if there is no run, or a RayJob to ask."
     trouble: str = ""
     "Why it is missing or old."
-
-    @property
-    def status(self) -> Status | None:
-        return self.record.status
-
-    @property
-    def stop_wanted(self) -> bool:
-        return self.record.stop_wanted
 
 
 @dataclass(frozen=True)
@@ -75,6 +62,11 @@ class RunSnapshot:
         return self.cluster.jobs[0] if self.cluster.jobs else None
 
     @property
+    def in_cluster(self) -> JobInCluster | None:
+        """The newest RayJob with its pods."""
+        return JobInCluster(self.job, self.cluster.pods, self.cluster.warnings, self.time) if self.job else None
+
+    @property
     def known(self) -> bool:
         """Whether the run exists at all."""
         return bool(self.cluster.jobs or self.storage.status or self.storage.state or self.storage.deleting)
@@ -82,15 +74,14 @@ class RunSnapshot:
     @property
     def driver_began(self) -> bool:
         """Whether the newest RayJob has ever had a driver."""
-        return bool(self.job and is_of(self.storage.record, self.job))
+        return bool(self.job and is_of(self.storage, self.job))
 
     def state(self) -> tuple[RunState, str]:
         """Return the run's state, and a sentence that says why."""
         if self.storage.deleting:
             return RunState.DELETING, HALF_DELETED
-        if self.job:
-            seen = JobInCluster(self.job, self.cluster.pods, self.cluster.warnings, self.time)
-            state, reason = judge(seen, self.storage.record)
+        if self.in_cluster:
+            state, reason = judge(self.in_cluster, self.storage)
             unseen = "pods" in self.cluster.hidden and not state.terminal and not self.driver_began
             return state, "this user may not list its pods, which would say why" if unseen else reason
         state, reason = self.storage.state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
@@ -114,10 +105,7 @@ class RunAccess:
         return stored_arguments(self.run) + (self.cluster.options if self.cluster else "")
 
     def observe(self, include: Callable[[JobView], bool] = lambda job: True) -> RunSnapshot:
-        """Look at the run, of its RayJobs at those that `include` accepts.
-
-        Errors of cluster and storage are recorded, not raised.
-        """
+        """Look at the run, of its RayJobs at those that `include` accepts; errors are recorded, not raised."""
         seen = ClusterPart(trouble=self.cluster_error)
         if self.cluster:
             try:
@@ -125,17 +113,10 @@ class RunAccess:
                 seen = read_cluster(self.cluster, [job for job in jobs if include(job)])
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
-        try:
-            stored = read_storage(self.run, seen.jobs[0] if seen.jobs else None)
-        except StorageError as error:
-            stored = StoragePart(trouble=str(error))
-        return RunSnapshot(seen, stored, time.time())
+        return RunSnapshot(seen, read_storage(self.run, seen.jobs[0] if seen.jobs else None), time.time())
 
     def observe_existing(self) -> RunSnapshot:
-        """Look at a run that is to be stopped or resumed.
-
-        Raises `StorageError` when storage does not answer, `NotFoundError`, and `ConflictError` for one being deleted.
-        """
+        """Look at a run to stop or resume. Raises `StorageError`, `NotFoundError`, `ConflictError` for one deleted."""
         with progress_note("looking at the run"):
             snapshot = self.observe()
         if snapshot.storage.trouble:
@@ -153,15 +134,13 @@ class RunAccess:
             return
         if snapshot.storage.trouble:
             raise StorageError(snapshot.storage.trouble)
-        cluster, trouble = self.cluster, ""
-        if cluster and snapshot.cluster.trouble:
-            raise ClusterError(snapshot.cluster.trouble)
-        if snapshot.cluster.trouble:
-            trouble = f" (the cluster was not asked: {snapshot.cluster.trouble})"
-        elif cluster:
-            trouble = f", nor in namespace {cluster.namespace} of {cluster.server}"
-        place = self.run.storage.locate("").rstrip("/")
-        raise NotFoundError(f"no run {self.run.name} in {place}{trouble}; check the name, --storage and --namespace")
+        trouble, place = snapshot.cluster.trouble, self.run.storage.locate("").rstrip("/")
+        if self.cluster and trouble:
+            raise ClusterError(trouble)
+        nor = f" (the cluster was not asked: {trouble})" if trouble else ""
+        if self.cluster:
+            nor = f", nor in namespace {self.cluster.namespace} of {self.cluster.server}"
+        raise NotFoundError(f"no run {self.run.name} in {place}{nor}; check the name, --storage and --namespace")
 
     def require_cluster(self) -> Cluster:
         """Return the cluster. Without one, raises `NotFoundError` if storage knows no such run, else `ClusterError`."""
@@ -172,17 +151,12 @@ class RunAccess:
 
 
 def reach_run(target: Target) -> RunAccess:
-    """Find the cluster, if there is one, and where the run is stored.
-
-    That is where the target or SUNSPOT_STORAGE_PATH says, or else where its RayJob keeps it.
-    """
+    """Find the cluster, if any, and the run: where the target or SUNSPOT_STORAGE_PATH says, or else its RayJob."""
     cluster, cluster_error = try_connect(target.context, target.namespace)
     storage_path = target.storage
     if storage_path is None and cluster and not os.environ.get(STORAGE_PATH):
-        with (
-            contextlib.suppress(ClusterError),  # the next request reports an error
-            progress_note("asking the cluster"),
-        ):  # the next request reports an error
+        # The next request tells why it does not answer.
+        with contextlib.suppress(ClusterError), progress_note("asking the cluster"):
             jobs, _ = cluster.list_jobs(target.run)
             storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
     return RunAccess(named_run(target.run, storage_path), cluster, cluster_error)
@@ -229,10 +203,13 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
 
 
 def read_storage(run: Run, job: JobView | None) -> StoragePart:
-    """Read what storage knows of a run whose newest RayJob is `job`. Raises `StorageError`."""
-    status, stop_wanted, deleting = read_parts(
-        lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
-    )
-    owner = owner_of(run, job.name) if job else ""
-    state = read_state(run, status) if not job and (status or run_exists(run)) else None
-    return StoragePart(StoredRecord(status, owner, stop_wanted), deleting, state)
+    """Read what storage knows of a run whose newest RayJob is `job`, or why it does not answer."""
+    try:
+        status, stop_wanted, deleting = read_parts(
+            lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
+        )
+        owner = owner_of(run, job.name) if job else ""
+        state = read_state(run, status) if not job and (status or run_exists(run)) else None
+    except StorageError as error:
+        return StoragePart(trouble=str(error))
+    return StoragePart(status, owner, stop_wanted, deleting, state)

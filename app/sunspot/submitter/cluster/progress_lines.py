@@ -1,7 +1,5 @@
 """Prints where a run stands, and how it goes on."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence
@@ -43,35 +41,25 @@ def print_pods(pods: Sequence[PodPrice]) -> None:
 
 def print_submission(submission: Submission, as_json: bool) -> None:
     """Print what became of a submission."""
-    access = submission.access
-    job = submission.job
-    action = submission.action
-    reason = submission.reason
+    access, job = submission.access, submission.job
     namespace = access.require_cluster().namespace
     if as_json:
         record = {"run": access.run.name, "job": job, "namespace": namespace, "storage": access.run.location}
-        record |= {"action": action, "reason": reason}
-        print_json_line({**record, "dry_run": submission.dry_run})  # `submit --wait` prints more lines
+        done = {name: getattr(submission, name) for name in ("action", "reason", "dry_run")}
+        print_json_line({**record, **done})  # `submit --wait` prints more lines
         return
     would = "would be " if submission.dry_run else ""
-    print_text(f"{job} {would}{action} in namespace {namespace} ({reason})")
-    if action != "finished" and not submission.dry_run:
+    print_text(f"{job} {would}{submission.action} in namespace {namespace} ({submission.reason})")
+    if submission.action != "finished" and not submission.dry_run:
         print_text(f"  sunspot wait {access.arguments}")
         print_text(f"  sunspot logs -f {stored_arguments(access.run)}")
-
-
-def show_progress(run: Run, as_json: bool = False) -> ProgressLines:
-    """Choose what prints the progress of a run: on a terminal with a live line below."""
-    return LiveProgress(run) if sys.stdout.isatty() and not as_json else ProgressLines(run, as_json)
 
 
 class ProgressLines:
     """Prints a line for every change of state or reason, and one for progress now and then."""
 
     def __init__(self, run: Run, as_json: bool, progress_every_s: float = PROGRESS_EVERY_S) -> None:
-        self._run = run
-        self._as_json = as_json
-        self._progress_every_s = progress_every_s
+        self._run, self._as_json, self._progress_every_s = run, as_json, progress_every_s
         self._before: tuple[RunState, str] | None = None
         self._step = -1
         self._at = 0.0
@@ -113,6 +101,11 @@ class LiveProgress(ProgressLines):
 
     def close(self) -> None:
         self._status.stop()
+
+
+def show_progress(run: Run, as_json: bool = False) -> ProgressLines:
+    """Choose what prints the progress of a run: on a terminal with a live line below."""
+    return LiveProgress(run) if sys.stdout.isatty() and not as_json else ProgressLines(run, as_json)
 
 
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sunspot.code_archive import code_in
-from sunspot.errors import HIDDEN, ConflictError, GaveUpError, is_credential
-from sunspot.run import open_run
+from sunspot.errors import HIDDEN, ClusterError, ConflictError, DamageError, GaveUpError, is_credential
+from sunspot.run import Run, open_run
 from sunspot.run.requests import clear_stop
 from sunspot.run.status import RunState
-from sunspot.run.submissions import owner_of, record_submission
+from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.settings import PREFIX, Settings, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers
@@ -22,6 +22,7 @@ from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.render import JobRequest, Rendered, choose_profile, render, settings_of
+from sunspot.submitter.manifest.yaml_files import parse_yaml
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
@@ -64,10 +65,7 @@ class Submission:
 
 
 def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
-    """Render a request for its cluster, in the namespace that the request, the profile or the context names.
-
-    Raises `ClusterError` when there is no cluster to ask.
-    """
+    """Render a request, by default in the context's namespace; raises `ClusterError` without a cluster to ask."""
     rendered = render_with_code(request)
     cluster = connect(context, rendered.chosen_namespace)
     if cluster.namespace != rendered.namespace:
@@ -82,10 +80,7 @@ def render_with_code(request: JobRequest) -> Rendered:
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submission:
-    """Check the rendered job, and start it.
-
-    Raises `ClusterError`, `StorageError` or `ConflictError` before anything is changed.
-    """
+    """Check the job and start it; raises `ClusterError`, `StorageError` or `ConflictError` before any change."""
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
     archive, absent = rendered.archive, []
@@ -185,6 +180,35 @@ def _upload(access: RunAccess, archive: CodeArchive) -> None:
         file.write(archive.content)
 
 
+def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
+    """Clear the stop marker, and start again what was submitted last; None: nothing was, so whoever trained it does.
+
+    Raises `DamageError` for a submission that cannot be used, and `ClusterError` when there is no cluster to submit to.
+    """
+    submitted = newest_submission(access.run)
+    if submitted is None:
+        clear_stop(access.run)
+        return None
+    if snapshot.cluster.trouble:
+        raise ClusterError(snapshot.cluster.trouble)
+    job, text = submitted
+    return start_job(access, PreparedJob(parse_submission(access.run, job, text), text))
+
+
+def parse_submission(run: Run, job: str, text: str) -> dict[str, Any]:
+    """Parse the manifest of a RayJob; raises `DamageError` when it is none, or that of another job."""
+    place = f"the newest submission in {run.storage.locate(run.key('submissions'))}"
+    try:
+        documents = parse_yaml(text)
+    except ValueError as error:
+        raise DamageError(f"{place} cannot be used: {error}") from error
+    manifest = documents[0] if len(documents) == 1 else None
+    about = manifest.get("metadata") if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or not isinstance(about, dict) or about.get("name") != job:
+        raise DamageError(f"{place} cannot be used: it is not the manifest of {job}")
+    return manifest
+
+
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
     """Look at the run, with the RayJob of this name, if there is one, as its newest."""
     snapshot = access.observe()
@@ -192,12 +216,8 @@ def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | N
     job = next((job for job in snapshot.cluster.jobs if job.name == name), None)
     if job and job is not snapshot.job:
         others = tuple(other for other in snapshot.cluster.jobs if other is not job)
-        record = replace(snapshot.storage.record, owner=owner_of(access.run, name))
-        snapshot = replace(
-            snapshot,
-            cluster=replace(snapshot.cluster, jobs=(job, *others)),
-            storage=replace(snapshot.storage, record=record),
-        )
+        cluster = replace(snapshot.cluster, jobs=(job, *others))
+        snapshot = RunSnapshot(cluster, replace(snapshot.storage, owner=owner_of(access.run, name)), snapshot.time)
     return snapshot, job
 
 
@@ -208,16 +228,14 @@ def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
     """Say why `wanted` is refused: a line for each difference, settings by name, the rest by its path in the spec."""
-    before, after = (
-        {name: value for name, value in settings_of(job.raw).items() if name != JOB_ID} for job in (live, wanted)
-    )
-    in_spec = [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
-    changes = differences(before, after) + in_spec
+    named = {PREFIX + "JOB_ID": ""}  # that their names differ tells nothing
+    changes = differences(settings_of(live.raw) | named, settings_of(wanted.raw) | named)
+    changes += [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
     more = [f"and {len(changes) - MAX_CHANGES_SHOWN} more"] if len(changes) > MAX_CHANGES_SHOWN else []
     lines = "\n".join(f"  {line}" for line in changes[:MAX_CHANGES_SHOWN] + more)
+    advice = f"`sunspot stop {again}` saves and ends it; then submit again, and the run goes on from there"
     return (
-        f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n"
-        f"`sunspot stop {again}` saves and ends it; then submit again, and the run goes on from there"
+        f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n{advice}"
     )
 
 
@@ -234,10 +252,7 @@ def _flatten(value: Any, path: str = "") -> dict[str, str]:
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):
         named = [item.get("name") or item.get("groupName") if isinstance(item, dict) else None for item in value]
-        items = [
-            (f"{path}[{name or position}]", item)
-            for position, (name, item) in enumerate(zip(named, value, strict=True))
-        ]
+        items = [(f"{path}[{named[position] or position}]", item) for position, item in enumerate(value)]
     else:
         return {path: str(value)}
     leaves: dict[str, str] = {}

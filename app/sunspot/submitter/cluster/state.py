@@ -128,9 +128,8 @@ def _judge_job(seen: JobInCluster, last: Status | None) -> tuple[RunState, str]:
         if job.failed:
             return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; {why}"
         if not deployment and seen.now - job.created > OPERATOR_OVERDUE_S:
-            why = (
-                "no operator has looked at its RayJob; check that the KubeRay operator runs and watches this namespace"
-            )
+            check = "check that the KubeRay operator runs and watches this namespace"
+            why = f"no operator has looked at its RayJob; {check}"
         return RunState.PENDING, why
     if ray == "FAILED" or (own and own.state is RunState.FAILED):
         return _failed_or_retrying(job, own)
@@ -202,11 +201,8 @@ def _failure(seen: JobInCluster, own: Status | None) -> str:
 
 def _took_over(status: Status, job: JobView) -> bool:
     """Whether somebody else took the run over after `job` was created."""
-    return (
-        status.owner.partition("#")[0] != job.name
-        and status.began > job.created
-        and not (job.live and status.state.terminal)
-    )
+    elsewhere = status.owner.partition("#")[0] != job.name and status.began > job.created
+    return elsewhere and not (job.live and status.state.terminal)
 
 
 # ----------------------------------------------------------------------------------------------------------------- pods
@@ -255,9 +251,8 @@ def summarize_pod_problems(seen: JobInCluster) -> str:
 
 def refused_pod(job: JobView, warnings: Warnings) -> WarningEvent | None:
     """Return the newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
-    return next(
-        (e for e in warnings if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
-    )
+    mine = [event for event in warnings if event.object in (job.cluster, job.name)]
+    return next((event for event in mine if event.reason.startswith("FailedToCreate")), None)
 
 
 def pod_problem(pod: PodView, warnings: Warnings) -> PodProblem | None:

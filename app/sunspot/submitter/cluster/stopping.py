@@ -59,10 +59,8 @@ def _await_end(access: RunAccess, timeout: float) -> RunSnapshot:
         if state.terminal and follower.settled:
             return snapshot
         if time.monotonic() > deadline:
-            raise GaveUpError(
-                f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason}); its stop marker stands, "
-                f"and `sunspot stop {access.arguments}` waits again"
-            )
+            again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
+            raise GaveUpError(f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason}); {again}")
     raise AssertionError("following never ends by itself")
 
 
@@ -76,12 +74,10 @@ def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, froze
     deadline = time.monotonic() + seconds
     own = [job for job in jobs if not job.borrows_cluster]  # a cluster of somebody else stays
 
-    def any_left() -> bool:
-        pods = cluster.list_pods(own)
-        return any(cluster.has_job(job) for job in jobs) or any(frozen or not pod.overdue(time.time()) for pod in pods)
-
-    while any_left():
+    while True:
+        left = [pod for pod in cluster.list_pods(own) if frozen or not pod.overdue(time.time())]
+        if not left and not any(cluster.has_job(job) for job in jobs):
+            return True
         if time.monotonic() > deadline:
             return False
         time.sleep(TICK_S)
-    return True

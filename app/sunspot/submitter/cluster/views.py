@@ -11,10 +11,9 @@ from sunspot.submitter.manifest.shape import SLOT
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """Values of `jobDeploymentStatus` after which the operator only cleans up."""
 
-PUSH_IMAGE, CREATE_MISSING = (
-    "push the image, or correct --image and the pull secret",
-    "create what is missing, in the namespace of the run",
-)
+PUSH_IMAGE = "push the image, or correct --image and the pull secret"
+
+CREATE_MISSING = "create what is missing, in the namespace of the run"
 
 CANNOT_START = {
     "InvalidImageName": (Diagnosis.IMAGE, "correct --image"),
@@ -28,8 +27,6 @@ CANNOT_START = {
 
 MAX_MESSAGE = 600
 """Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
-
-PULLING = ("ErrImagePull", "ImagePullBackOff")
 
 NOISE = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
 """Warnings about pods that the pod's own status explains better."""
@@ -192,9 +189,7 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         deleted_by=parse_time(metadata.get("deletionTimestamp")) or 0.0,
         restarts=sum(container.get("restartCount", 0) for container in containers),
         problem=None if ready else next(_pod_problems(raw), None),
-        out_of_memory=any(
-            c.get("lastState", {}).get("terminated", {}).get("reason") == "OOMKilled" for c in containers
-        ),
+        out_of_memory="OOMKilled" in [c.get("lastState", {}).get("terminated", {}).get("reason") for c in containers],
     )
 
 
@@ -221,7 +216,7 @@ def _pod_problems(raw: dict[str, Any]) -> Iterator[PodProblem]:
         if ended.get("reason") == "OOMKilled":
             said = f"container {name} ran out of memory (OOMKilled)"
             yield PodProblem(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
-        elif reason in PULLING:
+        elif reason in ("ErrImagePull", "ImagePullBackOff"):
             # The kubelet reports the failure and the wait in turn: one sentence for both.
             said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
             said = f"image {container.get('image', '')} cannot be pulled: {said}"

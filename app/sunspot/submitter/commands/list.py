@@ -8,7 +8,7 @@ from sunspot.formatting import in_words
 from sunspot.run.attempts import step_of
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster, try_connect
-from sunspot.submitter.cluster.listing import describe_runs
+from sunspot.submitter.cluster.records import describe_runs
 from sunspot.submitter.commands.arguments import add_limit
 from sunspot.submitter.printing import print_json, print_table, warn
 from sunspot.submitter.runs import find_storage
@@ -28,10 +28,8 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
     if as_json:
         print_json(rows)
     else:
-        print_table(
-            ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "last change"],
-            [_cells(row, now) for row in rows],
-        )
+        columns = ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "last change"]
+        print_table(columns, [_cells(row, now) for row in rows])
     if left_out:
         warn(f"left out: {left_out} older; --all lists them")
 

@@ -4,14 +4,13 @@ import argparse
 
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import print_state, print_submission
-from sunspot.submitter.cluster.restart import resume_run
+from sunspot.submitter.cluster.start import resume_run
 from sunspot.submitter.commands.arguments import add_run, run_target
 
 add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raise `NotFoundError` when there is no such run, and what `resume_run` raises."""
     access = reach_run(run_target(args))
     snapshot = access.observe_existing()
     if submission := resume_run(access, snapshot):

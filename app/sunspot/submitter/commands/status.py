@@ -8,7 +8,7 @@ from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.history import in_digits
 from sunspot.run.overview import RunView
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
-from sunspot.submitter.cluster.run_record import gather, summarize
+from sunspot.submitter.cluster.records import gather, summarize
 from sunspot.submitter.commands.arguments import add_run, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
 
@@ -22,11 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print where the run stands, from cluster and storage or from the one that answers.
-
-    With `--watch`, again and again until it has ended, in JSON a line each. Raises `NotFoundError` when neither knows
-    the run, or the error of the one that does not answer.
-    """
+    """Print where the run stands, by cluster and storage or the one that answers; with `--watch`, until it ends."""
     access = reach_run(run_target(args))
     record, view = _look(access)
     while args.watch:
@@ -54,8 +50,7 @@ def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:
         seen = "of storage, its status alone" if snapshot.storage.status else "from the cluster alone, without storage"
         warn(f"{seen}: {snapshot.storage.trouble}")
     warn_of_hidden(snapshot)
-    others = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
-    if others:
+    if others := [job.name for job in snapshot.cluster.jobs[1:] if job.live]:
         warn(f"also live, and superseded by {snapshot.cluster.jobs[0].name} once that trains: {', '.join(others)}")
     return summarize(access, snapshot, view), view
 

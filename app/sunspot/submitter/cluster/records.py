@@ -1,0 +1,144 @@
+"""Where runs stand, from cluster and storage together, as records: one run in full, or every run of a storage."""
+
+import contextlib
+import time
+from dataclasses import replace
+from typing import Any
+
+from sunspot.errors import ClusterError, NotFoundError, StorageError
+from sunspot.run import Run
+from sunspot.run.attempts import step_of
+from sunspot.run.history import measured
+from sunspot.run.overview import RunSummary, RunView, list_runs, read_statuses, read_view, state_from_storage
+from sunspot.run.status import RunState, Status
+from sunspot.run.submissions import owner_of
+from sunspot.settings import PREFIX
+from sunspot.storage.base import Storage
+from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, count_workers, judge
+from sunspot.submitter.cluster.views import JobView
+from sunspot.submitter.manifest.pods import RUN_LABEL
+from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
+from sunspot.submitter.printing import progress_note, warn
+
+
+def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
+    """Read all that cluster and storage know of a run; the snapshot says why one of them is missing.
+
+    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
+    """
+    view = None
+    with progress_note("reading the run"):
+        snapshot = access.observe()
+        if not snapshot.storage.trouble:
+            try:
+                with contextlib.suppress(NotFoundError):  # nothing of it there yet
+                    view = read_view(access.run)
+            except StorageError as error:
+                snapshot = replace(snapshot, storage=replace(snapshot.storage, trouble=str(error)))
+    if not view:
+        access.require_known(snapshot)
+    return snapshot, view
+
+
+def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
+    """Put all that is known of a run into one record, by the names of the JSON document; None: unknown."""
+    run, cluster, job, status = access.run, access.cluster, snapshot.job, snapshot.storage.status
+    state, reason = snapshot.state()
+    known = not state.terminal and state is not RunState.SILENT  # how it trains now
+    record: dict[str, Any] = {
+        "run": run.name,
+        "state": state.value,
+        "reason": reason,
+        **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
+        **dict.fromkeys(("goodput", "cost", "loss", "rows_per_s", "seconds_left", "attempt", "restarts")),
+        **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
+        **dict.fromkeys(("save_s", "notice_s", "memory_every")),
+        **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
+        "namespace": cluster.namespace if cluster and job else None,
+        "storage": run.location,
+        "logs": run.storage.locate(run.key("logs")),
+    }
+    if view:
+        record |= {
+            **{name: getattr(view, name) for name in ("step", "epoch", "loss", "goodput", "checkpoint_age_s")},
+            **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
+            "total_steps": view.total_steps or None,
+            "checkpoint": view.checkpoint.name if view.checkpoint else None,
+            "metrics": measured(view.checkpoint.metrics) if view.checkpoint else None,
+            "rows_per_s": view.rows_per_s if known else None,
+            "seconds_left": view.seconds_left if known else None,
+            "attempt": view.attempts[-1].number if view.attempts else 0,
+            "incidents": len(view.incidents),
+            "cost": view.spending.record(view.step),
+        }
+    if status:
+        record["workers_running"] = status.world_size if known else 0 if state.terminal else None
+        record["warning"] = "" if state.terminal else status.warning
+        record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
+    if job:
+        wanted, running = count_workers(job, snapshot.cluster.pods)
+        record["pods_wanted"] = wanted
+        record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
+        record["job"] = job.name
+        record["workers_wanted"] = settings_of(job.raw).get(PREFIX + "NUM_WORKERS")
+        record["try"] = min(job.failed + 1, job.tries)
+        record["tries"] = job.tries
+    return record
+
+
+# -------------------------------------------------------------------------------------------------------------- listing
+
+
+def describe_runs(
+    storage: Storage, limit: int | None = None, cluster: Cluster | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """Describe the `limit` (None: all) runs modified last; also returns how many older ones are left out."""
+    with progress_note("listing the runs"):
+        runs = list_runs(storage)
+        jobs = _newest_jobs(storage, cluster)
+    stored = {run.name for run in runs}
+    runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
+    runs.sort(key=lambda run: run.modified, reverse=True)
+    shown = runs[:limit]
+    found = zip(shown, read_statuses(storage, shown), strict=True)
+    return [_describe(storage, run, status, jobs.get(run.name)) for run, status in found], len(runs) - len(shown)
+
+
+def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView]:
+    """Find the newest RayJob of each run in this storage; none when the cluster does not answer."""
+    newest: dict[str, JobView] = {}
+    try:
+        jobs = cluster.list_jobs()[0] if cluster else []
+    except ClusterError as error:
+        warn(f"from storage alone, without the cluster: {error}")
+        return newest
+    here = storage.locate("").rstrip("/")
+    for job in jobs:
+        if settings_of(job.raw).get(STORAGE_PATH, "").rstrip("/") == here:
+            newest.setdefault(job.raw["metadata"]["labels"][RUN_LABEL], job)
+    return newest
+
+
+def _describe(storage: Storage, run: RunSummary, status: Status | None, job: JobView | None) -> dict[str, Any]:
+    now = time.time()
+    if job and not run.deleting:
+        owner = owner_of(Run(storage, run.name), job.name)
+        state, reason = judge(JobInCluster(job, now=now), StoredRecord(status, owner, run.stop_requested))
+    else:
+        state, reason = state_from_storage(status, run, now)
+    return {
+        "run": run.name,
+        "state": state.value,
+        "reason": reason,
+        "step": status.step if status else step_of(run.checkpoint) if run.checkpoint else 0,
+        "total_steps": status.total_steps if status else 0,
+        "epoch": status.epoch if status else 0,
+        "loss": status.loss if status else None,
+        "test_loss": status.test_loss if status else None,
+        "checkpoint": run.checkpoint,
+        "checkpoint_time": run.checkpoint_time or None,
+        "modified": run.modified,
+        "bytes": run.bytes,
+    }
