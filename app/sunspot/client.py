@@ -120,7 +120,8 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Say where it stands, by cluster and storage or the one that answers: what `sunspot status --json` prints."""
         access = reach_run(self._target)
-        return summarize(access, *gather(access))
+        record = summarize(access, *gather(access))
+        return {**record, "state": record["state"].value}
 
     def wait(self, timeout: float | None = None) -> str:
         """Print its progress until it ends, and return how: "succeeded" or "stopped".

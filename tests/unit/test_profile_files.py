@@ -58,13 +58,6 @@ def test_a_malformed_profile_is_refused_at_once(text: str, tmp_path: Path) -> No
     assert "\x1b" not in str(refused.value)
 
 
-def test_a_chain_of_profiles_ends(tmp_path: Path) -> None:
-    for number in range(100):
-        (tmp_path / f"{number}.yaml").write_text(f"extends: ./{number + 1}.yaml")
-    with pytest.raises(SettingsError, match="more than 20 profiles"):
-        load_profile(str(tmp_path / "0.yaml"), {})
-
-
 def test_anchors_are_used(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("head: {cpu: 2, node_selector: &pool {pool: a}}\nworker: {node_selector: *pool}\n")

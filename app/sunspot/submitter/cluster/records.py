@@ -49,7 +49,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
     known = not state.terminal and state is not RunState.SILENT  # how it trains now
     record: dict[str, Any] = {
         "run": run.name,
-        "state": state.value,
+        "state": state,
         "reason": reason,
         **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
         **dict.fromkeys(("goodput", "cost", "loss", "rows_per_s", "seconds_left", "attempt", "restarts")),

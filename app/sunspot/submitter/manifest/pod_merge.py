@@ -64,10 +64,8 @@ TYPES = {"str": "text, in quotes", "int": "a whole number", "bool": "true or fal
 
 def merge_pod(template: dict[str, Any], pod: Mapping[str, Any], name: str) -> list[str]:
     """Merge `pod` into the template in place; returns what is wrong, with `name` (`worker.pod`) before each place."""
-    problems = [f"{name}.{problem}" for problem in _find_unfit(pod, "V1PodTemplateSpec", "")]
-    if not problems:
-        problems = merge(template, pod, RULES, name)
-    return problems
+    unfit = [f"{name}.{problem}" for problem in _find_unfit(pod, "V1PodTemplateSpec", "")]
+    return unfit or merge(template, pod, RULES, name)
 
 
 # ----------------------------------------------------------------------------------------------------- the API's schema

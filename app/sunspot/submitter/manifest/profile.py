@@ -37,9 +37,6 @@ ELASTIC = "kueue.x-k8s.io/elastic-job"
 RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
 """Prefixes of labels and annotations that the renderer sets, or that have their own option."""
 
-MAX_CHAIN = 20
-"""Profiles that extend each other."""
-
 NAMESPACE_PATTERN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 
 MIN_NOTICE_S = 5
@@ -92,8 +89,6 @@ Image = Annotated[
 ]
 """As container runtimes parse it (distribution/reference)."""
 
-PodTemplate = Annotated[dict[str, Any], AfterValidator(_as_json)]
-
 Cpus = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^([1-9][0-9]*(\.[0-9]+|m)?|0\.[0-9]*[1-9][0-9]*)$")]
 
 Bytes = Annotated[
@@ -102,29 +97,22 @@ Bytes = Annotated[
     Field(pattern=r"^([1-9][0-9]{6,}|([1-9][0-9]*(\.[0-9]+)?|0\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi))$"),
 ]
 
-ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_no_setting)]
-
-Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
-
-OwnKey = Annotated[Key, AfterValidator(_not_reserved)]
-
-LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
-
 Seconds = Annotated[int, Field(ge=1)]
 
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_no_setting)]
+Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
+OwnKey = Annotated[Key, AfterValidator(_not_reserved)]
+LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
+
 LABELS = 'labels with their values in quotes, e.g. {team: "vision"}; not those of Sunspot'
-
 VARIABLES = "variables with their values in quotes; settings of Sunspot go below settings"
-
 CPU = "CPUs, e.g. 4 or 500m"
-
 BYTES = "bytes with their unit, e.g. 16Gi"
-
 PRICE = "a number from 0, e.g. 0.35"
+"""What several keys take."""
 
 
 def _takes(takes: str, default: Any = None) -> Any:
@@ -184,7 +172,9 @@ class Machine(_Part):
     "Request and limit: Ray's logs and what spills from its object store."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    pod: PodTemplate | None = _takes("metadata and spec of a pod, as Kubernetes has them")
+    pod: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = _takes(
+        "metadata and spec of a pod, as Kubernetes has them"
+    )
     "Merged into the pod last: what no other key can say."
 
 
@@ -346,10 +336,7 @@ def manifests() -> Path:
 
 
 def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """Load the profile of that name or path, merged over those it extends, with `given` values over all.
-
-    Raises `SettingsError` with every problem.
-    """
+    """Load a profile by name or path, merged over those it extends, `given` values over all; raises `SettingsError`."""
     contents = [given, *_read_chain(name).values()]
     merged = functools.reduce(_merge, reversed(contents))
     worker = merged.get("worker")
@@ -359,9 +346,15 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
     try:
         return Profile.model_validate(merged)
     except ValidationError as error:
-        problems = sorted(_explain(problem) for problem in error.errors(include_url=False))
-        count = plural(len(problems), "problem")
-        raise SettingsError(f"{count} with profile {name}:\n" + "\n".join(f"  {line}" for line in problems)) from None
+        refuse([_explain(problem) for problem in error.errors(include_url=False)], name)
+        raise
+
+
+def refuse(problems: list[str], name: str) -> None:
+    """Raise `SettingsError` with every problem of a profile, if there is any."""
+    if problems:
+        lines = "\n".join(f"  {line}" for line in sorted(problems))
+        raise SettingsError(f"{plural(len(problems), 'problem')} with profile {name}:\n{lines}") from None
 
 
 def find_origin(name: str, *keys: str) -> str:
@@ -391,8 +384,6 @@ def _read_chain(name: str) -> dict[str, dict[str, Any]]:
         if place in seen:
             [*_, last] = seen.values()
             raise SettingsError(f"{last}: extends {path.name}, which extends it; take one of the two away")
-        if len(seen) == MAX_CHAIN:
-            raise SettingsError(f"{path}: the last of more than {MAX_CHAIN} profiles that extend each other")
         seen[place] = path
         content = read_yaml(path)
         if not isinstance(content, dict):
@@ -410,10 +401,8 @@ def _find(name: str, folder: Path) -> Path:
     shipped = {path.stem: path for path in sorted((manifests() / "profiles").glob("*.yaml"))}
     if name not in shipped:
         nearest = difflib.get_close_matches(name, shipped, n=1, cutoff=0.0)[0]
-        raise SettingsError(
-            f"no profile {cut(name)!r}; did you mean {nearest}? There are {', '.join(shipped)}; your own is given by "
-            "its path, as ./mine.yaml"
-        )
+        known = f"did you mean {nearest}? There are {', '.join(shipped)}"
+        raise SettingsError(f"no profile {cut(name)!r}; {known}; your own is given by its path, as ./mine.yaml")
     return shipped[name]
 
 

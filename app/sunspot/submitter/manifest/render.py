@@ -42,10 +42,10 @@ from sunspot.submitter.manifest.profile import (
     Profile,
     Sizes,
     Worker,
-    WorkerGroup,
     find_origin,
     load_profile,
     manifests,
+    refuse,
 )
 from sunspot.submitter.manifest.shape import RESOURCES_PER_WORKER, USE_GPU, Shape, choose_shape
 from sunspot.submitter.manifest.yaml_files import read_yaml, to_yaml
@@ -60,12 +60,6 @@ LABELS = PREFIX + "LABELS"
 BASE = "k8s/rayjob.yaml"
 
 GENERATION = "sunspot/generation"
-
-DERIVED = "sunspot/derived"
-
-CLUSTER_SELECTOR = "ray.io/cluster"
-
-HASH_DIGITS = 8
 
 BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
 """What names of buckets and containers have in common (Google's may have '_')."""
@@ -156,8 +150,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     base_cpus = int(worker_group(job)["resources"]["CPU"])
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if request.cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
-    problems += _find_problems(settings, chosen, request)
-    problems += _find_long_drain(job, chosen)
+    problems += _find_problems(settings, chosen, request, worker_group(job)["template"]["spec"])
     if chosen.cloud:
         problems += _find_unnamed(job, chosen, shape, given)
     if chosen.code and not archive and not (code_in(chosen.code) and "://" in chosen.code):
@@ -165,12 +158,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
             f"code {chosen.code}: a manifest names an archive by URL and hash, s3://bucket/code.tar@sha256:HASH; of a "
             "folder `sunspot submit` makes one, or `git archive -o code.tar HEAD` and `sha256sum code.tar`"
         )
-    if request.image and chosen.head and chosen.head.image:
-        problems.append(
-            f"image {request.image}: the head would keep head.image={chosen.head.image}, maybe another version; name "
-            "both in the profile"
-        )
-    _refuse(problems, request.profile)
+    refuse(problems, request.profile)
 
     # The manifest.
     deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
@@ -180,7 +168,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
         source = "given" if request.code else find_origin(request.profile, "code")
         derived.append(Derived(CODE, variables[CODE], source))
     if shape:
-        _refuse(make_cluster(job, chosen, shape, settings.run_name, variables), request.profile)
+        refuse(make_cluster(job, chosen, shape, settings.run_name, variables), request.profile)
         derived += _explain(job, chosen, shape, request.profile)
     else:
         _select_cluster(job, str(request.cluster), variables)
@@ -190,7 +178,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
         derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
 
     if chosen.rayjob:
-        _refuse(merge_job(job, chosen.rayjob.model_dump(exclude_none=True)), request.profile)
+        refuse(merge_job(job, chosen.rayjob.model_dump(exclude_none=True)), request.profile)
 
     # Before anything that follows from the name; the wording of reasons is not part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
@@ -199,7 +187,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     if shape and (prices := find_prices(chosen)):  # another price does not make it another job
         set_variable(job, PRICES, json.dumps(prices))
         derived.append(Derived(PRICES, json.dumps(prices), "the profile's prices"))
-    job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
+    job["metadata"]["annotations"]["sunspot/derived"] = json.dumps({value.name: value.value for value in derived})
     return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace, archive)
 
 
@@ -207,10 +195,8 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
     """Return the SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
     spec = manifest["spec"]
     if spec.get("rayClusterSpec"):
-        variables = {
-            entry["name"]: entry.get("value", "").replace("$$", "$")
-            for entry in ray_container(head_group(manifest)).get("env", ())
-        }
+        entries = ray_container(head_group(manifest)).get("env", ())
+        variables = {entry["name"]: entry.get("value", "").replace("$$", "$") for entry in entries}
     else:
         variables = parse_runtime_env(spec.get("runtimeEnvYAML", ""))
     return {name: value for name, value in variables.items() if name.startswith(PREFIX)}
@@ -222,23 +208,18 @@ def has_registry(reference: str) -> bool:
     return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
-TAGGED = (
-    "image {0} is named by a tag: were it pushed anew, nodes that come later would run another program than those that "
-    "train; a digest cannot change: {0}@sha256:..., as `docker buildx imagetools inspect {0}` prints it"
-)
-
-
 def image_problem(reference: str) -> str:
     """Say what is wrong with an image reference whose meaning may change; empty if it names a version or digest."""
     name = reference.rpartition("/")[2]
-    if "@sha256:" in name:
+    tagged = name.partition(":")[2] not in ("", "latest")
+    if "@sha256:" in name or (tagged and not has_registry(reference)):
         return ""
-    if name.partition(":")[2] not in ("", "latest"):
-        return TAGGED.format(reference) if has_registry(reference) else ""
-    return (
-        f"image {reference} names no version: a retry may run another program than the run began with, and nodes keep "
-        "what they have; name a tag, or better a digest (@sha256:...)"
-    )
+    if tagged:
+        anew = "were it pushed anew, nodes that come later would run another program than those that train"
+        digest = f"{reference}@sha256:..., as `docker buildx imagetools inspect {reference}` prints it"
+        return f"image {reference} is named by a tag: {anew}; a digest cannot change: {digest}"
+    retry = "a retry may run another program than the run began with, and nodes keep what they have"
+    return f"image {reference} names no version: {retry}; name a tag, or better a digest (@sha256:...)"
 
 
 def write_directory(rendered: Rendered, path: str) -> list[Path]:
@@ -246,11 +227,8 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
 
     A kustomization that is there already is the user's, and stays. Raises `SettingsError`.
     """
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": ["rayjob.yaml"],
-    }
+    kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    kustomization = {**kind, "resources": ["rayjob.yaml"]}
     folder = Path(path)
     contents = {"rayjob.yaml": rendered.to_yaml(), "kustomization.yaml": to_yaml(kustomization)}
     try:
@@ -272,20 +250,15 @@ def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -
     name = request.profile
     # The notice is the pods': it follows from the profile, or the running cluster has set it.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
-    layers: list[tuple[Mapping[str, str], str]] = [
-        (of_base, BASE),
-        *(
-            ({variable: value}, find_origin(name, "settings", variable) or f"profile {name}")
-            for variable, value in (profile.settings or {}).items()
-        ),
-        ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
-        (request.settings, "given"),
+    in_profile = profile.settings or {}
+    environment = {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX) and value}
+    every = [
+        *((variable, value, BASE) for variable, value in of_base.items()),
+        *((key, value, find_origin(name, "settings", key) or f"profile {name}") for key, value in in_profile.items()),
+        *((variable, value, "the environment") for variable, value in environment.items()),
+        *((variable, value, "given") for variable, value in request.settings.items()),
     ]
-    return {
-        PREFIX + variable.upper().removeprefix(PREFIX): (value, source)
-        for layer, source in layers
-        for variable, value in layer.items()
-    }
+    return {PREFIX + variable.upper().removeprefix(PREFIX): (value, source) for variable, value, source in every}
 
 
 def _resolve(
@@ -307,7 +280,11 @@ def _resolve(
         for variable, value in values.items():
             chosen[variable] = (value, shape.reasons.get(variable) or chosen[variable][1])
         if len(profile.groups) > 1:
-            chosen[NODE_GROUPS] = (_node_groups(profile, shape), "the profile's workers")
+            groups = [
+                {"name": group_name(number), "most": pods * shape.workers_per_pod, "after_s": group.after_s}
+                for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
+            ]
+            chosen[NODE_GROUPS] = (json.dumps(groups), "the profile's workers")
             chosen.setdefault(NODES_TIMEOUT, (str(deadline_s), "preRunningDeadlineSeconds"))
     own = {name: value for name, value in (profile.labels or {}).items() if "/" not in name}  # others tell machinery
     if own:
@@ -320,46 +297,17 @@ def _resolve(
     )
 
 
-def _node_groups(profile: Profile, shape: Shape) -> str:
-    groups = [
-        {"name": group_name(number), "most": pods * shape.workers_per_pod, "after_s": group.after_s}
-        for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
-    ]
-    return json.dumps(groups)
-
-
-def _find_long_drain(job: dict[str, Any], profile: Profile) -> list[str]:
-    """Find a drain of the profile's own that lasts longer than a pod's grace period."""
-    drain = (profile.env or {}).get(DRAIN)
-    grace_s = profile.notice_s or worker_group(job)["template"]["spec"]["terminationGracePeriodSeconds"]
-    if drain is None or (re.fullmatch("[0-9]{1,9}", drain) and int(drain) < grace_s):
-        return []
-    return [
-        f"env.{DRAIN}={drain}: it has to be fewer seconds than a pod has, which ends after {grace_s} s; leave it out, "
-        "or set notice_s to what the nodes really give"
-    ]
-
-
-def _refuse(problems: list[str], profile: str) -> None:
-    if problems:
-        count = plural(len(problems), "problem")
-        raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
-
-
-def _find_problems(settings: Settings, profile: Profile, request: JobRequest) -> list[str]:
-    """Find what cannot work on any cluster."""
+def _find_problems(settings: Settings, profile: Profile, request: JobRequest, pod: Mapping[str, Any]) -> list[str]:
+    """Find what cannot work on any cluster; `pod` is the spec of a training pod without the profile."""
     cluster, generation = request.cluster, request.generation
     problems = []
+    place = f"{STORAGE_PATH}={settings.storage_path}"
     if "://" not in settings.storage_path:
-        problems.append(
-            f"{STORAGE_PATH}={settings.storage_path}: pods come and go, and share no disk; set it to "
-            "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
-        )
+        url = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+        problems.append(f"{place}: pods come and go, and share no disk; set it to {url}")
     elif not re.fullmatch(BUCKET, settings.storage_path.partition("://")[2].partition("/")[0]):
-        problems.append(
-            f"{STORAGE_PATH}={settings.storage_path}: no bucket has such a name; set it to small letters, digits, '-' "
-            "and '.' after the scheme"
-        )
+        fix = "set it to small letters, digits, '-' and '.' after the scheme"
+        problems.append(f"{place}: no bucket has such a name; {fix}")
     problems += [
         f"{PREFIX}{name}={path}: a path of this machine, which pods do not have; set it to a URL such as "
         "s3://bucket/data, or a path from / in the image or on a volume"
@@ -383,26 +331,32 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest) ->
         for name, value in (profile.env or {}).items()
         if is_credential(name, value)
     ]
+    drain = (profile.env or {}).get(DRAIN)
+    grace_s = profile.notice_s or pod["terminationGracePeriodSeconds"]
+    if drain is not None and not (re.fullmatch("[0-9]{1,9}", drain) and int(drain) < grace_s):
+        fewer = f"it has to be fewer seconds than a pod has, which ends after {grace_s} s"
+        fix = "leave it out, or set notice_s to what the nodes really give"
+        problems.append(f"env.{DRAIN}={drain}: {fewer}; {fix}")
+    if request.image and profile.head and profile.head.image:
+        head = f"the head would keep head.image={profile.head.image}, maybe another version"
+        problems.append(f"image {request.image}: {head}; name both in the profile")
     if generation < 1:
         problems.append(f"generation {generation}: set it to a whole number from 1")
-    if cluster is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
-        problems.append(f"cluster {cluster!r}: set it to the name of a RayCluster")
     if cluster is not None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
+            problems.append(f"cluster {cluster!r}: set it to the name of a RayCluster")
         problems += [
             f"{variable}={value}: Ray would expand the $ in a job for a cluster that runs; do without it"
             for variable, value in settings.environment().items()
             if "$" in value
         ]
-    if profile.queue and cluster is not None:
-        problems.append(
-            f"queue {profile.queue}: a job in a cluster that runs asks Kueue for no pods; leave out the queue, "
-            "or the cluster"
-        )
+        if profile.queue:
+            asks = f"queue {profile.queue}: a job in a cluster that runs asks Kueue for no pods"
+            problems.append(f"{asks}; leave out the queue, or the cluster")
     if profile.queue and len(profile.groups) > 1:
-        problems.append(
-            f"queue {profile.queue}: pods that wait, and those that stand in for them, would both count in its quota; "
-            "keep one group in workers (the queue's flavours may choose among nodes), or leave the queue out"
-        )
+        both = "pods that wait, and those that stand in for them, would both count in its quota"
+        fix = "keep one group in workers (the queue's flavours may choose among nodes), or leave the queue out"
+        problems.append(f"queue {profile.queue}: {both}; {fix}")
     return problems
 
 
@@ -413,10 +367,8 @@ def _find_unnamed(
     problems = []
     storage_path, source = given[STORAGE_PATH]
     if source == BASE:
-        problems.append(
-            f"{STORAGE_PATH}={storage_path} is only a default, and on a cloud a stranger's bucket; set it to yours, "
-            "with --storage, the environment, or settings in your own profile"
-        )
+        default = f"{STORAGE_PATH}={storage_path} is only a default, and on a cloud a stranger's bucket"
+        problems.append(f"{default}; set it to yours, with --storage, the environment, or settings in your own profile")
     images = [profile.image or ray_container(head_group(job))["image"], profile.head.image if profile.head else None]
     problems += [
         f"image {image}: no registry is named, so nodes would look for it on Docker Hub; name the one that you pushed "
@@ -432,8 +384,7 @@ def _find_unnamed(
 
 def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -> None:
     """Set the fields of the RayJob itself."""
-    metadata = job["metadata"]
-    spec = job["spec"]
+    metadata, spec = job["metadata"], job["spec"]
     metadata["namespace"] = profile.namespace or metadata["namespace"]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
     metadata["annotations"] = {GENERATION: str(generation), **(profile.annotations or {})}
@@ -456,80 +407,74 @@ def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, s
     spec = job["spec"]
     for key in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
         del spec[key]
-    spec["clusterSelector"] = {CLUSTER_SELECTOR: cluster}
+    spec["clusterSelector"] = {"ray.io/cluster": cluster}
     spec["runtimeEnvYAML"] = to_yaml({"env_vars": dict(variables)})
 
 
 def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
     """List the chosen values that are not settings."""
-    spec = job["spec"]
-    workers = worker_group(job)
-    head = head_group(job)["template"]["spec"]
-    worker = workers["template"]["spec"]
+    head, workers = head_group(job), worker_group(job)
+    found: list[Derived] = []
+
+    def add(what: str, value: object, source: str) -> None:
+        found.append(Derived(what, str(value), source))
 
     def source(value: object, *keys: str) -> str:
         return BASE if value is None else find_origin(name, *keys) or f"profile {name}"
 
-    machine = profile.groups[0]
-    head_image = profile.head.image if profile.head else None
-    of_first = ("workers", "placement") if find_origin(name, "workers", "placement") else ("worker", "placement")
-    notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
-    drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
-    per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
+    image = ray_container(workers)["image"]
+    add("image", image, BASE if profile.image is None else find_origin(name, "image") or "given")
+    if head_image := profile.head and profile.head.image:
+        add("head's image", head_image, source(head_image, "head", "image"))
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
-    deadline_s = profile.pre_running_deadline_s
-    autoscaler = ("none", "the number of pods is fixed")
-    where = ("on any node", "the profile has no spot nodes")
+    per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
+    add("training pods", shape.pods, f"NUM_WORKERS{trials}, {per_pod}")
+    found += _explain_sizes(ray_container(workers), profile, name)
+    for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True)):
+        if len(profile.groups) > 1:
+            where = ", never on spot nodes" if group.spot is False else ", on spot nodes"
+            when = f"once those before have lacked nodes for {group.after_s} s, until they have had enough for as long"
+            up_to = f"up to {pods}{where if profile.spot else ''}"
+            add(f"pods of {group_name(number)}", up_to, when if number else "the first choice")
     if shape.autoscaled:
-        autoscaler = ("v2", "the number of pods may change")
-    groups = [
-        (f"pods of {group_name(number)}", f"up to {pods}{_where(profile, group)}", _when(number, group.after_s))
-        for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
-    ]
+        add("autoscaler", "v2", "the number of pods may change")
+    else:
+        add("autoscaler", "none", "the number of pods is fixed")
     if profile.spot:
-        where = ("not on spot nodes", "its loss would end every worker")
+        add("head", "not on spot nodes", "its loss would end every worker")
+    else:
+        add("head", "on any node", "the profile has no spot nodes")
+    account = head["template"]["spec"]["serviceAccountName"]
+    add("head's service account", account, "has a token" if shape.autoscaled else "has no token")
+    placement = profile.groups[0].placement
+    of_first = "workers" if find_origin(name, "workers", "placement") else "worker"
     benefit = "the loss of a node costs as few workers as can be"
-    if machine.placement in ("pack", "zone"):
+    if placement in ("pack", "zone"):
         benefit = "within a zone the network is faster, and costs nothing"
-    found = [
-        (
-            "image",
-            ray_container(workers)["image"],
-            BASE if profile.image is None else find_origin(name, "image") or "given",
-        ),
-        *([("head's image", head_image, source(head_image, "head", "image"))] if head_image else ()),
-        ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
-        *_explain_sizes(ray_container(workers), profile, name),
-        *(groups if len(groups) > 1 else ()),
-        ("autoscaler", *autoscaler),
-        ("head", *where),
-        ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
-        ("placement", machine.placement or "spread", f"{source(machine.placement, *of_first)}: {benefit}"),
-        ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s, 'notice_s')}"),
-        (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
-        (NOTICE, drain, f"the time that {DRAIN} leaves"),
-        (
-            "preRunningDeadlineSeconds",
-            str(deadline_s or spec["preRunningDeadlineSeconds"]),
-            source(deadline_s, "pre_running_deadline_s"),
-        ),
-    ]
-    resources = ray_container(head_group(job))["resources"]["requests"]
+    add("placement", placement or "spread", f"{source(placement, of_first, 'placement')}: {benefit}")
+    notice = profile.notice_s or workers["template"]["spec"]["terminationGracePeriodSeconds"]
+    add("terminationGracePeriodSeconds", notice, f"the notice, {source(profile.notice_s, 'notice_s')}")
+    drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
+    add(DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes")
+    add(NOTICE, drain, f"the time that {DRAIN} leaves")
+    deadline_s = profile.pre_running_deadline_s
+    deadline = "preRunningDeadlineSeconds"
+    add(deadline, deadline_s or job["spec"][deadline], source(deadline_s, "pre_running_deadline_s"))
+    resources = ray_container(head)["resources"]["requests"]
     enlarged = [f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"] if shape.runs > 1 else []
     if profile.head and profile.head.per_worker and shape.workers > FEW_WORKERS:
         enlarged.append(f"head.per_worker for each of {shape.workers} workers beyond {FEW_WORKERS}")
-    if enlarged:
-        found += [(f"head's {size}", resources[size], "; ".join(enlarged)) for size in ("cpu", "memory")]
-    if profile.data_workers:
-        if shape.data:
-            most = shape.data.max
-            found.append(("data pods", f"{shape.data.min}..{most}", source(most, "data_workers", "max")))
-        else:
-            found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
-    return [Derived(*entry) for entry in found]
+    for size in ("cpu", "memory") if enlarged else ():
+        add(f"head's {size}", resources[size], "; ".join(enlarged))
+    if shape.data:
+        most = shape.data.max
+        add("data pods", f"{shape.data.min}..{most}", source(most, "data_workers", "max"))
+    elif profile.data_workers:
+        add("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods")
+    return found
 
 
-def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) -> Iterator[tuple[str, str, str]]:
+def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) -> Iterator[Derived]:
     """Say what a training pod of the first group gets, and why."""
     given = profile.workers[0] if profile.workers else profile.worker or Worker()
     for key in Sizes.model_fields:
@@ -542,19 +487,9 @@ def _explain_sizes(container: Mapping[str, Any], profile: Profile, name: str) ->
         else:
             why = BASE
         resource = key.replace("_", "-")
-        yield f"training pod's {resource}", container["resources"]["requests"][resource], why
-
-
-def _where(profile: Profile, group: WorkerGroup) -> str:
-    return "" if not profile.spot else ", never on spot nodes" if group.spot is False else ", on spot nodes"
-
-
-def _when(number: int, after_s: int) -> str:
-    if not number:
-        return "the first choice"
-    return f"once those before have lacked nodes for {after_s} s, until they have had enough for as long"
+        yield Derived(f"training pod's {resource}", container["resources"]["requests"][resource], why)
 
 
 def _digest(job: Mapping[str, Any]) -> str:
     without_name = {**job, "metadata": {name: value for name, value in job["metadata"].items() if name != "name"}}
-    return hashlib.sha256(json.dumps(without_name, sort_keys=True).encode()).hexdigest()[:HASH_DIGITS]
+    return hashlib.sha256(json.dumps(without_name, sort_keys=True).encode()).hexdigest()[:8]

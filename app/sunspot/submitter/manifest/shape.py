@@ -64,9 +64,8 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
 
     offers = sorted({group.gpus or 0 for group in profile.groups})
     if len(offers) > 1:
-        problems.append(
-            f"workers: groups with {' and '.join(map(str, offers))} GPUs in a pod; give all the same number"
-        )
+        numbers = " and ".join(map(str, offers))
+        problems.append(f"workers: groups with {numbers} GPUs in a pod; give all the same number")
     offered = offers[-1]
     use_gpu = offered > 0 and settings.use_gpu != "false"
     reasons: dict[str, str] = {}
@@ -80,23 +79,19 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
     workers = WorkerRange(settings.num_workers.least * at_once, settings.num_workers.most * at_once)
     if workers.least % per_pod or workers.most % per_pod:
         each = f" for each of {at_once} trials" if at_once > 1 else ""
-        problems.append(
-            f"SUNSPOT_NUM_WORKERS={settings.num_workers}{each}: each GPU has a worker, and a pod of this profile "
-            f"{gpus} GPUs (worker.gpus); set it to multiples of {gpus}"
-        )
+        has = f"each GPU has a worker, and a pod of this profile {gpus} GPUs (worker.gpus)"
+        problems.append(f"SUNSPOT_NUM_WORKERS={settings.num_workers}{each}: {has}; set it to multiples of {gpus}")
     pods = WorkerRange(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
 
     group_pods = [min(group.max or pods.most, pods.most) for group in profile.groups]
     if sum(group_pods) < pods.most:
-        problems.append(
-            f"workers: at most {sum(group_pods)} pods together (max), and SUNSPOT_NUM_WORKERS={settings.num_workers} "
-            f"takes {pods.most}; raise max, or lower the setting"
-        )
+        has = f"at most {sum(group_pods)} pods together (max)"
+        takes = f"SUNSPOT_NUM_WORKERS={settings.num_workers} takes {pods.most}"
+        problems.append(f"workers: {has}, and {takes}; raise max, or lower the setting")
     for number, group in enumerate(profile.groups):
         if group.spot is not None and not profile.spot:
-            problems.append(
-                f"workers.{number}.spot={group.spot}: the profile knows no spot nodes; set spot, or leave it out"
-            )
+            given = f"workers.{number}.spot={group.spot}"
+            problems.append(f"{given}: the profile knows no spot nodes; set spot, or leave it out")
     if len(group_pods) > 1 and at_once > 1:
         problems.append(f"workers: {len(group_pods)} groups, for a search of {at_once} trials at once; keep one group")
 
@@ -142,16 +137,13 @@ def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
     asked = f"SUNSPOT_RESOURCES_PER_WORKER={shape.per_worker}".replace("'", '"')
     cpu = shape.per_worker.get("CPU", 1)
     gpu = shape.per_worker.get("GPU", 0)
-    problems = [
-        f"{asked}: no pod offers {name}; take it away" for name in shape.per_worker if name not in RAY_RESOURCES
-    ]
+    unknown = [name for name in shape.per_worker if name not in RAY_RESOURCES]
+    problems = [f"{asked}: no pod offers {name}; take it away" for name in unknown]
     if gpu != (1 if shape.gpus else 0):
         problems.append(f"{asked}: a worker has {1 if shape.gpus else 'no'} GPU here; leave GPU out, it is added")
     if cpu * per_pod > shape.cpus:
         problems.append(f"{asked}: a pod has {shape.cpus} CPUs for {per_pod}; ask for fewer, or raise worker.cpu")
     elif settings.loader == "ray" and (cpu <= 0 or (not shape.data and shape.cpus - cpu * per_pod < 1)):
-        problems.append(
-            f"{asked}: of a pod's {shape.cpus} CPUs, LOADER=ray needs one to read with; ask for fewer, or raise "
-            "worker.cpu"
-        )
+        needs = f"of a pod's {shape.cpus} CPUs, LOADER=ray needs one to read with"
+        problems.append(f"{asked}: {needs}; ask for fewer, or raise worker.cpu")
     return problems

@@ -1,17 +1,12 @@
 """YAML of profiles and manifests: reads it, and writes it the same on every machine."""
 
 import json
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import cut
-
-MAX_BYTES = 1 << 20
-"""Of one file."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -25,7 +20,9 @@ def read_yaml(path: Path) -> Any:
 def read_documents(path: Path) -> list[Any]:
     """Parse every YAML document of a file; raises `SettingsError` when it cannot be read or parsed."""
     try:
-        content = _read_file(path)
+        if path.exists() and not path.is_file():  # a device would never end, and a FIFO not even begin
+            raise OSError("not a regular file")
+        content = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SettingsError(f"{cut(path)}: {getattr(error, 'strerror', '') or shorten(error)}") from error
     try:
@@ -57,17 +54,6 @@ def _make_loader() -> Any:
     }
     Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)\Z"), list("-+0123456789"))
     return Loader
-
-
-def _read_file(path: Path) -> bytes:
-    """Read all bytes of a regular file: a device would never end, and a FIFO not even begin."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("not a regular file")
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise OSError(f"more than {MAX_BYTES} bytes")
-    return content
 
 
 def to_yaml(value: Any) -> str:
