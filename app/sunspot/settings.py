@@ -79,10 +79,6 @@ class NodePrice(BaseModel):
     on_demand_price: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
-def _parse_groups(value: Any) -> Any:
-    return parse_json(value) if isinstance(value, str) else value
-
-
 def _parse_workers(value: Any) -> WorkerRange:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
     if not match:
@@ -150,7 +146,7 @@ Origin = Annotated[str, AfterValidator(_check_origin)]
 
 NodeGroups = Annotated[
     tuple[NodeGroup, ...],
-    BeforeValidator(_parse_groups),
+    BeforeValidator(lambda value: parse_json(value) if isinstance(value, str) else value),
     PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
 ]
 
@@ -183,17 +179,14 @@ class Settings(BaseModel):
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
     )
     "The module with the model and the loss."
-
     run_name: str = _setting(
         "mnist",
         "1 to 38 lower-case letters, digits and '-', beginning with a letter, not ending with '-'",
         pattern=f"^{RUN_NAME}$",
     )
     "The same name and storage are the same run, which is resumed."
-
     task_args: JsonObject = _setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it as they are."
-
     init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict: of torch.save, or safetensors")
     "The weights to begin from while the run has no checkpoint of its own."
 
@@ -210,121 +203,91 @@ class Settings(BaseModel):
         min_length=1,
     )
     "What to train on."
-
     test_dataset: str = _setting("", "a path or URL as DATASET, or empty")
     "Held-out rows when DATASET is a path; empty: its test/ folder if it has train/ and test/, else no evaluation."
-
     image_size: int = _setting(0, "a whole number from 0 (0: their own, or 64 where that differs)", ge=0, le=4096)
     "Height and width that pictures are scaled to, from their middle: those in files of their own, and encoded ones."
-
     data_root: str = _setting("data", "a directory", min_length=1)
     "Where torchvision keeps MNIST."
 
     loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
     "Rows in memory behind a DataLoader, or streamed by Ray Data."
-
     num_workers: WorkerCount = _setting("2", "a number such as 4, or a range such as 2..8")
     "Training workers (the world size); a range is elastic."
-
     use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
     "auto: a GPU per worker if the cluster has that many."
-
     resources_per_worker: JsonObject = _setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
     "Ray resources of one worker; empty: chosen, and the plan says why."
 
     epochs: int = _setting(2, "a whole number from 1", ge=1)
     "Passes over the training rows."
-
     max_steps: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
     "Optimizer steps after which the run ends, if its epochs take more."
-
     global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
     "Rows per optimizer step over all workers."
-
     micro_batch_size: int = _setting(0, "a whole number from 0", ge=0)
     "Most rows in one forward pass of a worker; more are accumulated. 0: its share, on the most workers."
 
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "The peak rate, which the schedule scales."
-
     schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
     "How the rate falls from its peak to 0; for a task without a schedule of its own."
-
     warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a share of all steps below 1, e.g. 0.05")
     "Steps over which the rate first rises to its peak; for a task without a schedule of its own."
-
     weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
     "Decay of AdamW, on matrices only; for a task without an optimizer of its own."
-
     clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
     "Largest norm of a step's gradient; a larger one is scaled down to it."
-
     ema: float = _setting(0, "a share from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
     "Decay of an exponential moving average of the weights, which `model.pt` then holds."
 
     seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
     "Of the order of rows and all random numbers."
-
     precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
     "tf32: products of matrices in TF32. bf16: autocast in the forward pass."
-
     gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
     "How gradients travel between workers."
-
     compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
     "Mode of torch.compile; it needs a C or C++ compiler."
-
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
     "The whole model on each worker, or a part of it."
 
     checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
     "Optimizer steps between checkpoints, besides the one at the end of each epoch."
-
     checkpoint_every_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds between checkpoints, likewise."
-
     checkpoints_to_keep: int = _setting(3, "a whole number from 1", ge=1)
     "How many of the best checkpoints stay; the newest always does too."
-
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
     "What ranks checkpoints: this metric of held-out rows, if any are evaluated, else of the last 10,000 trained on."
-
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more is better."
-
     early_stop_evaluations: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
     "Evaluations in a row that do not improve CHECKPOINT_METRIC, of held-out rows, after which the run ends."
 
     trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
     "Runs of a search."
-
     concurrent_trials: int = _setting(0, "a whole number from 0 (0: as many as fit)", ge=0)
     "Trials of a search that train at the same time."
 
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
     "Losses without notice and without a new checkpoint in between that a run survives."
-
     max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
     "Starts of a job's driver without a new checkpoint in between before the run fails."
-
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds that storage may refuse or not answer before the run ends."
 
     snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
     "Largest share of the training time spent on copies of the state in memory."
-
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds without a step of a rank after which its stacks are recorded and the workers restart."
-
     survivors: Literal["auto", "off"] = _setting("off", "auto or off")
     "After a loss the other workers train on in their processes, where that is possible (auto), or all start again."
-
     warm_restart_after_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds of training after which each node prepares a warm restart."
 
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds between two records of the metric history; each checkpoint adds one."
-
     predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
     "Held-out rows that the newest checkpoint predicts for the report."
 
@@ -332,37 +295,28 @@ class Settings(BaseModel):
         "", "mlflow, wandb, tensorboard, or empty (none)"
     )
     "Service that the run is delivered to."
-
     tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
     "MLflow's experiment, or the project of Weights & Biases."
 
     weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
     "safetensors: the last checkpoint has its weights in that form, too; under fsdp instead of model.pt."
-
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each optimizer step consumed."
-
     accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
     "What refusals named: another order of the rows, or the loss of checkpoints or of a start."
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption to the end of the node."
-
     labels: Labels = _setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
     "What `sunspot cost` sums by; a manifest adds the profile's labels."
-
     prices: NodePrices = _setting({}, """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}""")
     "Set by the manifest: the price per hour of the head, and of a node of each group."
-
     node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
     "Set by the manifest: several groups of nodes, first choice first."
-
     nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
     "Set by the manifest: seconds to wait for the first of several groups of nodes."
-
     code: str = _setting("", "nothing, but `sunspot submit --code FOLDER`", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
     "Set by the manifest: the URL of an archive of your own code, with its SHA-256."
-
     job_id: str = _setting("", "the identity of the cluster job, or empty")
     "Set by the manifest: the same for every retry of one job."
 
@@ -418,10 +372,8 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
 
     problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in Settings.model_fields]
     if values.get("test_dataset") and values.get("dataset", "sample") in ("sample", "mnist"):
-        problems.append(
-            f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}: set {PREFIX}DATASET to a path too, or leave this "
-            "empty"
-        )
+        seen = f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}"
+        problems.append(f"{seen}: set {PREFIX}DATASET to a path too, or leave this empty")
     known = {name: value for name, value in values.items() if name in Settings.model_fields}
     try:
         settings = Settings(**known)  # type: ignore[arg-type]  # pydantic parses the strings
