@@ -5,6 +5,7 @@ is imported only when that verb is used, so help and wrong usage answer at once.
 """
 
 import argparse
+import difflib
 import importlib
 import itertools
 import os
@@ -52,7 +53,9 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     """Do what the command line says, and end the process."""
 
     def program() -> int:
-        _refuse_windows()
+        if os.name == "nt":  # before anything is imported that is not there
+            windows = "this is Windows, and sunspot needs Linux or macOS"
+            raise SettingsError(f"{windows}; in WSL (`wsl --install`) all of it works")
         arguments = make_parser(load=False).parse_args(words)
         from sunspot.log import print_logs  # help does without
 
@@ -61,14 +64,6 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         return 0
 
     run_and_exit(program)
-
-
-def _refuse_windows() -> None:
-    """Raise `SettingsError` on Windows before anything is imported that is not there."""
-    if os.name == "nt":
-        raise SettingsError(
-            "this is Windows, and sunspot needs Linux or macOS; in WSL (`wsl --install`) all of it works"
-        )
 
 
 def make_parser(load: bool = True) -> argparse.ArgumentParser:
@@ -130,8 +125,6 @@ class _Parser(argparse.ArgumentParser):
 def _check(words: Iterable[str], known: Iterable[str], what: str) -> None:
     for word in words:
         if word not in known and (what == "option" or not word.startswith("-")):
-            import difflib
-
             nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
             raise SettingsError(f"{word}: no such {what}; did you mean {nearest}?")
 

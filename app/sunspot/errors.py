@@ -1,17 +1,4 @@
-"""Every error that a user may see, and its exit code.
-
-SunspotError               1  the run failed
-|-- DataError              1  a dataset cannot be used: names the file and the row
-|-- SettingsError          2  bad settings or usage: lists every problem at once
-|-- NotFoundError          3  no such run or checkpoint, or nothing recorded
-|-- StorageError           4  storage cannot be reached, or refuses: names the object
-|-- ClusterError           4  the cluster cannot be reached, or refuses: names the server
-|-- TrackingError          4  the tracking server cannot be reached, or refuses
-|-- GaveUpError            5  gave up waiting; the run goes on
-|-- ConflictError          6  the run was begun with other settings
-|   `-- SupersededError    6  another process took the run over
-`-- DamageError            7  a checkpoint fails verification, an audit finds faults
-"""
+"""Every error that a user may see, its exit code, and how it ends a process."""
 
 import os
 import re

@@ -1,7 +1,5 @@
 """The claim, shown on this machine: a run loses a worker in the middle, and every row still counts once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -119,15 +117,12 @@ def remove_earlier(run: Run) -> None:
     status = read_status(run)
     owners = [attempt.owner for attempt in read_attempts(run)] + ([status.owner] if status else [])
     if not owners or not all(owner.startswith(JOB) for owner in owners):
-        raise ConflictError(
-            f"{run.location}: this run is none of `sunspot demo`, which would remove it; give another --storage, or "
-            f"`sunspot delete {run.name}` first"
-        )
+        instead = f"give another --storage, or `sunspot delete {run.name}` first"
+        raise ConflictError(f"{run.location}: this run is none of `sunspot demo`, which would remove it; {instead}")
     state, reason = read_state(run, status)
     if not state.terminal:
-        raise ConflictError(
-            f"{run.location}: {state}, {reason}; wait for that demonstration, or give another --storage"
-        )
+        instead = "wait for that demonstration, or give another --storage"
+        raise ConflictError(f"{run.location}: {state}, {reason}; {instead}")
     delete_run(run)
 
 

@@ -25,10 +25,7 @@ def refuse_without_training() -> None:
 
 
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a training here: the FILE if there is one, below this process's, below what is `given`.
-
-    Raises `SettingsError` for a file that cannot be read.
-    """
+    """Return the environment of a training: FILE below this process's below what is `given`. Raises `SettingsError`."""
     kept = as_variables(read_settings_file(FILE))
     if kept:
         warn(f"{FILE} sets {', '.join(name.removeprefix(PREFIX) for name in kept)}")

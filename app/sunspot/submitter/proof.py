@@ -46,10 +46,6 @@ class Data:
     steps_per_epoch: int
     batch: int
 
-    def epoch_of(self, step: int) -> int:
-        """Return the epoch of a step, both from 1."""
-        return (step - 1) // self.steps_per_epoch + 1
-
     def rows_of(self, step: int) -> int:
         """Return how many rows a step consumes: the last of an epoch takes the rest, which is less, or one row more."""
         before = (step - 1) % self.steps_per_epoch
@@ -96,8 +92,7 @@ class Proof:
     @property
     def summary(self) -> str:
         """What is wrong, in a sentence; empty if nothing is."""
-        missing = sum(e.missing for e in self.epochs)
-        repeated = sum(e.repeated for e in self.epochs)
+        missing, repeated = sum(e.missing for e in self.epochs), sum(e.repeated for e in self.epochs)
         parts = []
         if missing or repeated or self.wrong_rows:
             parts.append(f"{plural(missing, 'row')} missing, {repeated} repeated, up to step {self.step}")
@@ -160,10 +155,7 @@ def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set
 
 
 def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
-    """Count what each epoch consumed up to step `end`; also returns a line for each impossible record.
-
-    Raises `DamageError` for a record that cannot be read.
-    """
+    """Count what epochs consumed up to step `end`, and list what is impossible; raises `DamageError` for damage."""
     tables = [table for table in read_audit(run, spans) if len(table)]
     if not tables:
         return [], []
@@ -189,7 +181,8 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
     import pyarrow.compute as pc
 
     # One epoch at a time: its set of rows stays in the cache; a set of all (epoch, row) takes ten times as long.
-    consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, data.epoch_of(end) + 1)}
+    last = (end - 1) // data.steps_per_epoch + 1
+    consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, last + 1)}
     for table in tables:
         of_row = pc.add(pc.divide(pc.subtract(table["step"], 1), data.steps_per_epoch), 1)
         for epoch in pc.unique(of_row).to_pylist():

@@ -36,9 +36,8 @@ def find_run(name: str, storage_path: str | None = None) -> Run:
     """Find the run in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
     run = named_run(name, storage_path)
     if not run_exists(run):
-        raise NotFoundError(
-            f"no run {run.name} in {run.storage.locate('').rstrip('/')}{_name_others(run.storage, run.name)}"
-        )
+        place = run.storage.locate("").rstrip("/")
+        raise NotFoundError(f"no run {run.name} in {place}{_name_others(run.storage, run.name)}")
     return run
 
 
@@ -54,28 +53,21 @@ def find_storage(storage_path: str | None = None) -> Storage:
 
 
 def find_stream(run: Run, rank: int | None, previous: bool) -> str:
-    """Find the newest stream of the driver, or of one rank; with `previous`, the one before. Returns its name.
-
-    Raises `NotFoundError`.
-    """
+    """Find the newest stream of the driver or one rank; with `previous`, the one before. Raises `NotFoundError`."""
     streams = streams_of(run, rank)
-    if len(streams) < 1 + previous:
-        raise NotFoundError(_explain_absence(run, rank, previous and bool(streams)))
-    return streams[-2 if previous else -1]
+    if len(streams) >= 1 + previous:
+        return streams[-2 if previous else -1]
+    who = "the driver" if rank is None else f"rank {rank}"
+    what = f"one start of {who} only, so --previous has nothing" if streams else f"no output of {who}"
+    every = list(list_streams(run))
+    there = f"; there are {', '.join(every[-10:])}" if every else "; no process of it has shipped any output"
+    raise NotFoundError(f"{run.storage.locate(run.key('logs'))}: {what}{there}")
 
 
 def streams_of(run: Run, rank: int | None) -> list[str]:
     """List the streams of the driver, or of one rank, the newest last."""
     wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
     return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
-
-
-def _explain_absence(run: Run, rank: int | None, only_one: bool) -> str:
-    who = "the driver" if rank is None else f"rank {rank}"
-    what = f"one start of {who} only, so --previous has nothing" if only_one else f"no output of {who}"
-    streams = list(list_streams(run))
-    there = f"; there are {', '.join(streams[-10:])}" if streams else "; no process of it has shipped any output"
-    return f"{run.storage.locate(run.key('logs'))}: {what}{there}"
 
 
 def list_unfinished(run: Run) -> Sequence[Unfinished]:
@@ -92,9 +84,8 @@ def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
     from sunspot.search_space import load_common  # pydantic: slow to import, and `sunspot VERB --help` does without
     from sunspot.settings import PREFIX
 
-    given = {
-        PREFIX + key: value for key, value in (("RUN_NAME", name), ("STORAGE_PATH", storage_path)) if value is not None
-    }
+    place = {PREFIX + "RUN_NAME": name, PREFIX + "STORAGE_PATH": storage_path}
+    given = {variable: value for variable, value in place.items() if value is not None}
     if "" in given.values():  # as a setting, it would mean the default
         raise SettingsError("RUN and --storage may not be empty")
     settings, _, _ = load_common({**os.environ, **given})  # the environment may be that of a search

@@ -12,10 +12,7 @@ add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what each epoch consumed up to the newest whole checkpoint.
-
-    Raises `DamageError` for wrong rows, checkpoints or receipts, and `NotFoundError` when no rows were recorded.
-    """
+    """Print what each epoch consumed up to the newest whole checkpoint."""
     run = find_run(args.run, args.storage)
     proof = prove(run)
     if proof.epochs and args.json:

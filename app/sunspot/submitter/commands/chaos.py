@@ -31,12 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Inject faults into a live run, wait until it has recovered, and audit it; end early if the run ends.
-
-    Only ready pods of the RayCluster of the run's newest live RayJob are touched. Without a record of rows, only
-    checkpoints and receipts are audited. Raises `NotFoundError` when the run is not live, `ClusterError`, `GaveUpError`
-    when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
-    """
+    """Inject faults into a live run until it ends, wait until it has recovered, and audit what it has recorded."""
     plan = make_plan(args.kinds, args.every, args.count, args.seed)
     injector = FaultInjector(reach_run(run_target(args)), args.json)
     injector.refuse_unless_live()

@@ -14,9 +14,7 @@ from sunspot.submitter.commands.arguments import add_settings, given_settings
 from sunspot.submitter.local_training import settings_in, training_environment
 from sunspot.submitter.printing import print_json, print_text
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser)
+add_arguments = add_settings
 
 
 def run(args: argparse.Namespace) -> None:

@@ -24,15 +24,11 @@ LOOK_EVERY_S = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--port", metavar="N", type=count, default=8265, help="of this machine; default: 8265")
+    parser.add_argument("--port", metavar="N", type=count, default=PORT, help=f"of this machine; default: {PORT}")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Forward the dashboard until Ctrl-C, and print where it is.
-
-    Raises `NotFoundError` when the run has no head, or loses it, `ClusterError` when the API server refuses, and
-    `SettingsError` when the port is taken.
-    """
+    """Forward the dashboard until Ctrl-C or the loss of the head, and print where it is."""
     access = reach_run(run_target(args))
     cluster = access.require_cluster()
     run = access.run
@@ -70,10 +66,8 @@ def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
     snapshot = access.observe()
     access.require_known(snapshot)
     state, reason = snapshot.state()
-    raise NotFoundError(
-        f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; "
-        f"`sunspot report {stored_arguments(run)}` shows what is in storage"
-    )
+    instead = f"`sunspot report {stored_arguments(run)}` shows what is in storage"
+    raise NotFoundError(f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; {instead}")
 
 
 def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
@@ -87,13 +81,12 @@ def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
         return "", ""
     why = f"there is no such Secret in namespace {cluster.namespace}"
     try:
-        secret = cluster.find("Secret", source["name"])
-        if secret:
+        if secret := cluster.find("Secret", source["name"]):
             return base64.b64decode(secret["data"][source["key"]]).decode(), ""
     except (RefusedError, KeyError, ValueError) as error:
         why = str(error)
-    unreadable = f"{source['key']} of Secret {source['name']}, unreadable here: {why}"
-    return "", f"the dashboard will ask for its token, {unreadable}"
+    wanted = f"{source['key']} of Secret {source['name']}"
+    return "", f"the dashboard will ask for its token, {wanted}, unreadable here: {why}"
 
 
 def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:

@@ -18,20 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print all there is of the run and, with `--yes` or the consent of the user at the terminal, remove it.
-
-    Raises `SettingsError` when there is nobody to ask, and otherwise says on stderr what is left.
-    """
+    """Print all there is of the run and, with `--yes` or the consent of the user at the terminal, remove it."""
     access = reach_run(run_target(args))
     contents = find_contents(access)
     if not args.json:
         _print(access, contents)
-    kept = contents.not_submitted
-    if kept:
-        warn(
-            f"{', '.join(kept)} did not come by `sunspot submit`: if a repository keeps it (GitOps), take it out there "
-            "first, or it is made again, and the run begins anew"
-        )
+    if kept := contents.not_submitted:
+        again = "take it out there first, or it is made again, and the run begins anew"
+        warn(f"{', '.join(kept)} did not come by `sunspot submit`: if a repository keeps it (GitOps), {again}")
     if not args.yes:
         if args.json:
             print_json(_record(contents, contents, removed=False))
@@ -61,9 +55,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print(access: RunAccess, contents: RunContents) -> None:
-    run = access.run
-    cluster = access.cluster
-    (state, reason) = contents.snapshot.state()
+    run, cluster = access.run, access.cluster
+    state, reason = contents.snapshot.state()
     print_text(f"{run.name}: {state}, {reason}")
     rows = [[thing["kind"], thing["name"], ""] for thing in contents.objects]
     in_cluster = f"in namespace {cluster.namespace} of {cluster.server}, and " if cluster and rows else ""
@@ -78,8 +71,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
         print_text(f"the dataset {contents.dataset} lies in the run, and goes with it")
     elif contents.dataset:
         print_text(f"the dataset {contents.dataset} is not touched: no run makes its dataset")
-    trials = contents.trials
-    if trials:
+    if trials := contents.trials:
         print_text(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
 
 

@@ -10,10 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what happens as soon as it is known, and then what the loss has cost.
-
-    Raises what `demonstrate` raises, and `DamageError` when the audit finds a fault.
-    """
+    """Print what happens as soon as it is known, and then what the loss has cost."""
     from sunspot.submitter.demonstration import NAME, demonstrate
     from sunspot.submitter.printing import print_json, print_table, print_text
     from sunspot.submitter.proof import conclude

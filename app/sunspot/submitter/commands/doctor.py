@@ -1,20 +1,21 @@
 """`sunspot doctor`: with RUN, why it is as it is; without, whether a cluster and a bucket are ready for a run."""
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from sunspot.errors import ClusterError, SettingsError, StorageError
+from sunspot.settings import with_place
+from sunspot.storage.prove import Result, failure, probe_path
+from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.observation import reach_run
+from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
 from sunspot.submitter.commands.arguments import run_target
+from sunspot.submitter.doctor.cluster_checks import check_cluster
+from sunspot.submitter.doctor.diagnose import Report, examine
+from sunspot.submitter.doctor.probe_pods import try_from_pods
+from sunspot.submitter.manifest.render import JobRequest, Rendered
 from sunspot.submitter.printing import print_json, print_text, warn
-
-if TYPE_CHECKING:
-    from sunspot.submitter.cluster.api import Cluster
-    from sunspot.submitter.doctor.diagnose import Report
-    from sunspot.submitter.manifest.render import Rendered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +41,6 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.profile or args.image or args.from_pods:
         raise SettingsError("--profile, --image, --from-pods: leave out RUN, or these: they are for no run yet")
-    from sunspot.submitter.cluster.observation import reach_run
-    from sunspot.submitter.doctor.diagnose import examine
-
     access = reach_run(run_target(args))
     report = examine(access)
     if args.json:
@@ -66,15 +64,7 @@ def _print_report(name: str, report: Report, stacks: bool) -> None:
 
 
 def _check_preconditions(args: argparse.Namespace) -> None:
-    """Check everything that a run needs, and print what was seen and what to do.
-
-    Storage is tested from here, and with `--from-pods` also from pods like the run's. Raises `ClusterError` or
-    `StorageError` when a check failed.
-    """
-    from sunspot.storage.prove import Result, failure, probe_path
-    from sunspot.submitter.doctor.cluster_checks import check_cluster
-    from sunspot.submitter.doctor.probe_pods import try_from_pods
-
+    """Check all that a run needs, with `--from-pods` from pods like its own too, and print what was seen, and to do."""
     rendered, cluster, cluster_error = _render(args)
     of_cluster = check_cluster(cluster, rendered) if cluster else [failure("API server", ClusterError(cluster_error))]
     parts = [(ClusterError, of_cluster), (StorageError, probe_path(rendered.settings.storage_path))]
@@ -103,12 +93,7 @@ def _check_preconditions(args: argparse.Namespace) -> None:
 
 def _render(args: argparse.Namespace) -> tuple[Rendered, Cluster | None, str]:
     """Render the manifest of a run; also returns the cluster, or why there is none."""
-    from sunspot.settings import with_place
-    from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
-    from sunspot.submitter.manifest.render import JobRequest
-
-    settings = with_place({}, None, args.storage)
-    request = JobRequest(args.profile or "kind", settings, args.image, args.namespace)
+    request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
     try:
         return *render_for_cluster(request, args.context), ""
     except ClusterError as error:

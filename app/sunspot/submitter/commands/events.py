@@ -18,10 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the events of all attempts by time, including superseded ones.
-
-    With `--stacks`, where each hung rank stood follows the table; `--json` has every field of every event.
-    """
+    """Print the events of all attempts by time, including superseded ones; `--json` has every field of each."""
     with progress_note("reading the events"):
         events = read_events(find_run(args.run, args.storage))
     if args.json:

@@ -1,7 +1,5 @@
 """`sunspot logs`: what a run's processes printed, from storage: a few seconds behind, with or without a cluster."""
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import contextlib
@@ -42,11 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the newest output of the driver, or of one rank; `--previous`: of the start before the newest.
-
-    With `-f`, goes on until the run has ended. Raises `NotFoundError` when there is no such output; output that may
-    still come is waited for.
-    """
+    """Print the newest output of the driver, or of one rank; with `-f`, go on until the run has ended."""
     if args.follow and args.previous:
         raise SettingsError("-f and --previous: choose one; what a start before the newest printed is complete")
     state: StateReader = read_state
@@ -70,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _await_output(run: Run, rank: int | None, state: StateReader) -> None:
     """Wait until there is a stream, or the run has ended; raises `GaveUpError` after FIRST_OUTPUT_S."""
-    if streams_of(run, rank) or list_streams(run) or state(run)[0].terminal:
+    if list_streams(run) or state(run)[0].terminal:
         return
     warn(f"waiting for the first output of {run.name}")
     deadline = time.monotonic() + FIRST_OUTPUT_S
@@ -93,11 +87,10 @@ def follow(run: Run, rank: int | None = None, as_json: bool = False, state: Stat
         now, reason = state(run)
         quiet = quiet + 1 if now.terminal and not printed else 0
         if reads % LIST_EVERY == 0 or quiet == QUIET_READS:
-            newer = [stream for stream in streams_of(run, rank) if stream > printer.stream]
-            if newer:
-                quiet = 0
-            for stream in newer:
-                printer.turn_to(stream)
+            for stream in streams_of(run, rank):
+                if stream > printer.stream:
+                    quiet = 0
+                    printer.turn_to(stream)
     warn(f"{run.name}: {now}, {reason}")
     printer.close()
 
@@ -111,9 +104,8 @@ class _Printer:
 
     def _begin(self, stream: str) -> None:
         self.stream = stream
-        self._read = 0
+        self._read, self._unfinished = 0, ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._unfinished = ""
         warn(f"{stream}, in {self._run.storage.locate(self._run.key('logs', stream))}")
 
     def print_new(self) -> bool:

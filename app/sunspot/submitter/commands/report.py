@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the report to `--output`, or RUN-report.html. Raises like `write_file`."""
+    """Write the report to `--output`, or RUN-report.html."""
     run = find_run(args.run, args.storage)
     with progress_note("reading the run"):
         page = render_stored(run)

@@ -17,11 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what is of no use, and with `--yes` remove it; `--keep` overrides CHECKPOINTS_TO_KEEP.
-
-    The newest good checkpoint, every byte of which is read first, always stays. Raises `ConflictError` when another
-    process takes the run over meanwhile.
-    """
+    """Print what is of no use, or remove it; the newest good checkpoint, every byte of which is read, always stays."""
     run = find_run(args.run, args.storage)
     with progress_note("checking every checkpoint"):
         removals = list(find_removals(run, args.keep, time.time()))

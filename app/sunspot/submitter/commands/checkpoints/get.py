@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Download the checkpoint NAME, or the 'newest' or 'best' whole one, into the directory `--output`.
-
-    Files that are there and whole are kept, and unfinished ones continued; `manifest.json` comes last. Raises
-    `NotFoundError`, `DamageError`, and `SettingsError` for a directory with something else in it.
-    """
+    """Download the checkpoint NAME, keeping files that are whole and continuing others; `manifest.json` comes last."""
     run = find_run(args.run, args.storage)
     checkpoint, notes = choose(run, args.name)
     for note in notes:
@@ -82,9 +78,8 @@ def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
     mark = directory / (MANIFEST + PART)
     known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
     if any(directory.iterdir()) and content not in known:
-        raise SettingsError(
-            f"{directory} is not empty, and holds no download of {checkpoint.name}; choose another --output"
-        )
+        holds = f"{directory} is not empty, and holds no download of {checkpoint.name}"
+        raise SettingsError(f"{holds}; choose another --output")
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise SettingsError(f"{path} is neither a file nor a folder; choose another --output")
@@ -96,9 +91,7 @@ class Download:
     """Fetches the files of a checkpoint into a directory, each verified, a few at a time."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint, directory: Path) -> None:
-        self._run = run
-        self._checkpoint = checkpoint
-        self._directory = directory
+        self._run, self._checkpoint, self._directory = run, checkpoint, directory
         self._given_up = threading.Event()
 
     def fetch_all(self) -> list[str]:

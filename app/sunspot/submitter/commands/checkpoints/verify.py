@@ -18,19 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print for each checkpoint, or the one named, whether it is whole; raises `DamageError` if not.
-
-    Without a name, the one that an ended run committed last has to be there.
-    """
+    """Print which checkpoints are whole, or the one named; without a name, the last of an ended run has to be there."""
     run = find_run(args.run, args.storage)
     name = args.name
     directories = list_directories(run)
     counted, _, _ = classify(directories, lineage(read_attempts(run)))
-    chosen = [name] if name is not None else counted
     if name is not None:
         refuse_if_absent(run, name, directories)
+        counted = [name]
     with progress_note("reading every byte"):
-        verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, chosen)]
+        verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, counted)]
     if name is None and (gone := find_gone(read_status(run), counted)):
         verified.append((gone, ["gone, though the run ended with it"]))
     if args.json:
@@ -39,7 +36,5 @@ def run(args: argparse.Namespace) -> None:
         print_table(["name", "verified"], [[name, "; ".join(faults) or "ok"] for name, faults in verified])
     damaged = sum(bool(faults) for _, faults in verified)
     if damaged:
-        raise DamageError(
-            f"{damaged} of {len(verified)} checkpoints in {run.location} damaged or gone; `sunspot doctor {run.name}` "
-            "says what helps"
-        )
+        which = f"{damaged} of {len(verified)} checkpoints in {run.location} damaged or gone"
+        raise DamageError(f"{which}; `sunspot doctor {run.name}` says what helps")
