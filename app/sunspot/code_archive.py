@@ -17,11 +17,10 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from sunspot.errors import DamageError, NotFoundError, SettingsError, StorageError
-from sunspot.settings import PREFIX
 from sunspot.storage import open_storage
 from sunspot.storage.limits import retry_storage
 
-CODE = PREFIX + "CODE"
+CODE = "SUNSPOT_CODE"  # without the settings: pydantic is slow to import, and verbs that read storage do without
 
 FOLDER = "code"
 """Where a run keeps archives of its code."""
