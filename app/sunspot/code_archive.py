@@ -8,6 +8,7 @@ other bytes with another version of zlib, and with nothing in it but files and f
 import fcntl
 import hashlib
 import io
+import logging
 import os
 import re
 import shutil
@@ -16,9 +17,11 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from sunspot.errors import DamageError, NotFoundError, SettingsError, StorageError
+from sunspot.errors import DamageError, NotFoundError, SettingsError, StorageError, SunspotError
 from sunspot.storage import open_storage
 from sunspot.storage.limits import retry_storage
+
+log = logging.getLogger(__name__)
 
 CODE = "SUNSPOT_CODE"  # without the settings: pydantic is slow to import, and verbs that read storage do without
 
@@ -33,7 +36,7 @@ MAX_FILES = 10_000
 STORAGE_S = 600.0
 """The longest that storage may refuse an archive."""
 
-SETUP_HOOK = f"{__name__}.find_code"
+SETUP_HOOK = f"{__name__}.set_up_process"
 """What Ray runs first in each of its processes."""
 
 
@@ -49,13 +52,21 @@ def enter_code(reference: str) -> None:
         os.chdir(folder)
 
 
-def find_code(reference: str = "") -> str:
-    """Put code first on this process's path, by default what the environment names; returns its folder, if any.
+def set_up_process() -> None:
+    """Find the code that the environment names. Ray would begin a process that fails here again and again: it is the
+    worker that raises (sunspot/train/join.py)."""
+    try:
+        find_code(os.environ.get(CODE, ""))
+    except SunspotError as error:
+        log.warning(str(error))
+
+
+def find_code(reference: str) -> str:
+    """Put code first on this process's path; returns its folder, or nothing for no code.
 
     Raises `StorageError`, `SettingsError` when there is no such archive, and `DamageError` for one that has another
     hash, or that leads out of its folder.
     """
-    reference = reference or os.environ.get(CODE, "")
     if not reference:
         return ""
     folder = str(unpack_once(reference))

@@ -315,7 +315,7 @@ class Settings(BaseModel):
     "Set by the manifest: several groups of nodes, first choice first."
     nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
     "Set by the manifest: seconds to wait for the first of several groups of nodes."
-    code: str = _setting("", "nothing, but `sunspot submit --code FOLDER`", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
+    code: str = _setting("", "nothing: `sunspot submit --code FOLDER` sets it", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
     "Set by the manifest: the URL of an archive of your own code, with its SHA-256."
     job_id: str = _setting("", "the identity of the cluster job, or empty")
     "Set by the manifest: the same for every retry of one job."

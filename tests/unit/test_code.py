@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from sunspot import code_archive
 from sunspot.client import submit
-from sunspot.code_archive import CODE, find_code
+from sunspot.code_archive import CODE, fetch, find_code, set_up_process
 from sunspot.errors import DamageError, SettingsError
 from sunspot.run import Run, open_run
 from sunspot.run.history import read_events
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     write(folder, {".gitignore": "*.bin\n/data\n", "weights.bin": "ignored", "data/rows.csv": "1"})
     git(folder, "init", "-q")
     git(folder, "add", ".")
-    write(folder, {"new.py": "", "inner/.git/HEAD": "", "ключ.py": ""})
+    write(folder, {"new.py": "", "ключ.py": ""})
     (folder / "gone.py").unlink()
     return folder
 
@@ -69,6 +70,11 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
 
 
+def commit_all(folder: Path) -> None:
+    git(folder, "add", ".")
+    git(folder, "-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "mine")
+
+
 def keep(content: bytes, place: Path) -> str:
     """Keep an archive in storage; returns its name, as a job has it."""
     place.mkdir(exist_ok=True)
@@ -80,8 +86,9 @@ def keep(content: bytes, place: Path) -> str:
 
 
 def test_what_git_tracks_or_does_not_ignore_goes_along(folder: Path) -> None:
-    git(folder / "inner", "init", "-q")
     write(folder, {"inner/deep.py": "", "inner/.gitignore": "left\n", "inner/left": ""})
+    git(folder / "inner", "init", "-q")
+    commit_all(folder / "inner")
     (folder / "same.py").symlink_to("my_task.py")
     every = {".gitignore", "my_task.py", "layers/__init__.py", "run.sh", "new.py", "ключ.py", "same.py"}
     assert pack(folder).names == every | {"inner/deep.py", "inner/.gitignore"}
@@ -165,13 +172,23 @@ def test_a_folder_that_is_no_code_is_refused(tmp_path: Path, monkeypatch: pytest
 # -------------------------------------------------------------------------------------------------------- on the node
 
 
-def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(
+    folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch_slowly(reference: str) -> bytes:
+        fetched.append(reference)
+        time.sleep(0.05)
+        return fetch(reference)
+
+    fetched: list[str] = []
+    monkeypatch.setattr(code_archive, "fetch", fetch_slowly)
     reference = keep(pack(folder).content, tmp_path / "storage")
     threads = [threading.Thread(target=find_code, args=(reference,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert fetched == [reference]
     shutil.rmtree(tmp_path / "storage")
     found = Path(find_code(reference))
     assert sys.path[0] == str(found)
@@ -183,7 +200,9 @@ def test_a_node_fetches_and_unpacks_once_and_has_the_code_first(folder: Path, tm
     assert find_code("") == ""
 
 
-def test_other_bytes_than_the_named_ones_are_not_run(folder: Path, tmp_path: Path, node: Path) -> None:
+def test_other_bytes_than_the_named_ones_are_not_run(
+    folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
     reference = keep(pack(folder).content, tmp_path / "storage")
     tampered = (tmp_path / "storage/code.tar").read_bytes().replace(b"HIDDEN = 1", b"HIDDEN = 9")
     (tmp_path / "storage/code.tar").write_bytes(tampered)
@@ -192,6 +211,9 @@ def test_other_bytes_than_the_named_ones_are_not_run(folder: Path, tmp_path: Pat
     (tmp_path / "storage/code.tar").unlink()
     with pytest.raises(SettingsError, match="no such archive, or no more; `sunspot submit --code FOLDER`"):
         find_code(reference)
+    monkeypatch.setenv(CODE, reference)
+    set_up_process()  # Ray would begin one that fails again and again
+    assert "no such archive" in warned[0]
     assert not [path for path in node.rglob("*") if path.suffix == ".py"]
 
 
@@ -228,7 +250,7 @@ def test_an_archive_that_could_do_harm_is_refused_whole(
 
 
 def test_what_git_archive_makes_is_taken(folder: Path, tmp_path: Path, node: Path) -> None:
-    git(folder, "-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "mine")
+    commit_all(folder)
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
@@ -302,7 +324,7 @@ def test_render_takes_an_archive_and_no_folder(folder: Path, monkeypatch: pytest
     for given in (str(folder), f"code.tar@sha256:{'a' * 64}", "s3://bucket/code.tar"):
         with pytest.raises(SettingsError, match=r"`sunspot submit` makes one, or `git archive -o code\.tar"):
             render(JobRequest(code=given))
-    with pytest.raises(SettingsError, match=r"SUNSPOT_CODE=\.: set it to nothing, but `sunspot submit --code FOLDER`"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_CODE=\.: set it to nothing: `sunspot submit --code FOLDER` sets"):
         render(JobRequest(settings={"CODE": "."}))
     monkeypatch.setenv(CODE, named)
     with pytest.raises(SettingsError, match=f"{CODE}={named}: it follows from --code"):

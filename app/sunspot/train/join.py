@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from sunspot.background import Background, start_thread
 from sunspot.checkpoint import NodeMemory
+from sunspot.code_archive import find_code
 from sunspot.elastic.claim import agree_on_start
 from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.failures import describe_end
@@ -61,6 +62,11 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     claimant = config.claimant()
     run = claimant.run
     print_logs()
+    try:
+        find_code(settings.code)
+    except SunspotError as error:
+        control.try_ask(ControlChannel.set_fatal_error, error)
+        raise
     enter_folder(config.folder)
     torch.set_num_threads(config.threads)
     round_products(settings.precision == "tf32")
