@@ -62,5 +62,5 @@ def test_a_rank_that_waits_for_rows_is_not_taken_for_hung(
         with (tmp_path / "stacks").open("w+") as file:
             faulthandler.dump_traceback(file)
             event = describe({**about, "thread": thread[0]}, (tmp_path / "stacks").read_text(), 300.0)
-        loading = event["loading"] and ("take_first" if held_out else "_next_part") in event["detail"]
-    assert "rank 0: no step for 300 s; waits for rows of Ray Data in " in event["detail"]
+        loading = event.loading and ("take_first" if held_out else "_next_part") in event.detail
+    assert "rank 0: no step for 300 s; waits for rows of Ray Data in " in event.detail
