@@ -159,7 +159,8 @@ def test_the_page_of_a_run_is_its_report_with_the_end_of_its_log(tmp_path: Path)
     assert "\nrank</pre>" in other
     assert len(page) < 1_000_000, "of the log, only its end"
     assert "Workers over wall clock" in page
-    assert "lowest 0 at " in page, "no worker trains between the loss and the first step after it"
+    workers = page.partition("Workers that train: ")[2].partition('"/>')[0]
+    assert workers.count(" 182.0") >= 4, "twice at the floor: before the first step, and after the loss"
     assert f"sunspot checkpoints get digits --storage {tmp_path}" in page
     assert missing[0] == 404
     assert "no run is there" in missing[1]
@@ -223,10 +224,10 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     age(live, 600)
     runs.refresh()
     assert {row.name: row.state for row in runs.known}["live"] is RunState.LOST
-    ended(storage, "run-000", RunState.FAILED)
+    ended(storage, "run-150", RunState.FAILED)
     for _ in range(200 // MAX_ENDED + 1):
         runs.refresh()
-    assert {row.name: row.state for row in runs.known}["run-000"] is RunState.FAILED, "each in its turn"
+    assert {row.name: row.state for row in runs.known}["run-150"] is RunState.FAILED, "each in its turn"
 
 
 def test_a_long_history_costs_its_curve_few_requests(tmp_path: Path) -> None:

@@ -183,6 +183,8 @@ class History:
         self.last: dict[str, Any] = {}
         "Step and time of the newest record; empty before there is one."
         self._latest: dict[str, tuple[float, int]] = {}
+        self._named: dict[tuple[Any, ...], list[str]] = {}
+        "Those that may be results, by the names of a record."
         self._curves = Curves()
 
     def __len__(self) -> int:
@@ -195,12 +197,10 @@ class History:
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
         """Add a record, in the form that `each_record` checks."""
-        step = record["step"]
-        results = [
-            name
-            for name in record
-            if (name in self.results or is_result(name, record, best_by)) and _number(record, name) is not None
-        ]
+        step, shape = record["step"], (*record, len(self.results))
+        if shape not in self._named:  # most records have the same names
+            self._named[shape] = [name for name in record if name in self.results or is_result(name, record, best_by)]
+        results = [name for name in self._named[shape] if _number(record, name) is not None]
         self.results += [name for name in results if name not in self.results]
         kept = {name: _number(record, name) for name in (*results, "time", "rows_per_s")}
         if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step

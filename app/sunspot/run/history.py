@@ -127,8 +127,9 @@ def each_record(
         lines, place = text.splitlines(), run.storage.locate(segment.entry.key)
         whole = len(lines) == segment.last - segment.first + 1  # not downsampled
         missed = max(0, given - segment.first) if whole else 0
+        own = None if spans is None else [span for span in spans if span.attempt == segment.attempt]
         for record in _parse_lines(kind, lines[missed:], place, damaged):
-            if spans is None or any(span.reaches(record["attempt"], record["step"]) for span in spans):
+            if own is None or any(span.reaches(record["attempt"], record["step"]) for span in own):
                 yield record
 
 

@@ -15,6 +15,9 @@ from sunspot.storage.base import Entry, Storage
 MAX_KEPT, MAX_ONE = 192 << 20, 16 << 20
 """Bytes that are kept of all objects, and of one: the metric history of a month has 90 MB, in parts of 4 MiB."""
 
+MAX_OPENED = 128 << 10
+"""Size of the largest object that is kept when it is opened, perhaps for its beginning alone."""
+
 MAX_LISTED = 200_000
 """Objects of which the version is known. Beyond, all are forgotten, and read once more."""
 
@@ -71,7 +74,7 @@ class ReadOnlyStorage(Storage):
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
         entry = self._listed.get(key)
-        if offset or entry is None or entry.size > MAX_ONE:
+        if offset or entry is None or entry.size > MAX_OPENED:
             with self._storage.open(key, offset) as stream:
                 yield stream
         else:

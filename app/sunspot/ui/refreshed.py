@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 30.0
 """How long storage may be silent before a read of it is given up."""
 
-PAUSE = 10
+PAUSE = 2
 """Times the seconds that a read takes until the next one: a long history does not keep a core busy."""
 
 MAX_THREADS = 200

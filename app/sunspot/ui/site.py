@@ -92,13 +92,12 @@ class Site:
 
     def _list(self, query: Query) -> Answer:
         reading = _await(self._all, bool(self._runs.rows))
-        names = [row.name for row in query.on_page(query.choose(self._runs.known))]
-        if names:
-            curves = self._begin(f"the curves of {' '.join(names)}", partial(self._runs.read_curves, names))
-            curves.get(SOON_S)
         notes = _troubles(reading)
         if left := self._runs.total - len(self._runs.rows):
             notes.append(paragraph(f"{left:,} more are being read.", kind="note"))
+        elif names := [row.name for row in query.on_page(query.choose(self._runs.known))]:
+            curves = self._begin(f"the curves of {' '.join(names)}", partial(self._runs.read_curves, names))
+            curves.get(SOON_S)
         place = paragraph("Read from ", element("code", self._storage.locate("")), ".")
         return _page("Runs", join([show_all(self._runs.known, query, notes), element("footer", place)]))
 
@@ -111,7 +110,8 @@ class Site:
         title, status = name, HTTPStatus.OK
         if reading.value is None:
             parts = [element("main", join([element("h1", name), *(notes or [paragraph("It is being read.")])]))]
-            status = HTTPStatus.NOT_FOUND if reading.missing else HTTPStatus.SERVICE_UNAVAILABLE
+            if reading.trouble:
+                status = HTTPStatus.NOT_FOUND if reading.missing else HTTPStatus.SERVICE_UNAVAILABLE
         elif isinstance(reading.value, Report):
             title = f"{name}: {reading.value.state}"
             parts = [*notes, show_run(reading.value, printed.value)]
