@@ -1,4 +1,4 @@
-"""All runs of a storage, by few requests: where each stands, and of those that a page shows, the curve and incidents.
+"""All runs of a storage, by few requests: where each stands, and of those that a page shows, curve, incidents and cost.
 
 A refresh lists the names of the runs, a thousand by a request. Then it looks at the runs that go on, by two or three
 small requests each, and at a few that have ended, in turn: one of those changes only when somebody submits it again.
@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sunspot.background import map_parallel
-from sunspot.errors import NotFoundError, StorageError
+from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.report.charts import Point
 from sunspot.report.history import can_draw
 from sunspot.run import Run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.cost import Spending
 from sunspot.run.history import HELD_OUT, read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.run.objects import RUN, is_count
-from sunspot.run.overview import state_from_storage, summarize
+from sunspot.run.overview import RunView, state_from_storage, summarize
 from sunspot.run.requests import DELETION, STOP
 from sunspot.run.status import FOLDER, SILENT_S, RunState, Status, newest_status, usable_status
 from sunspot.run.streams import Segment, list_segments
@@ -50,6 +52,8 @@ class RunRow:
     last_active: float = 0.0
     "When it last gave a sign of life or was submitted, in seconds since the epoch."
     incidents: int | None = None
+    "None: not read yet."
+    spending: Spending | None = None
     "None: not read yet."
     curve: Sequence[Point] = ()
     "Loss over steps."
@@ -95,7 +99,8 @@ class AllRuns:
         try:
             row = read_row(Run(self._storage, name))
             if row:
-                row = replace(row, incidents=before.incidents, curve=before.curve, held_out=before.held_out)
+                known = {name: getattr(before, name) for name in ("incidents", "spending", "curve", "held_out")}
+                row = replace(row, **known)
         except NotFoundError:  # its status was replaced by a newer attempt's since it was listed
             row = before
         except StorageError as error:
@@ -104,7 +109,7 @@ class AllRuns:
         self.rows[name] = row
 
     def read_curves(self, names: Sequence[str]) -> bool:
-        """Read the curves and incidents of these runs, as far as they may have changed. Raises `StorageError`."""
+        """Read curve, incidents and cost of these runs, as far as they may have changed. Raises `StorageError`."""
         self._curves = {name: curve for name, curve in self._curves.items() if name in self.rows}
         map_parallel(self._read_curve, [row for name in names if (row := self.rows.get(name))])
         return True
@@ -112,18 +117,18 @@ class AllRuns:
     def _read_curve(self, row: RunRow) -> None:
         curve = self._curves.setdefault(row.name, Curve(Run(self._storage, row.name)))
         try:
-            if curve.refresh(row):
-                points, held_out = curve.points(), curve.held_out
-                self.rows[row.name] = replace(row, incidents=curve.incidents, curve=points, held_out=held_out)
-        except StorageError:
+            if row.state and curve.is_due(row):
+                view = curve.refresh(row, row.state)
+                found = {"incidents": len(view.incidents), "spending": view.spending, "held_out": curve.held_out}
+                self.rows[row.name] = replace(row, curve=curve.points(), **found)
+        except (StorageError, DamageError):
             refuse_if_given_up(row.name)  # of one run alone: the next refresh tries again
 
 
 class Curve:
-    """The loss of a run over its steps, read at a few places and then at its end; and what has interrupted it."""
+    """The loss of a run over its steps, read at a few places and then at its end."""
 
     def __init__(self, run: Run) -> None:
-        self.incidents = 0
         self.held_out: tuple[str, float] | None = None
         self._run = run
         self._losses: dict[tuple[int, int], float] = {}
@@ -142,11 +147,13 @@ class Curve:
             points.append(Point(step, loss))
         return points
 
-    def refresh(self, row: RunRow) -> bool:
-        """Read what is new, and return whether it was time to. Raises `StorageError`."""
-        now = time.monotonic()
-        if row.last_active == self._active or (row.goes_on and now - self._read < CURVE_EVERY_S and self._read):
-            return False
+    def is_due(self, row: RunRow) -> bool:
+        """Return whether there may be something new, and it is time to look."""
+        waits = row.goes_on and self._read and time.monotonic() - self._read < CURVE_EVERY_S
+        return row.last_active != self._active and not waits
+
+    def refresh(self, row: RunRow, state: RunState) -> RunView:
+        """Read what is new, and all that has interrupted the run. Raises `StorageError` and `DamageError`."""
         segments = list_segments(self._run.storage, self._run.key("metrics"))
         new = [segment for segment in segments if segment.last > self._lines.get(segment.stream, -1)]
         for lines in map_parallel(lambda place: _read_lines(self._run.storage, *place), _choose_places(new)):
@@ -155,10 +162,21 @@ class Curve:
         self._lines = {segment.stream: segment.last for segment in segments}
         while len(self._losses) > MAX_POINTS:
             self._losses = dict(sorted(self._losses.items())[::-2])
-        receipts = read_receipts(read_journal(self._run, "events"))
-        self.incidents = sum(receipt.cause.incident for receipt in receipts)
-        self._active, self._read = row.last_active, now
-        return True
+        attempts, events = read_attempts(self._run), read_journal(self._run, "events")
+        self._active, self._read = row.last_active, time.monotonic()
+        return RunView(
+            run=self._run,
+            state=state,
+            reason=row.reason,
+            time=time.time(),
+            status=row.status,
+            identity=None,
+            attempts=[attempt for attempt in attempts if attempt.chosen],
+            events=events,
+            receipts=read_receipts(events),
+            checkpoint=None,
+            last_active=row.last_active,
+        )
 
     def _add(self, line: bytes) -> None:
         try:

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
-from sunspot.formatting import in_words, plural
+from sunspot.formatting import in_words, money, plural
 from sunspot.report.charts import sparkline
 from sunspot.report.html import Html, element, join, paragraph, result, text, whole
 from sunspot.report.page import STATES
 from sunspot.run.attempts import step_of
+from sunspot.run.cost import Spending
 from sunspot.run.history import HELD_OUT
 from sunspot.run.status import RunState
 from sunspot.ui.all_runs import RunRow
@@ -25,7 +26,7 @@ MAX_REASON = 160
 SIGNS = {**STATES, RunState.SILENT: ("!", "bad"), RunState.RUNNING: ("●", "good")}
 """A sign and a colour beside the state."""
 
-COLUMNS = ("run", "state", "steps", "held out", "loss", "checkpoint", "incidents", "last sign of life")
+COLUMNS = ("run", "state", "steps", "held out", "loss", "checkpoint", "incidents", "cost", "last sign of life")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,13 @@ def _values(row: RunRow, now: float) -> Iterator[Html | None]:
         age = _ago(made, now) if made is not None else ""
         yield join([age, element("small", f"step {step_of(checkpoint):,}")]) if checkpoint else None
         yield None if row.incidents is None else join([whole(row.incidents)])
+        yield _cost(row.spending) if row.spending else None
     yield _ago(row.last_active, now) if row.last_active else None
+
+
+def _cost(spending: Spending) -> Html:
+    hours = f"{spending.node_hours:,.3g} node hours"
+    return join([money(spending.cost), element("small", hours)]) if spending.cost is not None else join([hours])
 
 
 def _curve(row: RunRow) -> Html:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any, Literal
 
+from sunspot.formatting import money
 from sunspot.report import checkpoints
 from sunspot.report.charts import Line, XAxis, chart, fitting_axis, over_steps, points_of
 from sunspot.report.html import Html, duration, element, join, paragraph, percent, result, table, whole
@@ -103,6 +104,8 @@ def _figures(report: Report) -> Iterator[tuple[str, Any]]:
     yield "time", duration(report.seconds) if report.seconds is not None else None
     yield "goodput", percent(report.goodput, 0) if report.goodput is not None else None
     yield "incidents", whole(len(report.incidents))
+    yield "node hours", report.spending.node_hours
+    yield "cost", money(report.spending.cost) if report.spending.cost is not None else None
     for name in sorted(report.history.results, key=results_first):
         if newest := report.result(name):
             yield name, result(name, newest[0])
