@@ -297,7 +297,8 @@ def test_nothing_that_a_run_contains_becomes_markup(tmp_path: Path) -> None:
 
 def test_what_a_server_refuses(tmp_path: Path, sunspot: Command) -> None:
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url:
-        assert fetch(url, Host="evil.example")[0] == 403, "another site's name for this machine"
+        for name in ("evil.example", "[::1", ""):
+            assert fetch(url, Host=name)[0] == 403, "another site's name for this machine"
         assert fetch(f"{url}elsewhere")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):
             urllib.request.urlopen(url, data=b"write", timeout=10)

@@ -94,8 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _make(self) -> Answer:
         try:
-            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-            if self.server.loopback and not _is_loopback(host):  # another site's name for this machine
+            if self.server.loopback and not _is_loopback(_host_in(self.headers.get("Host", ""))):
                 return Answer(b"this is for this machine alone\n", HTTPStatus.FORBIDDEN, "text/plain")
             return self.server.site.answer(self.path)
         except Exception as error:
@@ -104,6 +103,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
+
+
+def _host_in(place: str) -> str:
+    """Return the name before the port. A page of another site may reach this machine by a name of its own."""
+    try:
+        return urlsplit(f"//{place}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

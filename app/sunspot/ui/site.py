@@ -76,7 +76,7 @@ class Site:
     def answer(self, target: str) -> Answer:
         """Answer a request for a path with a query."""
         parts = urlsplit(target)
-        fields = parse_qsl(parts.query, max_num_fields=100)
+        fields = parse_qsl(parts.query)
         folder, _, name = parts.path.strip("/").partition("/")
         if parts.path == "/":
             return self._list(Query.of(dict(fields)))
@@ -120,10 +120,10 @@ class Site:
         return _page(title, join([BACK, element("div", join(parts), id="run")]), status)
 
     def _compare(self, names: Sequence[str]) -> Answer:
-        begun = [(name, self._begin(f"run {name}", partial(read_page, Run(self._storage, name)))) for name in names]
+        pages = {n: self._begin(f"run {n}", partial(read_page, Run(self._storage, n))) for n in names[:MAX_COMPARED]}
         reports, notes = list[Report](), list[Html]()
-        for name, pages in begun[:MAX_COMPARED]:
-            reading = _await(pages)
+        for name, page in pages.items():
+            reading = _await(page)
             notes += _troubles(reading, f"{name}: ")
             if isinstance(reading.value, Report):
                 reports.append(reading.value)
