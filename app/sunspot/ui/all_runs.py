@@ -84,8 +84,8 @@ class AllRuns:
 
     def refresh(self) -> "AllRuns":
         """Look at what may have changed, and return itself. Raises `StorageError`."""
-        names = [name for name in self._storage.list_folders() if RUN.fullmatch(name)]
-        known = {name: self.rows[name] for name in names if name in self.rows}
+        names = dict.fromkeys(name for name in self._storage.list_folders() if RUN.fullmatch(name))
+        known = {name: row for name, row in self.rows.items() if name in names}
         going_on = [name for name, row in known.items() if row and row.goes_on]
         in_turn = [name for name, row in known.items() if not (row and row.goes_on)][:MAX_ENDED]
         for name in in_turn:
@@ -99,8 +99,8 @@ class AllRuns:
         try:
             row = read_row(Run(self._storage, name))
             if row:
-                known = {name: getattr(before, name) for name in ("incidents", "spending", "curve", "held_out")}
-                row = replace(row, **known)
+                row = replace(row, incidents=before.incidents, spending=before.spending)
+                row = replace(row, curve=before.curve, held_out=before.held_out)
         except NotFoundError:  # its status was replaced by a newer attempt's since it was listed
             row = before
         except StorageError as error:
@@ -119,8 +119,8 @@ class AllRuns:
         try:
             if row.state and curve.is_due(row):
                 view = curve.refresh(row, row.state)
-                found = {"incidents": len(view.incidents), "spending": view.spending, "held_out": curve.held_out}
-                self.rows[row.name] = replace(row, curve=curve.points(), **found)
+                found = replace(row, incidents=len(view.incidents), spending=view.spending)
+                self.rows[row.name] = replace(found, curve=curve.points(), held_out=curve.held_out)
         except (StorageError, DamageError):
             refuse_if_given_up(row.name)  # of one run alone: the next refresh tries again
 
