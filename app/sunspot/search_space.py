@@ -47,7 +47,7 @@ FUNCTIONS = {
 """Each with an example and the arguments that it takes. Not parsed as Python, as the words of `choice` may be URLs."""
 
 SEARCH_LABEL = "search"
-"""A label of each trial: the run of its search."""
+"""A label of a search and of its trials: the name of the search."""
 
 CALL = re.compile(r"([A-Za-z_]\w*)\s*\((.*)", re.DOTALL)
 
@@ -121,6 +121,7 @@ def load_search(variables: Mapping[str, str]) -> Search:
     settings, dimensions, expressions = load_common(given)
     if not dimensions:
         return Search(settings, (), {}, (), ())
+    settings = settings.model_copy(update={"labels": {**settings.labels, SEARCH_LABEL: settings.run_name}})
 
     problems = []
     if settings.num_workers.elastic:
@@ -230,10 +231,9 @@ def _ours(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shared(settings: Settings) -> dict[str, str]:
-    """Return what the trials of a search have besides its own settings: they share its head, which costs once."""
-    labels = {**settings.labels, SEARCH_LABEL: settings.run_name}
+    """Return the labels and prices of trials: those of their search, whose head they share, and which pays for it."""
     prices = {name: price for name, price in settings.prices.items() if name != HEAD}
-    shared = settings.model_copy(update={"labels": labels, "prices": prices}).environment()
+    shared = settings.model_copy(update={"prices": prices}).environment()
     return {name: shared[name] for name in (PREFIX + "LABELS", PREFIX + "PRICES")}
 
 

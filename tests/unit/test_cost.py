@@ -184,6 +184,7 @@ def test_sums_by_label(sunspot: StorageCommand) -> None:
 def test_a_run_says_what_it_cost_wherever_it_is_shown(sunspot: StorageCommand) -> None:
     status = sunspot("status", "words", "--json").json
     assert {key: status["cost"][key] for key in WORDS} == pytest.approx(WORDS)
+    assert "labels:     team=text" in sunspot("status", "words").out
     line = "40.50 for 20.0 node hours, 0.0405 a step, 3.75 lost to incidents, 21.25 saved by spot nodes"
     assert f"cost:       {line}" in sunspot("status", "words").out
     assert "cost:       2 node hours, 0 of them lost to incidents; no price is known" in sunspot("status", "plain").out
@@ -309,5 +310,5 @@ def test_trials_share_the_head_of_their_search() -> None:
     prices = json.dumps({"head": {"price": 1.0}, "workers": {"price": 2.0}})
     given = {"LEARNING_RATE": "uniform(0.1,0.2)", "TRIALS": "2", "RUN_NAME": "tune", "PRICES": prices}
     search = load_search({f"SUNSPOT_{name}": value for name, value in given.items()})
-    assert set(search.settings.prices) == {"head", "workers"}
+    assert (set(search.settings.prices), search.settings.labels) == ({"head", "workers"}, {"search": "tune"})
     assert [(set(trial.prices), trial.labels) for trial in search.trials] == [({"workers"}, {"search": "tune"})] * 2

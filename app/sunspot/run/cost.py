@@ -64,7 +64,7 @@ class Spending:
 
     def describe(self, steps: int = 0) -> str:
         """Return it for people, in one line; empty before a node has worked."""
-        if not self.node_hours:
+        if not self.node_hours and not self.cost:
             return ""
         hours = f"{_hours(self.node_hours)} node hours"
         if self.cost is None:

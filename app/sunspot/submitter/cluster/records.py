@@ -52,7 +52,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         "state": state,
         "reason": reason,
         **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
-        **dict.fromkeys(("goodput", "cost", "loss", "rows_per_s", "seconds_left", "attempt", "restarts")),
+        **dict.fromkeys(("goodput", "cost", "labels", "loss", "rows_per_s", "seconds_left", "attempt", "restarts")),
         **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
         **dict.fromkeys(("save_s", "notice_s", "memory_every")),
         **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
@@ -72,6 +72,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
             "attempt": view.attempts[-1].number if view.attempts else 0,
             "incidents": len(view.incidents),
             "cost": view.spending.record(view.step),
+            "labels": view.labels,
         }
     if status:
         record["workers_running"] = status.world_size if known else 0 if state.terminal else None

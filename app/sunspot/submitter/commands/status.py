@@ -88,6 +88,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("saves", _describe_saves(record))
         line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
         line("incidents", _describe_incidents(record))
+        line("labels", ", ".join(f"{name}={value}" for name, value in record["labels"].items()))
         line("cost", view.spending.describe(view.step))
         line("begun", as_time(view.begun) if view.begun is not None else "")
     line("storage", record["storage"])
