@@ -11,7 +11,6 @@ import ray
 from ray.train import TrainingFailedError
 
 from sunspot.elastic.control import ControlChannel
-from sunspot.elastic.messages import Incident
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
 from sunspot.run import open_run
@@ -42,4 +41,4 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
     monkeypatch.setattr(trainer, "make_trainer", make_trainer)
     plan = make_plan(settings, load_task(settings))
     with pytest.raises(TrainingFailedError if gone else SettingsError):
-        trainer.fit_once(plan, Claimant(open_run(str(tmp_path), "run"), "me", "driver"), StopRequest(), Incident())
+        trainer.fit_once(plan, Claimant(open_run(str(tmp_path), "run"), "me", "driver"), StopRequest(), trainer.TrainerStart())
