@@ -41,4 +41,6 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
     monkeypatch.setattr(trainer, "make_trainer", make_trainer)
     plan = make_plan(settings, load_task(settings))
     with pytest.raises(TrainingFailedError if gone else SettingsError):
-        trainer.fit_once(plan, Claimant(open_run(str(tmp_path), "run"), "me", "driver"), StopRequest(), trainer.TrainerStart())
+        trainer.fit_once(
+            plan, Claimant(open_run(str(tmp_path), "run"), "me", "driver"), StopRequest(), trainer.TrainerStart()
+        )
