@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.S | re.M)
     for name, text in blocks:
         (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)  # of another test
     monkeypatch.syspath_prepend(tmp_path)
 
 
