@@ -6,6 +6,7 @@ import pytest
 
 from sunspot.run.attempts import IN_PLACE
 from sunspot.run.incidents import Cause
+from tests.end_to_end.test_spot import SLOW
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.training import (
@@ -20,15 +21,7 @@ from tests.harness.training import (
     worker_processes,
 )
 
-SLOW = {
-    "TASK": "tests.tasks.slow",
-    "GLOBAL_BATCH_SIZE": 20,
-    "EPOCHS": 1,
-    "CHECKPOINT_EVERY_STEPS": 0,
-    "REPORT_EVERY_S": 1,
-    "SURVIVORS": "auto",
-}
-"""About 50 steps in a second, and no checkpoint before the end of the epoch."""
+OUTLIVING = {**SLOW, "SURVIVORS": "auto"}
 
 
 @pytest.mark.slow
@@ -36,7 +29,7 @@ def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
-    training = program.begin(**SLOW, NUM_WORKERS=2, DATASET=make_data(40_000, row_group=1000, test_rows=100))
+    training = program.begin(**OUTLIVING, NUM_WORKERS=2, DATASET=make_data(40_000, row_group=1000, test_rows=100))
     wait_for_reported_step(run, 60, training)
     first, second = worker_processes()
     first.kill()
@@ -61,7 +54,7 @@ def test_a_node_with_notice_leaves_and_the_run_ends_without_another(
     run = the_run(program)
     workers = {"NUM_WORKERS": 2, "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
     with start_node(ray_address, **WORKER_NODE) as going:
-        training = program.begin(**SLOW, **workers, DATASET=make_data(20_000, row_group=1000))
+        training = program.begin(**OUTLIVING, **workers, DATASET=make_data(20_000, row_group=1000))
         wait_for_reported_step(run, 60, training)
         going.reclaim()
         left = wait_for_receipts(run, 2, training)[-1]

@@ -75,9 +75,8 @@ class CheckpointManager:
         "Whether the state has been found to be what a restart can load."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
-        self._timer = Timer(
-            overdue=attempt.metadata.tier in ("memory", IN_PLACE)
-        )  # storage is behind what was recovered
+        # Storage is behind what was recovered, or kept.
+        self._timer = Timer(overdue=attempt.metadata.tier in ("memory", IN_PLACE))
         self._committer: CheckpointCommitter | None = None
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)

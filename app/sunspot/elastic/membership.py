@@ -161,7 +161,7 @@ class Membership:
         if self._told == word:
             return []
         self._told = word
-        return [(member.uid, word) for member in self._generation.members if member.uid in self._members]
+        return [(uid, word) for uid in self._living()]
 
     def _form(self, now: float) -> list[tuple[str, Word]]:
         """Form the next generation, once all who live of the last one stand for it."""

@@ -242,11 +242,14 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
 
 def outlives(plan: Plan, resources: Resources) -> bool:
     """Whether workers outlive each other: each has the whole state and all rows, and Ray replaces who is lost."""
-    settings, task = plan.settings, load_task(plan.settings)
+    settings = plan.settings
+    if settings.survivors == "off":  # and the task need not be loaded to know
+        return False
+    task = load_task(settings)
     own_loop = not hasattr(task, "build_module") and not hasattr(task, "find_library")
     whole = settings.parallel == "ddp" and settings.loader == "torch" and not resources.use_gpu
     fixed = not settings.num_workers.elastic and not settings.node_groups
-    return settings.survivors == "auto" and own_loop and whole and fixed
+    return own_loop and whole and fixed
 
 
 def start_again(control: ControlClient, start: TrainerStart, error: TrainingFailedError) -> TrainerStart | None:
@@ -290,10 +293,10 @@ def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> An
     if config.membership:
         trainer: Any = TorchTrainer
         backend: dict[str, Any] = {"torch_config": SurvivorConfig()}
-        endings = replace_lost_alone()
+        callbacks = replace_lost_alone()
     else:
         trainer, backend = choose_trainer(plan, int(config.collective_timeout_s))
-        endings = end_groups_at_once()
+        callbacks = [FailureRecorder(config.control), *end_groups_at_once()]
     return trainer(
         functools.partial(train_loop, config),
         scaling_config=ScalingConfig(
@@ -307,7 +310,7 @@ def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> An
             storage_path=scratch,
             failure_config=FailureConfig(max_failures=settings.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[*endings] if config.membership else [FailureRecorder(config.control), *endings],
+            callbacks=callbacks,
             worker_runtime_env={"py_executable": fork_server.executable(config.warm_key)} if config.warm_key else None,
         ),
         # Row ids stand for the rows; the streams put them in order and read them.
