@@ -96,6 +96,8 @@ class Trainee:
     def die(self) -> None:
         """Leave everything as a process leaves it that is killed."""
         self.snapshots.wait_until_complete()
+        if making := self.memory._making:  # a thread of a killed process makes no slot after its death
+            making.result()
         self.memory._lock.close()
 
 
