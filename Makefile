@@ -29,7 +29,7 @@ RENDER = --profile '$(PROFILE)' --run '$(RUN)' $(if $(filter-out file,$(origin I
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: .venv/train  ## in three minutes, without a cluster: train, kill a worker, see that no row is lost
+demo: .venv/train  ## in two minutes, without a cluster: train, kill a worker, see that no row is lost
 	@exec env $(SETTINGS) $(BIN)/sunspot demo
 
 train: .venv/train extras  ## train ResNet-18 on real digits with two workers; any setting: make train EPOCHS=3; packages: EXTRAS=trees,hf

@@ -38,6 +38,9 @@ MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
 KEPT = "**kept**"
 """Beside a setting that a run keeps to its last step."""
 
+BY_MANIFEST = "Set by the manifest: "
+"""How the meaning of a setting begins that is none of a user's business."""
+
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "The file": (Profile, ""),
     "Every pod": (Machine, "The keys of `head`, `worker`, `workers` and `data_workers`."),
@@ -72,10 +75,13 @@ def pages() -> dict[Path, str]:
 def settings_page() -> str:
     """Every setting: variable, default, what it takes, what it means."""
     kept = {PREFIX + name.upper() for name in IDENTITY}
+    described = describe_settings()
+    by_manifest = [f"`{setting.variable}`" for setting in described if setting.meaning.startswith(BY_MANIFEST)]
     lines = [
         f"- `{setting.variable}` ({setting.default or 'empty'}{f', {KEPT}' if setting.variable in kept else ''}): "
-        f"{setting.meaning} Takes {setting.takes}."
-        for setting in describe_settings()
+        f"{setting.meaning} *{setting.takes}*"
+        for setting in described
+        if not setting.meaning.startswith(BY_MANIFEST)
     ]
     return f"""# Settings
 
@@ -84,7 +90,7 @@ Written by `python -m scripts.docs` from `app/sunspot/settings.py`.
 A setting is an environment variable, or a word after make (`make train EPOCHS=3`), or `--set EPOCHS=3` of `sunspot
 train`, `submit` and `render`, or a key below `settings` in a [profile](profiles.md). All wrong names and values are
 refused at once, each with its fix (exit code 2). A run keeps its settings marked {KEPT} to its last step: a change is
-refused (exit code 6). All others may change from one start to the next.
+refused (exit code 6). All others may change between starts.
 
 `sunspot train`, and so `make train`, also reads `sunspot.toml` in the folder where it is called, by the same keys.
 The environment goes before that file, and `--set` before both; `python -m sunspot.train`, as in a cluster's job, does
@@ -96,13 +102,13 @@ EPOCHS = 3
 TASK_ARGS = {{hidden = 32}}
 ```
 
-`sunspot init images` (or `text`, `table`, `loop`) writes such a file and a task that trains as it is.
-
 Secrets are never settings: credentials come from each service's own usual environment.
 
-Each with its default:
+Each with its default, what it means, and what it takes:
 
 {chr(10).join(lines)}
+
+A manifest sets the rest itself (`python -m sunspot.train --help` explains them): {", ".join(by_manifest)}.
 """
 
 
@@ -111,6 +117,7 @@ def commands_page() -> str:
     verbs = list(_verbs(make_parser()))
     common = set.intersection(*({_words(action) for action in _actions(parser)} for _, _, parser in verbs))
     shared = [action for action in _actions(verbs[0][2]) if _words(action) in common]
+    [rendering] = [set(map(_words, _actions(parser))) for name, _, parser in verbs if name == "render"]
     lines = [
         """# Commands
 
@@ -124,7 +131,11 @@ Every verb also takes:
     for name, about, parser in verbs:
         own = [action for action in _actions(parser) if _words(action) not in common]
         run = " RUN" if "RUN" in map(_words, own) else ""
-        lines += [f"## sunspot {name}{run}", "", f"{about[0].upper()}{about[1:]}.", ""]
+        lines += [f"## {name}{run}", "", f"{about[0].upper()}{about[1:]}.", ""]
+        if name == "submit":
+            lacking = sorted(rendering - set(map(_words, _actions(parser))))
+            lines += [f"All options of `render` but {' and '.join(f'`{words}`' for words in lacking)}, and", ""]
+            own = [action for action in own if _words(action) not in rendering]
         if others := [action for action in own if _words(action) != "RUN"]:
             lines += [_arguments(others)]
     return "\n".join(lines)
@@ -142,7 +153,7 @@ def _profile_sections() -> Iterator[str]:
         for name in own:
             takes = model.model_fields[name].description or ""
             meaning = documentation.get(name)
-            yield f"- `{name}`: {meaning} Takes {takes}." if meaning else f"- `{name}`: {takes}."
+            yield f"- `{name}`: {meaning} *{takes}*" if meaning else f"- `{name}`: *{takes}*"
     yield ""
 
 

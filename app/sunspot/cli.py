@@ -17,7 +17,7 @@ from sunspot import __version__
 from sunspot.errors import SettingsError, run_and_exit
 
 VERBS = {
-    "demo": "train here, kill a worker in the middle, and prove that no row was lost: three minutes, no cluster",
+    "demo": "train here, kill a worker in the middle, and prove that no row was lost: two minutes, no cluster",
     "init": "write a task to begin with, its settings, and three commands",
     "check": "whether a task trains, evaluates, saves and restores: here, in seconds",
     "train": "train here, with the settings of sunspot.toml below the environment; the exit code says how",

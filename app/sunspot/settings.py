@@ -204,9 +204,9 @@ class Settings(BaseModel):
     )
     "What to train on."
     test_dataset: str = _setting("", "a path or URL as DATASET, or empty")
-    "Held-out rows when DATASET is a path; empty: its test/ folder if it has train/ and test/, else no evaluation."
+    "Held-out rows when DATASET is a path; empty: its folder test/ beside train/, if there is one."
     image_size: int = _setting(0, "a whole number from 0 (0: their own, or 64 where that differs)", ge=0, le=4096)
-    "Height and width that pictures are scaled to, from their middle: those in files of their own, and encoded ones."
+    "Height and width that pictures are scaled to, from their middle."
     data_root: str = _setting("data", "a directory", min_length=1)
     "Where torchvision keeps MNIST."
 
@@ -231,13 +231,13 @@ class Settings(BaseModel):
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "The peak rate, which the schedule scales."
     schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
-    "How the rate falls from its peak to 0; for a task without a schedule of its own."
+    "How the rate falls from its peak to 0, for tasks without a schedule."
     warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a share of all steps below 1, e.g. 0.05")
-    "Steps over which the rate first rises to its peak; for a task without a schedule of its own."
+    "Steps over which the rate first rises to its peak, likewise."
     weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
-    "Decay of AdamW, on matrices only; for a task without an optimizer of its own."
+    "Decay of AdamW, on matrices only, for tasks without an optimizer."
     clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
-    "Largest norm of a step's gradient; a larger one is scaled down to it."
+    "Largest norm of a step's gradient, to which larger ones are scaled down."
     ema: float = _setting(0, "a share from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
     "Decay of an exponential moving average of the weights, which `model.pt` then holds."
 
@@ -263,7 +263,7 @@ class Settings(BaseModel):
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more is better."
     early_stop_evaluations: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
-    "Evaluations in a row that do not improve CHECKPOINT_METRIC, of held-out rows, after which the run ends."
+    "Evaluations in a row that do not improve CHECKPOINT_METRIC, after which the run ends."
 
     trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
     "Runs of a search."
@@ -280,9 +280,9 @@ class Settings(BaseModel):
     snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
     "Largest share of the training time spent on copies of the state in memory."
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds without a step of a rank after which its stacks are recorded and the workers restart."
+    "Seconds without a step of a rank after which the workers restart."
     survivors: Literal["auto", "off"] = _setting("off", "auto or off")
-    "After a loss the other workers train on in their processes, where that is possible (auto), or all start again."
+    "auto: after a loss the other workers train on in their processes, where that is possible."
     warm_restart_after_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds of training after which each node prepares a warm restart."
 
@@ -301,14 +301,14 @@ class Settings(BaseModel):
     weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
     "safetensors: the last checkpoint has its weights in that form, too; under fsdp instead of model.pt."
     audit: bool = _setting(False, "true or false")
-    "Record the id of every row that each optimizer step consumed."
+    "Record the id of every row that each step consumed."
     accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
-    "What refusals named: another order of the rows, or the loss of checkpoints or of a start."
+    "What to accept: another order of the rows, the loss of checkpoints or of a start."
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption to the end of the node."
     labels: Labels = _setting({}, """a JSON object of texts, e.g. {"team": "vision"}""")
-    "What `sunspot cost` sums by; a manifest adds the profile's labels."
+    "What `sunspot cost` sums by, beside the profile's labels."
     prices: NodePrices = _setting({}, """a JSON object, e.g. {"workers": {"price": 1.2, "on_demand_price": 3.9}}""")
     "Set by the manifest: the price per hour of the head, and of a node of each group."
     node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")

@@ -19,12 +19,7 @@ from sunspot.submitter.printing import print_json, print_text, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="name of the run; without, cluster and storage are tried: ready for a run?",
-    )
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name of the run; without, cluster and storage are tried")
     parser.add_argument("--stacks", action="store_true", help="below, whole stacks and tracebacks")
     parser.add_argument("--profile", metavar="NAME", help="without RUN: what a run would be made by; default: kind")
     parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's")

@@ -182,16 +182,16 @@ class PricedMachine(Machine):
     """A pod of which a profile may say what it costs."""
 
     price: Price | None = _takes(PRICE)
-    "Of an hour of such a pod, in any currency: `sunspot cost` multiplies and adds."
+    "Of an hour of such a pod, in any currency."
     on_demand_price: Price | None = _takes(PRICE)
-    "The same on demand: what spot saves is told from it."
+    "The same on demand, to say what spot saves."
 
 
 class Head(PricedMachine):
     """The pod of the head."""
 
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
-    "For the head alone, of the same version, e.g. without CUDA (`make image HEAD=1`)."
+    "For the head alone, e.g. without CUDA (`make image HEAD=1`)."
     per_worker: Sizes | None = _takes("cpu, memory and ephemeral_storage")
     "More of them for each training worker beyond 16."
     evictable: bool | None = _takes("true or false")
@@ -206,11 +206,11 @@ class Worker(PricedMachine):
     gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
     "GPUs per pod, each with a training worker."
     per_gpu: Sizes | None = _takes("cpu, memory and ephemeral_storage")
-    "Sizes of a pod for each of its GPUs, where `cpu` and so on do not name the whole pod's."
+    "Sizes of a pod for each of its GPUs, where `cpu` and so on are not given."
     gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
     "Also the key of the tolerated taint."
     gpu_claim: ObjectName | None = _takes("the name of a ResourceClaimTemplate")
-    "GPUs come from it (dynamic resource allocation) in place of `gpu_resource`; `gpus` says how many it claims."
+    "For GPUs by dynamic resource allocation, not by `gpu_resource`; `gpus` says how many it claims."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     "The labels of nodes with the wanted GPU."
     gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
@@ -237,7 +237,7 @@ class WorkerGroup(Worker):
     max: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
     "Most pods of the group; default: as many as NUM_WORKERS may need."
     after_s: Annotated[int, Field(ge=0)] = _takes("whole seconds from 0", 300)
-    "How long the groups before it must lack nodes until it stands in, or have enough until it steps back."
+    "How long the groups before must lack nodes until it stands in, or have enough until it steps back."
 
 
 class DataWorkers(Machine):
@@ -274,19 +274,19 @@ class Profile(_Part):
     """How one environment differs; what is left out stays as in k8s/rayjob.yaml."""
 
     extends: Text | None = _takes("the name of a profile, or a path from this file")
-    "Another profile, to which this one adds; null removes one of its values."
+    "To which this one adds; null removes a value."
     notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"whole seconds from {MIN_NOTICE_S}")
     "How long before its end a node's pods are told."
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")
-    "Whether the image must be in a registry of yours, and storage a bucket."
+    "Whether image and bucket must be yours."
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     code: Text | None = _takes("a folder, for `submit`, or an archive's URL@sha256:HASH")
     "Your own code, first on the path of every pod."
     service_account: ObjectName | None = _takes("the name of a service account")
-    "For workload identity: used by all pods, including an autoscaling head."
+    "Of all pods, for workload identity."
     assigned_ids: bool | None = _takes("true or false")
     "Whether the namespace assigns users and groups to pods, as on OpenShift; default: they are 1000."
     env: dict[Variable, str] | None = _takes(VARIABLES)
