@@ -127,7 +127,10 @@ class Survivor:
     def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
         """Return the state to go on from, from those who have it; all workers of the group call this together."""
         saved = self.learner.saved() if self.learner and self.live else None
-        return hand_over(place, holders, saved, self.position if self.live else None, total_steps)
+        state = hand_over(place, holders, saved, self.position if self.live else None, total_steps)
+        if place.rank not in holders.ranks:  # that state takes the place of its own, which has another name
+            self.live = self.position = None
+        return state
 
     def begin(self, worker: Worker) -> None:
         """Note what this process trains with."""

@@ -1,0 +1,36 @@
+"""What a process that outlives its group knows of the state that it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import torch
+import torch.distributed as dist
+
+from sunspot.checkpoint import SavedObjects
+from sunspot.elastic.copies import Holders, LiveState
+from sunspot.elastic.handover import Position
+from sunspot.elastic.membership_server import MembershipAddress
+from sunspot.parallel.collectives import WorkerPlace
+from sunspot.train.survivor import Survivor
+from tests.harness.process_group import in_processes
+
+BEHIND, FURTHEST = (LiveState(f"step-{step:012d}-1-00000000", evaluated=True) for step in (4, 5))
+
+
+def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tmp_path: Path) -> None:
+    """Its group may end before it trains: alone, it would claim the step before with the parameters of this one."""
+
+    def act(group: Any) -> LiveState | None:
+        rank = dist.get_rank()
+        model = torch.nn.Linear(2, 2)
+        with patch("ray.get_runtime_context"):
+            survivor = Survivor(MembershipAddress("nowhere", 0, 0, b""), 30.0)
+        survivor.prepare(Mock(saved=lambda: SavedObjects(model, torch.optim.SGD(model.parameters()))))
+        survivor.live, survivor.position = (FURTHEST, BEHIND)[rank], Position({}, 0.0, ())
+        survivor.hand_over(WorkerPlace(group, rank, 2), Holders(FURTHEST.checkpoint, True, (0,)), 10)
+        return survivor.live
+
+    assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
