@@ -123,6 +123,15 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
     assert "MAX_FAILURES=1" in control.gave_up_for[0]
 
 
+def test_losses_that_the_others_outlive_count_until_the_next_step(control: Control) -> None:
+    judge = FailureJudge(control, 1, outlive=True)
+    for step in (10, 20, 30):
+        control.end = GroupEnd([], Progress(1, step=step, committed=0))
+        assert judge({1: LOST})
+    assert not judge({1: LOST}), "no step has come since"
+    assert "no new step" in control.gave_up_for[0]
+
+
 def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> None:
     control.end = told([], hangs=[hung(0, waiting=True), hung(1)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})

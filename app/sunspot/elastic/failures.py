@@ -85,9 +85,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 class FailureJudge:
     """Decides whether a worker group is followed by another.
 
-    At most `max_failures` are, in a row without a new checkpoint, besides MAX_STARVED that got no rows, and RESTORES
-    that came to no step from a copy in memory. `leave_out` is called before each; what it raises as `SunspotError` ends
-    the run.
+    At most `max_failures` are, in a row without a new checkpoint, or a new step where the others train on, besides
+    MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. `leave_out` is called before
+    each; what it raises as `SunspotError` ends the run.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class FailureJudge:
         """`outlive`: the other workers train on when some are lost."""
         self._control, self._max, self._leave_out, self._outlive = control, max_failures, leave_out, outlive
         self._failures = self._starved = self._restores = 0
-        self._committed = -1
-        "Step of the newest checkpoint."
+        self._kept = -1
+        "The newest step known then that no loss has taken back."
         self._before: tuple[object, ...] | None = None
         "What the group before failed with, if all of its ranks did so alike."
 
@@ -111,8 +111,8 @@ class FailureJudge:
         if end.fatal:  # it says more, and no restart can fix it
             return False
         lost = any(isinstance(error, RayError) for error in errors.values())
-        what, (goes_on, why) = describe(end, errors), self._judge(end, lost)
         alone = self._outlive and all(isinstance(error, RayError) for error in errors.values())
+        what, (goes_on, why) = describe(end, errors), self._judge(end, lost, alone)
         if alone:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if goes_on:
@@ -124,11 +124,12 @@ class FailureJudge:
             self._control.tell(tell, f"{what}{why}")
         return goes_on
 
-    def _judge(self, end: GroupEnd, lost: bool) -> tuple[bool, str]:
+    def _judge(self, end: GroupEnd, lost: bool, alone: bool) -> tuple[bool, str]:
         """Decide whether another group starts, and say why not, or how often one still may."""
-        if (committed := end.progress.committed) > self._committed:
+        kept = end.progress.step if alone else end.progress.committed
+        if kept > self._kept:
             self._failures = self._starved = self._restores = 0
-            self._committed = committed
+            self._kept = kept
         alike, before = in_user_code_alike(end.errors), self._before
         self._before = alike
         if alike and (alike == before or not any(error.taken for error in end.errors)):
@@ -146,7 +147,8 @@ class FailureJudge:
             return True, f"; it came to no step from a copy in memory, so another starts {again}, at no charge"
         self._failures += 1
         if self._failures > self._max:
-            return False, f"; no new checkpoint since the MAX_FAILURES={self._max} losses before"
+            since = f"since the MAX_FAILURES={self._max} losses before"
+            return False, f"; no new {'step' if alone else 'checkpoint'} {since}"
         return True, f"; starting again, {self._max - self._failures} of {self._max} MAX_FAILURES left"
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
