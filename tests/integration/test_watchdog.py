@@ -316,9 +316,9 @@ model(torch.ones(1, 4)).sum().backward()
 def test_the_rank_that_the_others_wait_for_is_told_from_them(run: Run, tmp_path: Path) -> None:
     train = COLLECTIVE.replace("INIT", str(tmp_path / "init"))
     processes = [start_rank(run, train, rank=rank, begin=TORCH, timeout_s=3) for rank in (0, 1)]
-    for process in processes:
-        output = wait_for(process, 120)
-        assert process.returncode == 1, output
+    waiting, hung = [wait_for(process, 120) for process in processes]
+    assert processes[1].returncode == 1, hung
+    assert "RuntimeError" in waiting, "the end of the other ends its collective, and not the process"
     events = sorted(read_journal(run, "events"), key=lambda event: event["rank"])
     assert [event["waiting"] for event in events] == [True, False], [event["stacks"] for event in events]
     assert "waits for other ranks in" in events[0]["detail"]

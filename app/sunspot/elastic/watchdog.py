@@ -50,8 +50,12 @@ REPORT_S = 20
 """Limit on the wait for storage and the control channel: either may be what is gone."""
 
 LINGER_S = 5
-"""Seconds between a rank's report and its exit. That ends the others, too, which have hung since the same step and are
-reporting at the same time."""
+"""Seconds between a rank's report and its exit: the others have hung since the same step, and report at the same
+time."""
+
+SPARED_S = 10
+"""How much longer a rank lives that waits for others: the end of the one it waits for ends its group, and it may go
+on in the next (train/survivor.py)."""
 
 FILES = "sunspot-hang-"
 """How the name of the file of each rank begins."""
@@ -152,7 +156,7 @@ class Watchdog:
     ) -> None:
         if self._timeout_s:
             self._closing.set()
-            self._thread.join()  # never returns once it has begun to report
+            self._thread.join()
             self._file.close()
             self._path.unlink(missing_ok=True)
 
@@ -188,7 +192,8 @@ class Watchdog:
         }
 
     def _report_and_end(self) -> None:
-        self._set_timer(REPORT_S + LINGER_S)  # should this hang, too
+        self._set_timer(REPORT_S + LINGER_S + SPARED_S)  # should this hang, too
+        lives_s = LINGER_S
         try:
             faulthandler.dump_traceback(self._file)
             hang = describe(self._header(), self._path.read_text(errors="replace"), time.time())
@@ -197,10 +202,11 @@ class Watchdog:
                 lambda: self._on_hang(hang, False),
                 lambda: _record(self._run, hang, self._path),
             ]
+            lives_s += SPARED_S if hang.waiting else 0
             wait([start_thread(report, "report") for report in reports])  # so that none waits for another
         finally:
-            time.sleep(LINGER_S)
-            os._exit(1)
+            if not self._closing.wait(lives_s):
+                os._exit(1)
 
 
 def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
