@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from sunspot.ray_internals.controller import reserved_groups
 from sunspot.run.attempts import IN_PLACE
 from sunspot.run.incidents import Cause
 from tests.end_to_end.test_spot import SLOW
@@ -20,6 +24,7 @@ from tests.harness.training import (
     wait_for_reported_step,
     worker_processes,
 )
+from tests.harness.waiting import wait_until
 
 OUTLIVING = {**SLOW, "SURVIVORS": "auto"}
 
@@ -61,7 +66,44 @@ def test_a_node_with_notice_leaves_and_the_run_ends_without_another(
         assert (left.cause, left.tier, left.replayed) == (Cause.PREEMPTED, IN_PLACE, 0)
         assert (left.world_before, left.world_after) == (2, 1)
         training.result(240)
+        wait_until(lambda: not reserved_groups())  # or the next training would wait for them
     assert len(receipts_of(run)) == 2
     assert newest(run).step == 1000
     assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_an_elastic_run_trains_on_without_a_lost_node_and_another_joins(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    workers = {"NUM_WORKERS": "1..2", "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
+    with start_node(ray_address, **WORKER_NODE) as going:
+        training = program.begin(**OUTLIVING, **workers, DATASET=make_data(40_000, row_group=1000))
+        begun = wait_for_receipts(run, 1, training)[0]
+        assert begun.world_after == 2, "it begins with all nodes that are there"
+        wait_for_reported_step(run, 60, training)
+        going.lose()
+        lost = wait_for_receipts(run, 2, training)[-1]
+        assert (lost.tier, lost.replayed, lost.world_after) == (IN_PLACE, 0, 1)
+    with start_node(ray_address, **WORKER_NODE):
+        joined = wait_for_receipts(run, 3, training)[-1]
+        assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 2)
+        training.result(240)
+    assert newest(run).step == 2000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_hung_rank_trains_on_without_it(
+    program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
+) -> None:
+    hanging = {"TASK": "tests.tasks.hanging", "TASK_ARGS": json.dumps({"marker": str(tmp_path / "has hung")})}
+    program.run(**{**OUTLIVING, **hanging}, NUM_WORKERS=2, DATASET=make_data(2000), HANG_TIMEOUT_S=8)
+    run = the_run(program)
+    hung = receipts_of(run)[1]
+    assert (hung.cause, hung.tier, hung.replayed, hung.world_after) == (Cause.HUNG, IN_PLACE, 0, 1)
+    assert newest(run).step == 100
     assert_audit_clean(program)

@@ -1,9 +1,12 @@
 """Watches the cluster's nodes for what matters to the workers: a preemption, a loss, better nodes, room to scale up."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from ray.autoscaler.sdk import request_resources  # noqa: TID251  # of Ray's public reference, unlike the rest
 
 from sunspot.elastic.groups import GroupChoice, capacity_by_group, nodes_to_release
 from sunspot.elastic.messages import WorkerGroup
@@ -20,6 +23,9 @@ NODE_CHECK_EVERY_S = 0.5
 SETTLED_S = 5.0
 """How long room for more workers must last before a restart, which stops all workers for several seconds: nodes that
 were asked for together join within seconds of each other. The lag of Ray's own view of the nodes comes on top."""
+
+FIRST_WAIT_S = 30.0
+"""The longest wait for more nodes at the start of a group that cannot grow, once there are enough."""
 
 BACKOFF_FACTOR = 4
 """How much longer room must last after each restart in which Ray did not make a larger group, as another job may hold
@@ -198,6 +204,29 @@ def wait_for_nodes(
                 "what the pods wait for, and the same command tries again"
             )
         time.sleep(NODE_CHECK_EVERY_S)
+
+
+@contextmanager
+def asked_nodes(resources_per_worker: dict[str, float], workers: WorkerRange) -> Iterator[WorkerRange]:
+    """Ask for nodes for the most workers, and yield how many begin that outlive each other.
+
+    Ray replaces those, but adds none, so that a start with the fewest would soon be followed by another with more:
+    they wait until no node has come for SETTLED_S.
+    """
+    request_resources(bundles=[resources_per_worker] * workers.most)
+    try:
+        room, began = 0, time.monotonic()
+        since = began
+        while room < workers.most and (now := time.monotonic()) < min(since + SETTLED_S, began + FIRST_WAIT_S):
+            found = sum(find_room(staying_nodes(), resources_per_worker).values())
+            if found != room:
+                room, since = found, now
+            time.sleep(NODE_CHECK_EVERY_S)
+        chosen = min(max(room, workers.least), workers.most)
+        print(f"there are nodes for {room} of {workers} workers; {chosen} begin", flush=True)
+        yield WorkerRange(chosen, chosen)
+    finally:
+        request_resources(bundles=[])
 
 
 def describe_asked(asked: dict[str, int]) -> str:

@@ -23,7 +23,7 @@ from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.membership_server import MembershipServer
 from sunspot.elastic.messages import GroupEnd, Incident
-from sunspot.elastic.nodes import NodeMonitor, wait_for_nodes
+from sunspot.elastic.nodes import NodeMonitor, asked_nodes, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.elastic.supervisor import supervised
 from sunspot.errors import SunspotError
@@ -49,7 +49,7 @@ from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
 from sunspot.run.claimant import Claimant
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
-from sunspot.settings import Settings
+from sunspot.settings import Settings, WorkerRange
 from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
@@ -118,7 +118,8 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint
             reserved = reserved_groups()
             try:
                 failure = None
-                fit_once(plan, claimant, stop_request, start)
+                if fit_once(plan, claimant, stop_request, start):
+                    give_back(reserved_groups() - reserved)
             except StartAgainError as error:
                 give_back(reserved_groups() - reserved)
                 start = error.start
@@ -166,14 +167,15 @@ def outcome_of_training(
     raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
 
 
-def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: TrainerStart) -> None:
-    """Run one of Ray's trainers to its end; raises `StartAgainError` if another follows."""
+def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: TrainerStart) -> bool:
+    """Run one of Ray's trainers to its end; raises `StartAgainError` if another follows.
+
+    Returns whether the training has ended and Ray's trainer has not, as it still waits for a node.
+    """
     settings = plan.settings
     choice, lag_s = None, 0.0
-    if settings.num_workers.elastic or settings.node_groups:
-        lag_s = install_coordinator()
     if settings.node_groups:
-        if lag_s:
+        if install_coordinator():
             raise SunspotError("several groups of nodes: Ray's own coordinator asks for any node; keep one group")
         choice = GroupChoice(settings.node_groups, settings.num_workers.most)
         per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
@@ -184,17 +186,20 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
     print(f"  {resources.reason}", flush=True)
     needed = Needed(resources.per_worker, settings.num_workers.least)
     left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
-    outlive = outlives(plan, resources)
+    given, outlive = settings.num_workers, outlives(plan, resources)
+    if given.elastic and not (outlive or choice):
+        lag_s = install_coordinator()
     with (
         exported_run(settings.run_name),
         open_control() as control,
-        MembershipServer(settings.num_workers.least, control) if outlive else nullcontext() as membership,
+        asked_nodes(resources.per_worker, given) if given.elastic and outlive else nullcontext(given) as workers,
+        MembershipServer(workers.least, control) if outlive else nullcontext() as membership,
         shown_progress(lambda: control.ask(ControlChannel.fetch_news), plan.total_steps, plan.steps.per_epoch),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
         supervised(
             control,
             stop_request,
-            NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice),
+            NodeMonitor(resources.per_worker, given, usable, lag_s, choice),
             membership,
         ),
         tempfile.TemporaryDirectory() as scratch,
@@ -212,7 +217,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
             membership=membership.address if membership else None,
             folder=os.getcwd(),
         )
-        trainer = make_trainer(config, resources, scratch)
+        trainer = make_trainer(config, resources, workers, scratch)
         try:
             left = settings.max_failures - start.failures
             judge = FailureJudge(control, left, BrokenInTraining(control, needed), outlive)
@@ -221,12 +226,13 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
                 fitting = start_thread(trainer.fit, "trainer")
                 if membership and left_alone(fitting, membership):
                     if membership.ended:
-                        return
+                        return True
                     detail = "no worker was left, and Ray waited for a node"
                     raise StartAgainError(
                         TrainerStart(Incident(Cause.NODE_LOST, detail), start.failures + 1, start.committed)
                     )
                 fitting.result()
+                return False
         except TrainingFailedError as error:
             if membership and (again := start_again(control, start, error)):
                 raise StartAgainError(again) from error
@@ -248,8 +254,7 @@ def outlives(plan: Plan, resources: Resources) -> bool:
     task = load_task(settings)
     own_loop = not hasattr(task, "build_module") and not hasattr(task, "find_library")
     whole = settings.parallel == "ddp" and settings.loader == "torch" and not resources.use_gpu
-    fixed = not settings.num_workers.elastic and not settings.node_groups
-    return own_loop and whole and fixed
+    return own_loop and whole and not settings.node_groups
 
 
 def start_again(control: ControlClient, start: TrainerStart, error: TrainingFailedError) -> TrainerStart | None:
@@ -282,13 +287,13 @@ def left_alone(fitting: Future[Any], membership: MembershipServer) -> bool:
     return False
 
 
-def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> Any:
-    """Make Ray's trainer for the plan, which keeps nothing that a run needs, only Ray's own files in `scratch`.
+def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRange, scratch: str) -> Any:
+    """Make Ray's trainer of so many workers, which keeps nothing that a run needs, only Ray's own files in `scratch`.
 
     Ray's uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
     resuming are ours (sunspot/checkpoint).
     """
-    plan, settings, workers = config.plan, config.plan.settings, config.plan.settings.num_workers
+    plan, settings = config.plan, config.plan.settings
     sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
     if config.membership:
         trainer: Any = TorchTrainer
