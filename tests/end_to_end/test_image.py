@@ -62,6 +62,8 @@ def test_it_trains_as_it_is() -> None:
 def test_the_image_runs_unprivileged_and_is_labelled() -> None:
     assert docker("run", "--rm", IMAGE, "id", "-u").strip() == "1000"
     assert docker("run", "--rm", IMAGE, "ray", "--version").startswith("ray, version 2.")
+    libraries = "import ctypes; ctypes.CDLL('libibverbs.so.1'), ctypes.CDLL('libmlx5.so.1')"
+    docker("run", "--rm", IMAGE, "python", "-c", libraries)  # NCCL opens them for InfiniBand
     labels = docker("image", "inspect", "--format", "{{json .Config.Labels}}", IMAGE)
     assert '"org.opencontainers.image.title":"sunspot"' in labels
     packages = docker(

@@ -549,7 +549,7 @@ def test_a_directory_is_tried_too(tmp_path: Path) -> None:
 
 def finish(pod: dict[str, Any], message: str, phase: str = "Succeeded", code: int = 0) -> None:
     ended = {"terminated": {"exitCode": code, "message": message}}
-    pod["spec"]["nodeName"] = f"node-of-{pod['metadata']['labels'][LABEL]}"
+    pod["spec"]["nodeName"] = f"node-of-{pod['metadata']['name']}"
     pod["status"] = {"phase": phase, "containerStatuses": [{"name": "ray", "state": ended}]}
 
 
@@ -570,24 +570,60 @@ def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient
 
     fit.on_create = end
     found = checks(sunspot, "--from-pods", "--image", "sunspot:9")
-    for kind in ("head", "worker"):
+    for kind in ("head", "worker", "second worker"):
         check = found[f"from a {kind} pod: storage access"]
         assert check["result"] == "ok"
         assert check["seen"].startswith("on node-of-")
-    for one, memory in zip(made, ("5Gi", "3Gi"), strict=True):
+    for one, memory in zip(made, ("5Gi", "3Gi", "3Gi"), strict=True):
         labels, spec = one["metadata"]["labels"], one["spec"]
         [container] = spec["containers"]
         assert "sunspot/run" not in labels
         assert labels["app.kubernetes.io/part-of"] == "sunspot", "for the network policies"
         assert spec["serviceAccountName"] == "sunspot-train"
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 600)
+        assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 900)
         assert container["image"] == "sunspot:9"
         assert container["envFrom"] == [{"secretRef": {"name": "sunspot-storage"}}]
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert container["resources"]["requests"]["memory"] == memory
     assert [name for name, _ in fit.deleted] == [one["metadata"]["name"] for one in made]
     assert not fit.pods
+    head, *workers = made
+    assert "--meeting" not in head["spec"]["containers"][0]["command"]
+    assert [one["spec"]["containers"][0]["command"][-4:] for one in workers] == [
+        ["--meeting", workers[0]["metadata"]["name"][-8:], "--rank", rank] for rank in ("0", "1")
+    ]
+    [rule] = workers[1]["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    beside = rule["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    assert [beside.items() <= one["metadata"]["labels"].items() for one in made] == [False, True, True]
+
+
+@pytest.mark.parametrize("why", ["one pod", "one node", "a policy", "a policy of the run", "a sidecar"])
+def test_why_the_network_between_nodes_is_not_tried(
+    fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
+    own = {
+        "a policy of the run": "rayjob: {spec: {rayClusterSpec: {networkPolicy: {mode: DenyAll}}}}",
+        "a sidecar": "worker: {pod: {spec: {containers: [{name: daemon, image: daemon:1}]}}}",
+    }
+    (tmp_path / "mine.yaml").write_text(f"extends: kind\n{own.get(why, '')}\n")
+    if why == "one pod":
+        monkeypatch.setenv("SUNSPOT_NUM_WORKERS", "1..4")
+        fit.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
+    if why == "a policy":
+        fit.objects.discard(f"{NETWORK}/within-clusters")
+
+    def end(pod: dict[str, Any]) -> None:
+        finish(pod, GOOD)
+        pod["spec"]["nodeName"] = "node-1"
+
+    fit.on_create = end
+    found = checks(sunspot, "--from-pods", "--profile", str(tmp_path / "mine.yaml"))
+    assert len(fit.deleted) == (3 if why == "one node" else 2)
+    said = found.get("from pods: network between nodes", {"result": "", "seen": ""})
+    assert said["result"] == ("" if why == "one pod" else "warning")
+    told = {"one node": "both worker pods were on node-1", "a sidecar": "sidecars", "one pod": ""}
+    assert told.get(why, "only those of their own run") in said["seen"]
 
 
 def test_spot_workers_are_tried_on_spot_nodes() -> None:
@@ -602,6 +638,8 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
     assert head["affinity"]["nodeAffinity"]
     tried = [" ".join(pod["containers"][0]["command"]) for pod in (head, worker)]
     assert ["--gpus 0 " in tried[0], "--gpus 1 " in tried[1]] == [True, True], "only workers are promised one"
+    [rule] = worker["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["podAffinityTerm"]["labelSelector"] == {"matchLabels": {LABEL: "worker-x"}}, "the run has none yet"
     run = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
     assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is not touched"
 
@@ -657,7 +695,7 @@ def test_what_a_pod_runs_prints_what_is_read(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(output.read_bytes()) < 4096
-    pod: dict[str, Any] = {"metadata": {"labels": {LABEL: "x"}}, "spec": {}}
+    pod: dict[str, Any] = {"metadata": {"name": "x"}, "spec": {}}
     finish(pod, output.read_text())
     found = list(read_checks("head", pod))
     assert {check.result for check in found} == {Result.OK}
@@ -677,7 +715,7 @@ def test_an_interrupt_leaves_no_pods(
 
     monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.time.sleep", interrupt)
     assert sunspot("doctor", "--from-pods") == 130
-    assert len(fit.deleted) == 2
+    assert len(fit.deleted) == 3
     assert not fit.pods
 
 

@@ -8,18 +8,26 @@ from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
 from sunspot.settings import load_settings
-from sunspot.storage.prove import probe_path
+from sunspot.storage.prove import Result, probe_path
 from sunspot.train.gpu import try_gpus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the storage of the settings, and the GPUs; prints one JSON document."""
-    parser = CommandParser("sunspot.train.pod_probe", "Try the storage of the settings, and GPUs.", ("storage_path",))
+    """Try the storage of the settings, the GPUs, and the network to another such pod; prints one JSON document."""
+    description = "Try the storage of the settings, GPUs, and the network."
+    parser = CommandParser("sunspot.train.pod_probe", description, ("storage_path",))
     parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on so many GPUs")
+    parser.add_argument("--meeting", metavar="NAME", help="time an all-reduce with the pod that is given the same name")
+    parser.add_argument("--rank", type=int, choices=(0, 1), default=0, help="which of the two pods this is")
     parser.add_argument("--output", metavar="FILE", help="write the result there too")
     words = parser.parse(arguments)
     print_logs("stderr")
-    checks = [*probe_path(load_settings().storage_path), *([try_gpus(words.gpus)] if words.gpus else [])]
+    path = load_settings().storage_path
+    checks = [*probe_path(path), *([try_gpus(words.gpus)] if words.gpus else [])]
+    if words.meeting and not any(check.result is Result.FAILED for check in checks):
+        from sunspot.train.all_reduce import try_all_reduce  # here, as torch takes seconds to import
+
+        checks.append(try_all_reduce(path, words.meeting, words.rank, words.gpus))
     text = json.dumps([asdict(check) for check in checks])
     print(text)
     if words.output:

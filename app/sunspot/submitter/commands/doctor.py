@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-pods",
         action="store_true",
-        help="without RUN: try storage and GPU in two pods, made like a run's head and workers; may bring nodes",
+        help="without RUN: try storage, GPUs and network in pods like a run's head and two workers; may bring nodes",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests storage, and GPUs, in two pods like a run's head and workers: same nodes, service account, Secret, network.
+"""Tests storage, GPUs and network in pods like a run's head and workers: same nodes, service account, Secret, policies.
 
 They are always deleted, have no run label, and end by themselves if nobody is left to delete them.
 """
@@ -9,6 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from sunspot.errors import ClusterError
@@ -16,14 +17,16 @@ from sunspot.formatting import in_words
 from sunspot.storage.prove import Check, Result
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
 from sunspot.submitter.cluster.views import pod_view
+from sunspot.submitter.doctor.cluster_checks import SHARED_POLICY
 from sunspot.submitter.manifest.pods import RUN_LABEL, head_group, worker_group
 from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.shape import SLOT
 from sunspot.submitter.printing import warn
 
 LABEL = "sunspot/doctor"
 
-WITHIN_S = 600.0
-"""A cloud takes minutes to add a node, and a node minutes to pull an image."""
+WITHIN_S = 900.0
+"""A cloud takes minutes to add a node, a node to pull an image, and worker pods wait for each other."""
 
 LOOK_EVERY_S = 2.0
 
@@ -34,18 +37,30 @@ MAX_SAID = 400
 
 
 def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Make every check of storage from a head's pod, then from a worker's. Raises nothing but interrupts."""
-    mark = uuid.uuid4().hex[:8]
-    pods = [make_pod(rendered.manifest, kind, mark) for kind in ("head", "worker")]
+    """Make every check of storage from a head's pod, then from one or two workers'. Raises nothing but interrupts."""
+    manifest, mark = rendered.manifest, uuid.uuid4().hex[:8]
     created: list[dict[str, Any]] = []
     try:
+        kinds, untried = ["head", "worker"], ""
+        workers, needed = worker_group(manifest), rendered.settings.num_workers.least
+        if needed > int(workers["resources"][SLOT]) and workers["maxReplicas"] > 1:
+            untried = why_untried(cluster, manifest)
+            kinds += [] if untried else ["second worker"]
+        pods = [make_pod(manifest, kind, mark) for kind in kinds]
+        for rank, pod in enumerate(pods[1:] if len(pods) > 2 else ()):
+            pod["spec"]["containers"][0]["command"] += ["--meeting", mark, "--rank", str(rank)]
         for pod in pods:
             created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next one is refused
         names = [pod["metadata"]["name"] for pod in created]
-        warn(f"waiting for the pods {' and '.join(names)}, for at most {in_words(WITHIN_S)}")
+        warn(f"waiting for the pods {', '.join(names)}, for at most {in_words(WITHIN_S)}")
         ended = _await_end(cluster, names)
-        for kind, name in zip(("head", "worker"), names, strict=True):
+        for kind, name in zip(kinds, names, strict=True):
             yield from read_checks(kind, ended[name])
+        nodes = [node for name in names[1:] if (node := (ended[name] or {"spec": {}})["spec"].get("nodeName"))]
+        if len(nodes) > len(set(nodes)):
+            untried = f"both worker pods were on {nodes[0]}"
+        if untried:
+            yield Check("from pods: network between nodes", Result.WARNING, f"not tried: {untried}")
     except ClusterError as error:
         yield Check("from pods", Result.FAILED, str(error))
     finally:
@@ -56,24 +71,48 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
                 warn(f"pod {pod['metadata']['name']} is left, and ends by itself; delete it: {error}")
 
 
+def why_untried(cluster: Cluster, manifest: dict[str, Any]) -> str:
+    """Say why two pods of no run could not use the network as its workers do; empty if they can."""
+    if len(worker_group(manifest)["template"]["spec"]["containers"]) > 1:
+        return "these pods have none of the sidecars that workers have"
+    denied, shared = (cluster.exists("NetworkPolicy", name) for name in ("deny-by-default", SHARED_POLICY))
+    if manifest["spec"]["rayClusterSpec"].get("networkPolicy") or (denied and shared is False):
+        return "policies let pods reach only those of their own run"
+    return ""
+
+
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
     """Make a pod like the run's head or training workers that tests storage and GPUs instead of running Ray."""
-    group = head_group(manifest) if kind == "head" else worker_group(manifest)
+    role = kind.split()[-1]
+    group = head_group(manifest) if role == "head" else worker_group(manifest)
     template = copy.deepcopy(group["template"])
     labels = {name: value for name, value in template["metadata"]["labels"].items() if name != RUN_LABEL}
-    pod = template["spec"]
-    pod |= {"restartPolicy": "Never", "activeDeadlineSeconds": int(WITHIN_S), "terminationGracePeriodSeconds": 1}
-    pod.pop("topologySpreadConstraints", None)  # it counts the pods of the run
-    container = pod["containers"][0]
-    pod["containers"] = [container]  # others would keep the pod from ending
+    labels[LABEL] = f"{role}-{mark}"
+    metadata = {"name": f"sunspot-doctor-{kind.replace(' ', '-')}-{mark}", "labels": labels}
+    spec = template["spec"]
+    spec |= {"restartPolicy": "Never", "activeDeadlineSeconds": int(WITHIN_S), "terminationGracePeriodSeconds": 1}
+    if role == "worker":
+        _spread(spec, {"matchLabels": {LABEL: labels[LABEL]}})
+    container = spec["containers"][0]
+    spec["containers"] = [container]  # others would keep the pod from ending
     gpus = int(group.get("resources", {}).get("GPU", 0))
     container |= {
         "command": ["python", "-m", "sunspot.train.pod_probe", "--gpus", str(gpus), "--output", MESSAGE],
         "terminationMessagePath": MESSAGE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    metadata = {"name": f"sunspot-doctor-{kind}-{mark}", "labels": {**labels, LABEL: mark}}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
+    """Place a worker with those `alike`, not with the run's: in their zone, and on another node if there is one."""
+    spec.pop("topologySpreadConstraints", None)
+    affinity = spec.setdefault("affinity", {})
+    for rule in chain(*affinity.get("podAffinity", {}).values()):
+        rule.get("podAffinityTerm", rule)["labelSelector"] = alike
+    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": alike}
+    rule = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
+    affinity["podAntiAffinity"] = rule
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:

@@ -1,0 +1,94 @@
+"""The all-reduce between two pods: timed for real between two processes, and what is said of figures from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sunspot.storage import open_storage
+from sunspot.storage.prove import FOLDER, Result
+from sunspot.train import all_reduce
+from sunspot.train.all_reduce import Timing, judge, read_network, try_all_reduce
+from tests.harness import REPOSITORY
+
+
+def test_two_pods_meet_and_time_it(tmp_path: Path) -> None:
+    """As doctor starts them, but on this machine."""
+    environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
+    command = [sys.executable, "-m", "sunspot.train.pod_probe", "--meeting", "here"]
+    pods = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank), "--output", str(tmp_path / str(rank))],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for rank, pod in enumerate(pods):
+        _, errors = pod.communicate(timeout=180)
+        assert pod.returncode == 0, errors
+        check = json.loads((tmp_path / str(rank)).read_text())[-1]
+        assert (check["check"], check["result"]) == ("network", "ok"), check
+        assert "sums 100 MB in " in check["seen"]
+        assert check["seen"].endswith(" ms, by gloo")
+    assert not open_storage(str(tmp_path / "runs")).list("")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pod_whose_partner_does_not_come_says_so(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "WAIT_S", 1.0)
+    monkeypatch.setattr(all_reduce, "LOOK_S", 0.1)
+    check = try_all_reduce(str(tmp_path), "here", rank, 0)
+    assert (check.result, check.seen) == (Result.WARNING, "not tried: the other pod did not come within 1 s")
+    assert not open_storage(str(tmp_path)).list("")
+
+
+def test_a_pod_that_cannot_reach_its_partner_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "ANSWER_S", 1.0)
+    open_storage(str(tmp_path)).write(f"{FOLDER}/here", b"127.0.0.1 9")
+    check = try_all_reduce(str(tmp_path), "here", 1, 0)
+    assert check.result == Result.FAILED
+    assert "127.0.0.1" in check.seen
+    assert "within-clusters" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("timing", "gpus", "devices", "result", "told"),
+    [
+        (Timing(0.4, 0.001), 0, False, Result.OK, "100 MB in 400.0 ms (2.0 Gb/s), and one number in 1.00 ms, by gloo"),
+        (
+            Timing(0.1, 0.001, "Socket"),
+            1,
+            False,
+            Result.OK,
+            "and one number in 1.00 ms, by NCCL over Socket, 1 GPU in each",
+        ),
+        (Timing(0.3, 0.001, "Socket"), 1, False, Result.WARNING, "GPUs wait where it takes more than 0.2 s"),
+        (Timing(0.1, 0.001, "Socket"), 8, True, Result.WARNING, "for EFA, the image needs libfabric"),
+        (Timing(0.005, 0.001, "IB"), 8, True, Result.OK, "in 5.0 ms (300.0 Gb/s), "),
+        (Timing(0.005, 0.001), 8, True, Result.OK, "by NCCL over a network it did not name, 8 GPUs in each"),
+    ],
+)
+def test_what_is_said_of_the_figures(
+    timing: Timing, gpus: int, devices: bool, result: Result, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_reduce, "RDMA", tmp_path if devices else tmp_path / "none")
+    check = judge(timing, gpus)
+    assert check.result == result
+    assert told in check.seen + check.fix
+
+
+@pytest.mark.parametrize("network", ["Socket", "IB", "AWS Libfabric", ""])
+def test_the_network_is_read_from_what_nccl_logs(network: str, tmp_path: Path) -> None:
+    log = tmp_path / "nccl"
+    lines = ["node:1:1 [0] NCCL INFO NET/IB : No device found.", f"node:1:1 [0] NCCL INFO Using network {network}"]
+    log.write_text("\n".join([*lines, "node:1:1 [0] NCCL INFO ncclCommInitRankConfig comm 0x1"] if network else []))
+    assert read_network(log) == network
