@@ -158,7 +158,12 @@ class Recorded(Worker):
         self.records: list[dict[str, Any]] = []
         learner.average.update = lambda _: None
         checkpoints: Any = SimpleNamespace(
-            save=self._save, took_step=lambda *_: None, due=lambda *_: StepActions(**due), wait_for_copy=lambda: None
+            save=self._save,
+            took_step=lambda *_: None,
+            due=lambda *_: StepActions(**due),
+            wait_for_copy=lambda: None,
+            hand_on=lambda step: [],
+            name_at=lambda step: f"step {step}",
         )
         commands: Any = SimpleNamespace(poll=lambda: command if "evaluates" in self.calls else Command())
         loss = learner.task.loss
@@ -199,6 +204,9 @@ def test_an_epochs_end_is_kept_before_its_evaluation(
     assert [*dict.fromkeys(worker.calls)] == [("save", 25, False, False), "evaluates", *left]
     record = worker.records[-1]
     assert (record["epoch"], "test_loss" in record) == (1, command == Command())
+    outlived = worker.leave()
+    assert outlived
+    assert outlived[1].metrics.items() >= record.items(), "an evaluation that is made up adds to this record"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ class Worker:
         self._evaluated = beginning.evaluated
         "Whether the epoch that ends at `step`, if one does, is evaluated."
         self._makes_up = not beginning.evaluated
+        self._record = beginning.metrics
+        "Metrics of the state at `step`; empty for one that no record ends at."
         self._patience = Patience(learner.plan.settings, beginning.metrics)
         self._reported = 0.0
         self.outlives, self.step, self.taken = beginning.outlives, beginning.step, time.time()
@@ -142,6 +144,7 @@ class Worker:
         record: dict[str, Any] = {}
         if save or agreed.report:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
+        self._record = record
         if not (evaluated or stop or restart or regroup):
             # A loss meanwhile costs the evaluation, and no step.
             self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
@@ -181,7 +184,7 @@ class Worker:
         if self._stepping:
             self.learner.buffers.put_back()
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
-        return live, Position(self._metrics({}), self.taken, windows)
+        return live, Position(self._metrics(self._record), self.taken, windows)
 
     def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint has of a record; a copy without one hands on the means."""
