@@ -20,7 +20,7 @@ from PIL import Image
 
 from sunspot.settings import Settings
 from tests.harness import REPOSITORY, SHELL
-from tests.harness.documentation import find_commands, find_example
+from tests.harness.documentation import find_commands, find_example, find_patched
 
 COMMANDS = find_commands("sh")
 ON_A_CLUSTER = find_commands("sh cluster")
@@ -135,11 +135,13 @@ def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> N
     subprocess.run([sys.executable, "-c", models + write], cwd=REPOSITORY, check=True)
     rows = pq.read_table(checkout / "texts").to_pylist()
     (checkout / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, get, predict = find_commands("sh finetune")
+    (checkout / "my_trainer.py").write_text(find_patched("my_trainer.py"))
+    train, get, predict, train_by_trainer = find_commands("sh finetune")
     assert "weights: " in run_command(train, checkout, ray_address)
     run_command(get, checkout, ray_address)
     assert (checkout / "adapter" / "adapter_config.json").is_file()
     assert run_command(predict, checkout, ray_address).startswith("The with statement: ")
+    assert "weights: " in run_command(train_by_trainer, checkout, ray_address)
 
 
 def test_the_task_learns() -> None:

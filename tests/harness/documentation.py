@@ -22,3 +22,9 @@ def find_example(fence: str, first_line: str) -> str:
     """The one block that begins so."""
     [block] = re.findall(rf"^```{fence}\n{re.escape(first_line)}\n(.*?)^```$", TEXT, re.S | re.M)
     return str(block)
+
+
+def find_patched(name: str) -> str:
+    """The file that the diff which begins with its name makes of a script."""
+    [block] = re.findall(rf"^```diff\n # {re.escape(name)}\n(.*?)^```$", TEXT, re.S | re.M)
+    return "".join(f"{line[1:]}\n" for line in block.splitlines() if not line.startswith("-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def write_base(folder: Path, seed: int = 0, vocabulary: int = 300, **sizes: Any)
     config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=64, **ids, **{**small, **sizes})
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(known))
     return str(folder)
 
 

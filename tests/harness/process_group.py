@@ -51,6 +51,8 @@ def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[An
         gc.freeze()  # a group that an earlier test has left waits for its threads as it goes, and has none here
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks[rank])
         torch.set_num_threads(1)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        os.environ |= {name: str(number) for name, number in place.items()}  # as Ray Train and torchrun do
         store = dist.FileStore(str(folder / "ranks"), count)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
         sender.send(act(dist.group.WORLD))

@@ -1,4 +1,4 @@
-"""A task is the module with a run's model, optimizer and loss, with a LightningModule, a Keras model, or trees."""
+"""A task is the module with a run's model, optimizer and loss, with a library's module or Trainer, or with trees."""
 
 import importlib
 import inspect
@@ -17,16 +17,21 @@ from sunspot.settings import Settings
 from sunspot.tasks.defaults import fill_in
 
 TASK_FUNCTIONS = ("build_model", "loss")
-"""What a task has to define, unless it defines `train`, or `build_module` for Lightning (lightning_adapter.py)."""
+"""What a task has to define, unless it defines `train`, or the function of another library (ADAPTERS)."""
 
 HOOKS = ("train", "augment", "augment_row")
-"""What loops over batches call; Lightning's and those of trees do not."""
+"""What loops over batches call; those of some libraries do not."""
 
-UNCALLED = {"build_module": "its LightningModule has hooks for it", "build_trees": "trees see all rows as they are"}
+UNCALLED = {
+    "build_module": "its LightningModule has hooks for it",
+    "build_trainer": "its Trainer loops, over rows as build_dataset returns them",
+    "build_trees": "trees see all rows as they are",
+}
 
 ADAPTERS = {
     "build_module": "sunspot.tasks.lightning_adapter:LightningTask",
     "build_keras": "sunspot.tasks.keras_adapter:KerasTask",
+    "build_trainer": "sunspot.tasks.transformers_adapter:TrainerTask",
     "build_trees": "sunspot.tasks.trees_adapter:TreesTask",
 }
 """The one function of a task for another library, and the class that makes a task like any other of it."""
@@ -193,6 +198,6 @@ def load_task(settings: Settings) -> Task:
     if missing := [name for name in needed if not hasattr(module, name)]:
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor "
-            "build_module, build_keras or build_trees, the one function of a task for Lightning, Keras or trees"
+            "build_module, build_keras, build_trainer or build_trees, which a task for a library defines"
         )
     return cast(Task, fill_in(module, settings))

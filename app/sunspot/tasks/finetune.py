@@ -29,8 +29,9 @@ from sunspot.data.packing import open_packed
 from sunspot.data.source import Batch, ModelData, Source
 from sunspot.data.table import open_table
 from sunspot.data.tokens import Tokenizer, load_tokenizer
-from sunspot.errors import ConflictError, SettingsError, shorten
+from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
+from sunspot.tasks.adapted import ADAPTER, PretrainedModel
 from sunspot.tasks.pretrained import Base, open_base, refuse_base
 from sunspot.tasks.texts import by_loss
 
@@ -51,11 +52,6 @@ DEFAULTS: dict[str, Any] = {
 
 HEADS = {"text": "AutoModelForCausalLM", "classes": "AutoModelForSequenceClassification"}
 
-EXTRA_STATE = "_extra_state"
-"""PyTorch's name for what a module adds to its state_dict: here, the hash of the base."""
-
-ADAPTER = "adapter_model.safetensors"
-
 ROWS_AT_ONCE = 4
 """Rows whose scores are in memory at a time for the report: 512 tokens of 32,000 words each are 0.26 GB."""
 
@@ -63,47 +59,20 @@ WRITTEN, WRITTEN_TOKENS = 3, 32
 """Texts that the report has written on, and by how many tokens."""
 
 
-class FineTuned(nn.Module):
-    """A pretrained model, of which checkpoints hold what trains, and of a base that does not, the hash."""
+class FineTuned(PretrainedModel):
+    """A pretrained model of text, and what it was made of."""
 
     def __init__(self, model: Any, base: Base, arguments: dict[str, Any], data: ModelData) -> None:
-        super().__init__()
-        self.model, self.base, self.arguments, self.data = model, base, arguments, data
-        self.adapted = arguments["rank"] > 0
+        sha256 = base.sha256 if arguments["rank"] > 0 else ""  # here, as it reads every byte
+        super().__init__(model, f"{PREFIX}TASK_ARGS: base={base.location!r}", sha256)
+        self.base, self.arguments, self.data = base, arguments, data
         self.config = model.config
-        self.sha256 = base.sha256 if self.adapted else ""  # here, as it reads every byte
 
     def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, [B, T, vocabulary], or of the classes, [B, classes], of int64 [B, T]."""
         if "attention_mask" in more:  # a classifier looks for the last token that is not the one that fills up
             tokens = tokens.masked_fill(more["attention_mask"] == 0, self.config.pad_token_id)
         return self.model(input_ids=tokens, use_cache=False, return_dict=False, **more)[0]
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray.fromhex(self.sha256), dtype=torch.uint8)
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        found = bytes(state.tolist()).hex()
-        if found != self.sha256:
-            raise ConflictError(
-                f"{PREFIX}TASK_ARGS: base={self.base.location!r} has SHA-256 {self.sha256[:12]}..., but the "
-                f"adapter was trained on {found[:12]}...; give the base it was trained on, as it was then"
-            )
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there
-        """Return the state_dict that transformers knows, of a model that trains as a whole; else what trains."""
-        if not self.adapted:
-            return self.model.state_dict(*args, **kwargs)
-        state = super().state_dict(*args, **kwargs)
-        kept = {name for name, parameter in self.named_parameters() if parameter.requires_grad} | {EXTRA_STATE}
-        return {name: value for name, value in state.items() if name in kept}
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        if not self.adapted:
-            return self.model.load_state_dict(state_dict, strict, assign)
-        if missing := sorted(self.state_dict().keys() ^ state_dict.keys()):
-            raise RuntimeError(f"{len(missing)} weights are only in one of the two, such as {missing[0]}")
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:
@@ -195,19 +164,8 @@ def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[s
     """Return what makes a checkpoint a directory of peft's, or with WEIGHTS=safetensors of transformers'."""
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save
-
-    own = {name.removeprefix("model."): value for name, value in state.items() if name != EXTRA_STATE}
-    weights = get_peft_model_state_dict(model.model, state_dict=own, save_embedding_layers=False)
-    config = model.model.peft_config["default"].to_dict()
-    config |= {"inference_mode": True, "target_modules": sorted(config["target_modules"])}
     named = {"location": model.base.location, "sha256": model.sha256}
-    return {
-        ADAPTER: save({name: value.clone() for name, value in weights.items()}, metadata={"format": "pt"}),
-        "adapter_config.json": json.dumps(config, indent=2, default=str).encode(),
-        "base.json": json.dumps(named, indent=2).encode(),
-    }
+    return {**model.adapter_files(state), "base.json": json.dumps(named, indent=2).encode()}
 
 
 @torch.inference_mode()

@@ -254,7 +254,7 @@ def open_journals(run: Run, start: StartPoint) -> Journals:
 
 def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
     """Say how the rate moves as the run no longer has `before` steps (0: not known); empty if it does not."""
-    if before in (0, now) or hasattr(task, "begin_schedule"):  # Lightning's schedulers are objects
+    if before in (0, now) or hasattr(task, "begin_schedule"):  # a library's schedulers are objects
         return ""
     old, new = (task.schedule(min(step, total - 1), total) for total in (before, now))
     if math.isclose(old, new):

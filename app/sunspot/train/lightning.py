@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,7 @@ from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.source import Batch
 from sunspot.parallel.gradients import prepare
 from sunspot.tasks.lightning_adapter import LightningTask, defines, make_trainer
-from sunspot.train.run import TrainingRun
+from sunspot.train.library_run import LibraryRun
 from sunspot.train.worker import Worker
 
 BETWEEN_STEPS = (
@@ -56,43 +55,26 @@ def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
     loop.epoch_progress.load_state_dict({"total": epochs, "current": epochs})
 
 
-class LightningRun(TrainingRun):
-    """A run whose precision, schedulers and hooks are Lightning's."""
+class LightningRun(LibraryRun):
+    """A run whose precision, schedulers and hooks are Lightning's.
+
+    The module is wrapped once its `setup` has run. Lightning makes the passes within the optimizer's step, too early to
+    wait for the copy of the state before: `StepCallback` waits.
+    """
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self.steps_per_epoch = worker.learner.plan.steps.per_epoch
         self._hooks_between_steps = any(defines(cast(LightningModule, self.model), hook) for hook in BETWEEN_STEPS)
-
-    def prepare_model(self) -> torch.nn.Module:
-        """Leave the module as it is until its `setup` has run, and its optimizer to `StepCallback`.
-
-        Lightning makes the passes within the optimizer's step, too early to wait for the copy of the state before.
-        """
-        return self._learner.model
 
     def wrap_model(self) -> torch.nn.Module:
         """Have the module's gradients averaged over the workers."""
         self.model = prepare(self.model, self.settings)
         return self.model
 
-    def set_learning_rates(self) -> None:
-        """Nothing to do: the module's schedulers are objects that `StepCallback` steps."""
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        with self._worker.window.forward:
-            yield
-
     def step(self) -> None:
         super().step()
         if self._hooks_between_steps:
             self._worker.checkpoints.wait_for_copy()
-
-    def end_step(self) -> None:
-        """End the step that is being taken, if there is one; its hooks have run, whose changes are part of it."""
-        if self.in_step:
-            self.step()
 
 
 class Shares:
@@ -100,7 +82,6 @@ class Shares:
 
     def __init__(self, run: LightningRun) -> None:
         self._run = run
-        self._batches = run.batches()
 
     def __len__(self) -> int:
         """Steps of a whole epoch. With a length, the Trainer fetches no batch ahead."""
@@ -111,11 +92,7 @@ class Shares:
 
         The Trainer asks for the next batch when all hooks of a step are done, the module's too.
         """
-        run = self._run
-        epoch_end = (run.position // len(self) + 1) * len(self)
-        while run.position < min(epoch_end, run.total_steps) and not run.stopped:
-            yield next(self._batches)
-            run.end_step()
+        return self._run.rest_of_epoch()
 
 
 class RowWeightedDDPStrategy(RayDDPStrategy):

@@ -39,12 +39,16 @@ def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> No
 
 
 def train(worker: Worker) -> None:
-    """Train to the end of the run, or until it is stopped: by the task's loop, Lightning's Trainer, or ours."""
+    """Train to the end of the run, or until it is stopped: by the task's loop, a library's Trainer, or ours."""
     task = worker.learner.task
     if hasattr(task, "build_module"):
-        from sunspot.train.lightning import train as train_by_lightning  # only its own tasks need Lightning
+        from sunspot.train.lightning import train as train_by_lightning  # only its own tasks need it
 
         train_by_lightning(worker)
+    elif hasattr(task, "build_trainer"):
+        from sunspot.train.transformers import train as train_by_transformers
+
+        train_by_transformers(worker)
     else:
         run = TrainingRun(worker)
         with closing(run):

@@ -1,4 +1,4 @@
-"""A run as its training loop sees it: ours (sunspot/train/loop.py), Lightning's, and the `train` that a task brings."""
+"""A run as its training loop sees it: ours (sunspot/train/loop.py), a library's, and the `train` that a task brings."""
 
 import time
 from collections.abc import Iterator
@@ -115,11 +115,15 @@ class TrainingRun:
 
     def passes(self) -> Iterator[slice]:
         """Yield the rows of each forward and backward pass over the batch, which is to be made before the next."""
-        step, limit = self._step(), self._learner.plan.pass_limit
-        own_rows = len(step.share["row"]) if step.has_rows else 0
-        for rows, weight in passes(self.model, own_rows, step.rows, self.world_size, limit):
+        for rows, weight in self.weigh_passes():
             self._begin_pass(rows.stop - rows.start, weight)
             yield rows
+
+    def weigh_passes(self) -> Iterator[tuple[slice, float]]:
+        """Yield the rows of each pass over the batch, and what one of them counts."""
+        step, limit = self._step(), self._learner.plan.pass_limit
+        own_rows = len(step.share["row"]) if step.has_rows else 0
+        return passes(self.model, own_rows, step.rows, self.world_size, limit)
 
     def draw(self, *shape: int) -> torch.Tensor:
         step = self._step()

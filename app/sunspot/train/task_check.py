@@ -126,7 +126,7 @@ def check(settings: Settings) -> Check:
     with checked.part("import and data"):
         task = load_task(settings)
         plan = make_plan(with_absolute_paths(settings), task)
-        if not hasattr(task, "begin_schedule"):  # Lightning's schedulers are objects
+        if not hasattr(task, "begin_schedule"):  # a library's schedulers are objects
             float(task.schedule(0, plan.total_steps))
     with tempfile.TemporaryDirectory() as scratch:
         instead = {**NOT_CHECKED, **SAVED_EACH_STEP, "storage_path": scratch}
@@ -179,7 +179,7 @@ def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWo
     watchdog = Watchdog(run, 0, 1, 0, lambda *_: None)
     beginning = Beginning(attempt.step, True, {})
     worker = CheckedWorker(learner, beginning, checkpoints, commands, watchdog, telemetry, None, ExitStack())
-    if not hasattr(learner.task, "build_module"):  # Lightning computes gradients within its optimizer's step
+    if not hasattr(learner.task, "begin_schedule"):  # Lightning computes gradients within its optimizer's step
         for optimizer in optimizers_in(learner.optimizer):
             optimizer.register_step_pre_hook(lambda *_: worker.note_gradients())
     return worker

@@ -252,7 +252,7 @@ def outlives(plan: Plan, resources: Resources) -> bool:
     if settings.survivors == "off":  # and the task need not be loaded to know
         return False
     task = load_task(settings)
-    own_loop = not hasattr(task, "build_module") and not hasattr(task, "find_library")
+    own_loop = not hasattr(task, "begin_schedule") and not hasattr(task, "find_library")
     whole = settings.parallel == "ddp" and settings.loader == "torch" and not resources.use_gpu
     return own_loop and whole and not settings.node_groups
 

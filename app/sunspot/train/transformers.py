@@ -1,0 +1,144 @@
+"""The loop of a Trainer of transformers: it takes the steps of a `TrainingRun`.
+
+Accelerate wraps the model, as in a script: so precision, what is done only once on a node or by the first rank, and
+the arguments of DDP are as the Trainer has them. It finds the process group, and the environment by Ray Train.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from sunspot.data.order import MIN_ROWS
+from sunspot.errors import SettingsError
+from sunspot.settings import PREFIX
+from sunspot.tasks.transformers_adapter import TrainedModel, TrainerTask, measured
+from sunspot.train.library_run import LibraryRun
+from sunspot.train.worker import Worker
+
+UNCOUNTED = -100
+"""The label of a token that counts nowhere, by PyTorch's and transformers' convention."""
+
+
+def train(worker: Worker) -> None:
+    """Do what `sunspot.train.loop.train` does, by the Trainer of the task."""
+    if worker.make_up_evaluation() or worker.beginning.step >= worker.learner.plan.total_steps:
+        return
+    run = TrainerRun(worker)
+    with closing(run):
+        run.trainer.train()
+    if run.position < run.total_steps and not run.stopped:
+        raise SettingsError(
+            f"{PREFIX}TASK={run.settings.task}: its Trainer ended at step {run.position} of {run.total_steps}, as a "
+            f"callback of its own does; {PREFIX}MAX_STEPS, EPOCHS and EARLY_STOP_EVALUATIONS end a run"
+        )
+
+
+class TrainerRun(LibraryRun):
+    """A run whose steps a Trainer takes, of the rows that it is given.
+
+    A step is one of the Trainer's, with its gradient accumulation: every step has as many passes on every worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        plan = worker.learner.plan
+        self._model = cast(TrainedModel, self.model)
+        self.trainer = trainer = self._model.trainer
+        self._per_step = plan.passes(self.world_size)
+        self._ahead: deque[tuple[int, float]] = deque()
+        "Rows and weight of each pass whose rows the Trainer has."
+        trainer.args.max_steps, trainer.args.gradient_accumulation_steps = self.total_steps, self._per_step
+        self._count, self._pass, self._loss = trainer.get_batch_samples, trainer.training_step, trainer.compute_loss
+        trainer.get_train_dataloader = lambda: self
+        trainer.get_batch_samples, trainer.training_step = self.count_samples, self.make_pass
+        trainer.compute_loss = self.weighted_loss
+        # What it measures is this worker's: the history averages it, and workers may have other numbers of rows.
+        trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda values, *_, **__: values
+        trainer.add_callback(StepCallback(self, cast(TrainerTask, worker.learner.task)))
+
+    def __len__(self) -> int:
+        """Passes of a whole epoch."""
+        return self.steps_per_epoch * self._per_step
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rows of each pass of the rest of the epoch, as the Trainer computes with them."""
+        for batch in self.rest_of_epoch():
+            own = list(self.weigh_passes())
+            for rows, weight in [(slice(0, MIN_ROWS), 0.0)] * (self._per_step - len(own)) + own:
+                self._ahead.append((rows.stop - rows.start, weight))
+                inputs = self._model.collate({name: column[rows] for name, column in batch.items()})
+                for name in ("labels", "shift_labels"):
+                    if not weight and name in inputs:
+                        inputs[name] = torch.full_like(inputs[name], UNCOUNTED)
+                yield inputs
+
+    def count_samples(self, iterator: Iterator[Any], number: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Take the passes of a step, and count what their losses are to be divided by, over all workers."""
+        samples, items = self._count(iterator, number, device)
+        if items is not None:
+            items = torch.as_tensor(items, device=device)
+            dist.all_reduce(items)
+        return samples, items
+
+    def make_pass(self, model: torch.nn.Module, inputs: Any, items: Any = None) -> torch.Tensor:
+        """Make one forward and backward pass."""
+        self._begin_pass(*self._ahead.popleft())
+        self.trainer.current_gradient_accumulation_steps = 1  # the weight of a row says what a pass counts
+        return self._pass(model, inputs, items)
+
+    def weighted_loss(
+        self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute what a pass adds to the step's loss, times the workers, over which gradients are averaged.
+
+        A loss that is divided by the items of the whole step is that already; the mean of a pass counts as its rows do.
+        """
+        if not self.in_step:  # held-out rows: their mean
+            return self._loss(model, inputs, return_outputs=return_outputs)
+        with self.forward():
+            found = self._loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        loss, outputs = found if return_outputs else (found, None)
+        if not self.weight:
+            loss = loss.nan_to_num() * 0
+        else:
+            counts = self.pass_rows * self.weight
+            loss = loss if self._is_divided(num_items_in_batch) else loss * counts
+            self.log({"loss": loss / counts})
+        return (loss, outputs) if return_outputs else loss
+
+    def _is_divided(self, items: Any) -> bool:
+        """Tell whether the Trainer divides a loss by the items of a step, as its `training_step` does."""
+        told = getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        accepts = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
+        return items is not None and (accepts if told is None else told)
+
+
+class StepCallback(TrainerCallback):
+    """Begins where the run stands, and ends the steps that end an epoch."""
+
+    def __init__(self, run: TrainerRun, task: TrainerTask) -> None:
+        self._run, self._task = run, task
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        state.global_step = self._run.position
+        self._run.trainer._globalstep_last_logged = self._run.position  # by which it averages what it logs itself
+        self._task.begin_schedule(objects["lr_scheduler"], self._run.position)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._run.parameters_change()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.epoch = state.global_step / self._run.steps_per_epoch
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._run.in_step:
+            self._run.log({name: torch.tensor(value) for name, value in measured(logs).items()})
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._run.end_step()  # after the last step of an epoch no batch is asked for
+        control.should_training_stop |= self._run.stopped
