@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import PrinterCallback, ProgressCallback, SchedulerType, Trainer, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -26,8 +26,8 @@ from sunspot.settings import PREFIX, Settings
 from sunspot.tasks.adapted import ADAPTER, PretrainedModel
 from sunspot.tasks.defaults import refuse_given, refuse_unused
 
-THEIRS = {"clip_norm": "max_grad_norm", "compile": "torch_compile", "precision": "bf16"}
-"""Settings that a Trainer has arguments of its own for."""
+UNREAD = ("clip_norm", "compile", "gradient_precision", "loader", "parallel")
+"""Settings that a Trainer does not read."""
 
 REFUSED = (
     *("auto_find_batch_size", "deepspeed", "enable_jit_checkpoint", "fp16", "fsdp", "load_best_model_at_end"),
@@ -73,11 +73,9 @@ class TrainerTask:
         if not hasattr(module, "build_dataset"):
             raise self._error("has build_trainer without build_dataset(settings), which returns the rows; define both")
         refuse_unused(settings, own={"build_optimizer", "schedule"})
-        why = "has a Trainer, for whose rows and gradients it is not read; leave it out"
-        refuse_given(settings, ["loader", "parallel", "gradient_precision"], why)
-        for name, argument in THEIRS.items():
-            if getattr(settings, name) != "tf32":  # which a worker sets for all that it computes
-                refuse_given(settings, [name], f"has a Trainer; leave it out, and give {argument} in its arguments")
+        unread = [*UNREAD, "precision"] if settings.precision == "bf16" else UNREAD
+        why = "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16"
+        refuse_given(settings, unread, f"{why} among its own arguments")
 
     def __getattr__(self, name: str) -> Any:
         """Return `build_trainer`, and `answer`, if the module has it."""
@@ -115,10 +113,6 @@ class TrainerTask:
     def build_optimizer(self, model: TrainedModel, settings: Settings) -> torch.optim.Optimizer:
         """Build the Trainer's own."""
         return model.trainer.create_optimizer()
-
-    def schedule(self, step: int, total_steps: int) -> float:
-        """Refuse: a Trainer's scheduler is an object (`begin_schedule`)."""
-        raise self._error("a Trainer is trained by `python -m sunspot.train` only; choose another task here")
 
     def begin_schedule(self, scheduler: LRScheduler, step: int) -> None:
         """Bring a new scheduler to its state after `step` optimizer steps; checkpoints do not store it."""
@@ -169,11 +163,10 @@ class TrainerTask:
                 f"{given[0]} among its arguments; leave it out: sharding, loss scales and what else it "
                 "keeps or saves itself would be in no checkpoint"
             )
-        optimizer = str(getattr(args.optim, "value", args.optim))
-        if "lomo" in optimizer or "layerwise" in optimizer:
-            raise self._error(f"optim={optimizer!r} changes weights within the backward pass; choose another")
-        follows = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
-        if args.lr_scheduler_type in follows or isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+        if "lomo" in args.optim or "layerwise" in args.optim:
+            raise self._error(f"optim={args.optim.value!r} changes weights within the backward pass; choose another")
+        plateau = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        if plateau or isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
             raise self._error(
                 "its scheduler follows a metric; learning rates must be a function of the step: choose another"
             )
