@@ -23,6 +23,7 @@ from sunspot.errors import StorageError
 from sunspot.run import Run
 from sunspot.run.logs import LogWriter
 from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.search_space import SEARCH_LABEL
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.local import LocalStorage
 from sunspot.ui import refreshed, site
@@ -171,6 +172,17 @@ def test_the_page_of_a_run_is_its_report_with_the_end_of_its_log(tmp_path: Path)
     assert "no run is there" in missing[1]
     assert refused[0] == 404
     assert files(tmp_path) == before, "nothing is written"
+
+
+def test_the_page_of_a_trial_leads_to_its_search(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    for name, search in (("sweep-01", "sweep"), ("sweep", "sweep"), ("other", "no run's name")):
+        metadata = attempt_metadata(labels={SEARCH_LABEL: search})
+        start(begin(Run(storage, name)), "job", at=BEGUN, **metadata)
+    with served(storage) as url:
+        pages = {name: fetch(f"{url}run/{name}")[1] for name in ("sweep-01", "sweep", "other")}
+    assert [name for name, page in pages.items() if "A trial of" in page] == ["sweep-01"]
+    assert 'A trial of <a href="/run/sweep">sweep</a>' in pages["sweep-01"]
 
 
 def test_several_runs_beside_each_other(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from sunspot.report.learning import MAX_CURVES, results_first
 from sunspot.report.model import Report
 from sunspot.report.page import SECTIONS, Sections
 from sunspot.report.page import show as show_report
+from sunspot.run.objects import RUN
+from sunspot.search_space import SEARCH_LABEL
 from sunspot.settings import PREFIX
 
 BACK = element("nav", element("a", "All runs", href="/"), aria_label="Back")
@@ -44,7 +46,10 @@ def show_run(report: Report, log: Log | None) -> Html:
         if anchor == "incidents":
             sections["log"] = ("Log", lambda _: _log(report, log))
     sections["checkpoints"] = (SECTIONS["checkpoints"][0], kept)
-    return show_report(report, sections)
+    search, shown = report.labels.get(SEARCH_LABEL, ""), show_report(report, sections)
+    if search == report.run.name or not RUN.fullmatch(search):
+        return shown
+    return join([paragraph("A trial of ", element("a", search, href=f"/run/{search}"), ".", kind="note"), shown])
 
 
 def _log(report: Report, log: Log | None) -> Html:
