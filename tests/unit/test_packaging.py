@@ -29,7 +29,7 @@ def lines(names: list[str], pattern: str) -> Iterator[tuple[Path, str]]:
 
 
 def test_every_image_is_of_this_version() -> None:
-    found = list(lines(NAME_THE_IMAGE, r"\bsunspot:([0-9]+(?:\.[0-9]+)+)"))
+    found = list(lines(NAME_THE_IMAGE, r"\b(?:sunspot(?:-head|-submitter)?:|newTag: )([0-9]+(?:\.[0-9]+)+)"))
     assert {str(path) for path, _ in found} >= {"k8s/rayjob.yaml", "k8s/raycluster.yaml", "scripts/stock.yaml"}
     assert [item for item in found if item[1] != __version__] == []
 
