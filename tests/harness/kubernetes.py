@@ -286,7 +286,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def one_job(self, name: str) -> None:
         cluster = self.server.cluster
-        if self.command == "PATCH":
+        if self.headers["Content-Type"] == "application/merge-patch+json":
+            self.annotate(name)
+        elif self.command == "PATCH":
             assert self.headers["Content-Type"] == "application/apply-patch+yaml"
             assert self.query["fieldManager"] == "sunspot"
             job, before = json.loads(self.body), cluster.jobs.get(name)
@@ -309,6 +311,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, {})
         else:
             self.reply(200, cluster.jobs[name])
+
+    def annotate(self, name: str) -> None:
+        changes, job = json.loads(self.body)["metadata"], self.server.cluster.jobs.get(name)
+        assert self.query["fieldManager"] != "sunspot", "its own fields would be taken back"
+        if job is None:
+            self.refuse(404, f'rayjobs.ray.io "{name}" not found')
+        elif changes["uid"] != job["metadata"]["uid"]:
+            self.refuse(422, f'RayJob "{name}" is invalid: metadata.uid: field is immutable')
+        else:
+            notes = {**job["metadata"].get("annotations", {}), **changes["annotations"]}
+            self.reply(200, self.server.cluster.put_job({**job, "metadata": {**job["metadata"], "annotations": notes}}))
 
     def one_pod(self, name: str) -> None:
         found = next((p for p in self.server.cluster.pods if p["metadata"]["name"] == name), None)
@@ -402,6 +415,12 @@ def rayjob(name: str, run: str = "run", created: float | None = None, **spec: An
         },
         "spec": {"rayClusterSpec": cluster, **spec},
     }
+
+
+def kept(job: dict[str, Any], manager: str = "argocd-controller") -> dict[str, Any]:
+    """The RayJob as a tool applies it that keeps it from a repository."""
+    managed = [{"manager": "kuberay-operator", "operation": "Update"}, {"manager": manager, "operation": "Apply"}]
+    return {**job, "metadata": {**job["metadata"], "managedFields": managed}}
 
 
 def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **status: Any) -> dict[str, Any]:

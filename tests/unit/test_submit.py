@@ -16,7 +16,7 @@ from sunspot.run.status import RunState, Status, write_status
 from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.submitter.cluster.api import Cluster
 from tests.harness import commands
-from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, pod, rayjob, timestamp
+from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, kept, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
 
@@ -432,6 +432,20 @@ def test_stop_waits_until_the_driver_has_saved(cluster: FakeCluster, sunspot: Co
     assert sunspot("stop", "run") == 0, sunspot.err
     assert "saved as step-00000007-attempt-0001" in sunspot.out
     assert cluster.jobs == {}
+
+
+def test_stop_leaves_a_job_that_a_repository_would_put_back(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.put_job(kept(rayjob("run-1")))
+    cluster.set_status("run-1", "Running", "RUNNING")
+    write_status(sunspot.run, Status(RunState.RUNNING, "run-1"))
+
+    def save(handler: Any) -> None:
+        end(cluster, sunspot.run, RunState.STOPPED)
+        handler.answer()
+
+    cluster.on("GET", "watch=true", save, times=1)
+    assert sunspot("stop", "run") == 0, sunspot.err
+    assert only_job(cluster) == "run-1"
 
 
 def test_stop_without_waiting_leaves_the_marker_alone(cluster: FakeCluster, sunspot: Command) -> None:

@@ -30,7 +30,7 @@ from sunspot.submitter.cluster.observation import ClusterPart, RunAccess, RunSna
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.views import job_view
 from tests.harness.commands import Command
-from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob, timestamp
+from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, timestamp
 from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
 
 JOB = "run-1"
@@ -460,6 +460,43 @@ def test_an_outage_while_it_is_started_again(
     when(pending=lambda: cluster.set_status(JOB, "Complete", "SUCCEEDED"))
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
     assert len(uids) == 2
+
+
+@pytest.mark.parametrize("manager", ["argocd-controller", "kustomize-controller"])
+def test_what_a_repository_keeps_is_deleted_and_put_back_by_who_keeps_it(
+    cluster: FakeCluster, sunspot: Command, uids: list[str], when: Callable[..., None], manager: str
+) -> None:
+    def delete(handler: Any) -> None:
+        handler.answer()
+        later(lambda: cluster.put_job(kept(rayjob(JOB), manager)), pause=0.5)
+
+    cluster.put_job(kept(rayjob(JOB), manager))
+    give_up_head(cluster)
+    cluster.on("DELETE", "rayjobs", delete, times=1)
+    cluster.forbidden.add("create rayjobs")
+    when(pending=lambda: cluster.set_status(JOB, "Complete", "SUCCEEDED"))
+    assert sunspot("wait", "run", "--json", "--timeout", "60") == 0, sunspot.err
+    assert [line["state"] for line in sunspot.lines] == ["retrying", "pending", "succeeded"]
+    assert len(uids) == 2
+    assert "PATCH" not in [method for method, _ in cluster.requests]
+
+
+def test_what_is_not_put_back_is_said(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sunspot.submitter.cluster.completion.PUT_BACK_WITHIN_S", 0.0)
+    cluster.put_job(kept(rayjob(JOB)))
+    give_up_head(cluster)
+    assert sunspot("wait", "run", "--timeout", "20") == 5
+    assert "run-1 was deleted to start again, and Argo CD has not put it back; sync it by hand" in sunspot.err
+
+
+def test_who_may_not_create_deletes_nothing(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    cluster.put_job(rayjob(JOB))
+    submit(cluster, run)
+    give_up_head(cluster)
+    cluster.forbidden.add("create rayjobs")
+    assert sunspot("wait", "run", "--timeout", "20") == 4
+    assert "run-1 was submitted, and this user may not create it again" in sunspot.err
+    assert JOB in cluster.jobs
 
 
 def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:

@@ -5,15 +5,15 @@ node, the RayJob is Failed, and `backoffLimit` does not apply. Nothing is wrong 
 """
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from sunspot.errors import ConflictError, GaveUpError, SunspotError
+from sunspot.errors import ClusterError, ConflictError, GaveUpError, SunspotError
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.status import RunState
 from sunspot.run.submissions import newest_submission
 from sunspot.settings import PREFIX, Settings
-from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
 from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S, Follower, OutageReporter
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, warn_of_hidden
 from sunspot.submitter.cluster.progress_lines import ProgressLines
@@ -24,6 +24,17 @@ from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.printing import progress_note, warn
 
 MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
+
+PUT_BACK_WITHIN_S = 900.0
+"""How long Argo CD or Flux may take to put a RayJob back: in k8s/gitops/flux.yaml, Flux looks every 10 minutes."""
+
+
+class Restart(NamedTuple):
+    """A RayJob that failed, and is to start again."""
+
+    job: JobView
+    manifest: dict[str, Any] | None
+    "What is applied in its place; None: what keeps it from a repository puts it back (`JobView.kept_by`)."
 
 
 def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) -> RunState:
@@ -44,11 +55,11 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
         while True:
             snapshot = _follow(access, began, timeout, show)
             state, reason = snapshot.state()
-            manifest = restarts.next(snapshot)
-            if not (cluster and snapshot.job and manifest):
+            restart = restarts.next(snapshot)
+            if not (cluster and restart):
                 break
             show(snapshot, RunState.RETRYING, f"{reason}; it is started again")
-            start_again(access, snapshot.job, manifest)
+            start_again(access, restart)
         show(snapshot, state, reason)
     finally:
         show.close()
@@ -102,17 +113,17 @@ class HeadRestarts:
         self._count = 0
         "Restarts since that checkpoint was new."
 
-    def next(self, snapshot: RunSnapshot) -> dict[str, Any] | None:
-        """Return the manifest to start again; None when the run ended otherwise, was stopped, or is not ours to start.
+    def next(self, snapshot: RunSnapshot) -> Restart | None:
+        """Return what is to start again; None when the run ended otherwise, was stopped, or is not ours to start.
 
-        What was not submitted by `sunspot` (GitOps) is started by whoever applied it. Raises `SunspotError` after as
-        many restarts in a row without a new checkpoint as a job may have starts of its driver.
+        Ours is what was submitted last, and what is kept from a repository. Raises `SunspotError` after as many
+        restarts in a row without a new checkpoint as a job may have starts of its driver.
         """
         job, stored = snapshot.job, snapshot.storage
         if not job or not head_given_up(snapshot) or stored.stop_wanted or stored.trouble:
             return None
         name, text = newest_submission(self._run) or ("", "")
-        if name != job.name:
+        if name != job.name and (name or not job.kept_by):
             return None
         checkpoint = stored.status.checkpoint if stored.status else None
         if checkpoint != self._checkpoint:
@@ -124,36 +135,45 @@ class HeadRestarts:
                 f"a new checkpoint; look at the nodes it was on. {MAX_STARTS} allows more"
             )
         self._count += 1
-        return parse_submission(self._run, name, text)
+        return Restart(job, None if job.kept_by else parse_submission(self._run, name, text))
 
 
-def start_again(access: RunAccess, job: JobView, manifest: dict[str, Any]) -> None:
+def start_again(access: RunAccess, restart: Restart) -> None:
     """Replace a failed RayJob by a new one of the same name, and so of the same owner in storage.
 
     Its old pods may take their time: one on a frozen node goes when the node comes back, and what it still does then
     changes nothing of the run (run/attempts.py). Raises `ClusterError` or `GaveUpError` when the API server is out
-    of reach, or keeps the old one, for MAX_OUTAGE_S.
+    of reach, or keeps the old one, for MAX_OUTAGE_S, and when nothing puts it back for PUT_BACK_WITHIN_S.
     """
-    cluster = access.require_cluster()
-    deadline = time.monotonic() + MAX_OUTAGE_S
+    cluster, job = access.require_cluster(), restart.job
+    deadline = time.monotonic() + (MAX_OUTAGE_S if restart.manifest else PUT_BACK_WITHIN_S)
     try:
         with progress_note(f"starting {job.name} again"):
-            while trouble := _replace(cluster, job, manifest):
+            while trouble := _replace(cluster, restart):
                 if time.monotonic() > deadline:
                     raise trouble
                 time.sleep(TICK_S)
     except KeyboardInterrupt:
-        warn(f"\n{job.name} may be gone; `sunspot resume {access.arguments}` starts it again")
+        again = f"{job.kept_by} puts it back" if job.kept_by else f"`sunspot resume {access.arguments}` starts it again"
+        warn(f"\n{job.name} may be gone; {again}")
         raise
 
 
-def _replace(cluster: Cluster, job: JobView, manifest: dict[str, Any]) -> SunspotError | None:
-    """Delete and create the RayJob; returns what is in the way, if anything. Harmless to repeat."""
+def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
+    """Delete the RayJob, and create it or look whether it is back; returns what is in the way. Harmless to repeat."""
+    job = restart.job
     try:
+        if restart.manifest and not cluster.allows("create", "ray.io", "rayjobs"):
+            told = f"{job.name} was submitted, and this user may not create it again"
+            raise ClusterError(f"{told}; have the Role {ROLE} of k8s/base bound to you, or somebody else `wait` for it")
         cluster.delete_job(job)
         if cluster.has_job(job):
             return GaveUpError(f"{job.name} is deleted and still there; does the operator run? Submit again then")
-        cluster.apply(manifest)
+        if restart.manifest:
+            cluster.apply(restart.manifest)
+        elif not cluster.find("job", job.name):
+            told = f"{job.name} was deleted to start again, and {job.kept_by} has not put it back"
+            return GaveUpError(f"{told}; sync it by hand, and see docs/gitops.md for how it does so by itself")
     except UnreachableError as error:
         return error
     return None

@@ -39,8 +39,10 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
         state, reason = snapshot.state()
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
+        # What is kept from a repository would be put back, and start: it stays, and the operator removes its cluster.
+        ours = [job for job in snapshot.cluster.jobs if not job.kept_by]
         with progress_note("waiting for its pods to go"):
-            gone = delete_jobs(access.cluster, snapshot.cluster.jobs, left)
+            gone = delete_jobs(access.cluster, ours, left)
         if not gone:
             name = access.run.name
             raise GaveUpError(f"{name} has ended ({reason}), but its pods are still there; they go by themselves")

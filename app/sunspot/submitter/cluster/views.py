@@ -11,6 +11,13 @@ from sunspot.submitter.manifest.shape import SLOT
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """Values of `jobDeploymentStatus` after which the operator only cleans up."""
 
+KEEPERS = {
+    "argocd-controller": "Argo CD",
+    "argocd-application-controller": "Argo CD",
+    "kustomize-controller": "Flux",
+}
+"""What keeps objects as a repository has them (GitOps), by the name under which it manages their fields."""
+
 PUSH_IMAGE = "push the image, or correct --image and the pull secret"
 
 CREATE_MISSING = "create what is missing, in the namespace of the run"
@@ -78,6 +85,12 @@ class JobView:
     def live(self) -> bool:
         """Whether the operator still works on it."""
         return not self.terminal and not self.deleting
+
+    @property
+    def kept_by(self) -> str:
+        """What puts it back when it is deleted: Argo CD or Flux; empty: nothing."""
+        managers = [entry.get("manager") for entry in self.raw["metadata"].get("managedFields") or ()]
+        return next((KEEPERS[manager] for manager in managers if manager in KEEPERS), "")
 
 
 class PodProblem(NamedTuple):
