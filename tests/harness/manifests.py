@@ -1,7 +1,11 @@
-"""Manifests of the shipped profiles; those for clouds want a bucket and an image of the user's own."""
+"""Manifests of the shipped profiles, those for clouds with a bucket and an image; and what kustomize builds."""
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.render import JobRequest, Rendered
@@ -26,3 +30,10 @@ def in_pods(profile: str, pods: str) -> dict[str, str]:
     """The setting for so many training pods: 2, or 1..2."""
     [machine] = load_profile(profile, {}).groups
     return {"NUM_WORKERS": re.sub(r"\d+", lambda number: str(int(number[0]) * max(1, machine.gpus or 0)), pods)}
+
+
+def build(folder: Path) -> list[dict[str, Any]]:
+    """What `kubectl apply -k` applies."""
+    built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return list(yaml.safe_load_all(built.stdout))

@@ -110,3 +110,9 @@ def test_a_field_that_no_rayjob_has_is_refused(namespace: str, tmp_path: Path) -
 @pytest.mark.parametrize("base", ["base", "base-gke", "base-eks", "base-aks"])
 def test_every_overlay_is_accepted(base: str, components: list[str], namespace: str, tmp_path: Path) -> None:
     kubectl("apply", "--dry-run=server", "--validate=strict", "-k", customize(tmp_path, namespace, base, *components))
+
+
+@pytest.mark.parametrize("folder", ["ui", "gitops/wait"])
+def test_every_deployment_is_accepted(folder: str, namespace: str, tmp_path: Path) -> None:
+    said = kubectl("apply", "--dry-run=server", "--validate=strict", "-k", customize(tmp_path, namespace, folder))
+    assert "PodSecurity" not in said

@@ -10,11 +10,13 @@ import yaml
 from cel_expr_python import cel
 from lupa import lua51
 
-from sunspot.run.status import RunState
+from sunspot.run.status import RunState, Status
+from sunspot.submitter.cluster.completion import PUT_BACK_WITHIN_S
+from sunspot.submitter.cluster.reconciler import annotations
 from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, judge
-from sunspot.submitter.cluster.views import job_view
+from sunspot.submitter.cluster.views import KEEPERS, job_view
 from sunspot.submitter.manifest.profile import manifests
-from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, rayjob
+from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, kept, rayjob
 
 CASES = list(itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES))
 
@@ -114,6 +116,12 @@ def test_the_message_has_the_operators_reason() -> None:
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
 
 
+def test_the_message_has_the_step_that_the_job_is_annotated_with() -> None:
+    job = a_rayjob("Running", "RUNNING")
+    job["metadata"]["annotations"] = annotations(RunState.RUNNING, Status(RunState.RUNNING, "", step=7, total_steps=10))
+    assert argo_cd(job) == ("Progressing", "Running: RUNNING: step 7 of 10")
+
+
 PROVISIONING = (False, "RayCluster Pods are being provisioned for first time")
 PROVISIONED = (True, "All Ray Pods are ready for the first time")
 REFUSED = (True, 'pods "head" is forbidden: exceeded quota: sunspot')
@@ -150,6 +158,14 @@ REFUSED = (True, 'pods "head" is forbidden: exceeded quota: sunspot')
 def test_a_cluster(cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str) -> None:
     assert argo_cd(cluster) == argo_says
     assert flux(cluster) == flux_says
+
+
+def test_argo_cd_and_flux_are_known_by_the_fields_that_they_manage_and_put_back_what_is_deleted() -> None:
+    found = {manager: job_view(kept(rayjob("digits-1"), manager)).kept_by for manager in (*KEEPERS, "kubectl")}
+    assert found == {**KEEPERS, "kubectl": ""}
+    assert load("application.yaml")["spec"]["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
+    assert load("flux.yaml")["spec"]["interval"] == "10m"
+    assert PUT_BACK_WITHIN_S > 600
 
 
 def test_neither_puts_back_what_kueue_writes() -> None:

@@ -31,7 +31,7 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
 from sunspot.submitter.manifest.yaml_files import read_documents
 from tests.harness import GOLDEN
-from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, in_pods, render, render_as_given
+from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, build, in_pods, render, render_as_given
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = REPOSITORY / "k8s"
@@ -243,13 +243,6 @@ def test_no_pod_gets_the_identity_of_its_node(server: str) -> None:
     inside = [block for block in blocks if address in ipaddress.ip_network(block["cidr"])]
     assert len(inside) == 1
     assert any(address in ipaddress.ip_network(part) for part in inside[0]["except"])
-
-
-def build(folder: Path) -> list[dict[str, Any]]:
-    """What `kubectl apply -k` applies."""
-    built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return list(yaml.safe_load_all(built.stdout))
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")

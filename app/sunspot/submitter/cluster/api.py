@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,16 @@ class Cluster:
             query.append(("dryRun", "All"))
         name = manifest["metadata"]["name"]
         return job_view(self._ask(Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")))
+
+    def annotate(self, job: JobView, annotations: Mapping[str, str]) -> None:
+        """Set annotations of this RayJob; no error if it is gone, or its name is another's by now."""
+        body = {"metadata": {"uid": job.uid, "annotations": dict(annotations)}}
+        query = [("fieldManager", "sunspot-wait")]  # not that of `apply`, which would take back all the rest
+        try:
+            self._ask(Request("PATCH", "job", job.name, query, body, kind="merge-patch+json"))
+        except RefusedError as error:
+            if error.status not in (404, 422):  # 422: another uid
+                raise
 
     def delete_job(self, job: JobView) -> None:
         """Delete this RayJob and with it its cluster; no error if it is gone already."""
@@ -320,7 +330,7 @@ class Cluster:
             body=request.body,
             auth_settings=["BearerToken"],
         )
-        if request.kind != "json":
+        if "json" not in request.kind:  # the client makes JSON of it, and takes other text as it is
             call = (*call[:3], json.dumps(request.body), call[4])
         try:
             answer = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, request.read_timeout_s))

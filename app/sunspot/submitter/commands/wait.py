@@ -1,18 +1,48 @@
-"""`sunspot wait`: progress until the run ends; the exit code says how it ended."""
+"""`sunspot wait`: progress until the run ends; the exit code says how it ended. With `--all`, of all runs, for good."""
 
 import argparse
+import time
 
+from sunspot.errors import SettingsError
+from sunspot.run.status import RunState
+from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.completion import wait_for_end
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import show_progress
-from sunspot.submitter.commands.arguments import add_run, run_target, seconds
+from sunspot.submitter.cluster.reconciler import LOOK_EVERY_S, Reconciler
+from sunspot.submitter.commands.arguments import run_target, seconds
+from sunspot.submitter.printing import print_json_line, print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name of the run")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="instead of RUN: look after all runs of the namespace, for good (k8s/gitops/wait)",
+    )
     parser.add_argument("--timeout", metavar="S", type=seconds, help="give up after so many seconds (exit code 5)")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.all == (args.run is not None) or (args.all and args.timeout is not None):
+        raise SettingsError("give the name of a run, or --all, which never ends and takes no --timeout")
+    if args.all:
+        _look_after_all(args)
     access = reach_run(run_target(args))
     wait_for_end(access, args.timeout, show_progress(access.run, args.json))
+
+
+def _look_after_all(args: argparse.Namespace) -> None:
+    """Print each change of state until Ctrl-C."""
+
+    def show(run: str, state: RunState, reason: str) -> None:
+        if args.json:
+            print_json_line({"time": time.time(), "run": run, "state": state, "reason": reason})
+        else:
+            print_text(f"{run}: {state}{f', {reason}' if reason else ''}", flush=True)
+
+    reconciler = Reconciler(connect(args.context, args.namespace), args.storage, show)
+    while True:
+        reconciler.reconcile()
+        time.sleep(LOOK_EVERY_S)

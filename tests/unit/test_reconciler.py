@@ -1,0 +1,159 @@
+"""`sunspot wait --all`: runs of a namespace that are started again, and what their RayJobs are annotated with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from sunspot.run import Run
+from sunspot.run.status import RunState
+from sunspot.run.submissions import record_submission
+from sunspot.submitter.cluster.api import connect
+from sunspot.submitter.cluster.reconciler import Reconciler
+from tests.harness.commands import Command
+from tests.harness.kubernetes import FakeCluster, answer, kept, rayjob
+from tests.harness.runs import set_status
+from tests.harness.waiting import wait_until
+
+GIVEN_UP = {"deployment": "Failed", "ray": "RUNNING", "reason": "JobStatusCheckTimeoutExceeded"}
+
+SAVED = {"checkpoint": "step-00000005-attempt-0001", "checkpoint_time": 1764104400.0}
+
+
+@pytest.fixture
+def shown() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def reconciler(cluster: FakeCluster, run: Run, shown: list[tuple[str, str]]) -> Reconciler:
+    return Reconciler(connect(), run.storage.locate(""), lambda name, state, reason: shown.append((name, str(state))))
+
+
+def another(job: dict[str, Any]) -> dict[str, Any]:
+    """A RayJob of the name of one that is gone."""
+    return {**job, "metadata": {**job["metadata"], "uid": "another"}}
+
+
+def annotations(cluster: FakeCluster, name: str) -> dict[str, str]:
+    return cluster.jobs[name]["metadata"].get("annotations", {})
+
+
+def changes(cluster: FakeCluster) -> list[str]:
+    return [method for method, _ in cluster.requests if method in ("PATCH", "DELETE")]
+
+
+def test_a_job_is_annotated_with_where_its_run_stands(
+    cluster: FakeCluster, run: Run, reconciler: Reconciler, shown: list[tuple[str, str]]
+) -> None:
+    cluster.put_job(rayjob("run-0", created=time.time() - 100))
+    cluster.put_job(rayjob("run-1"))
+    reconciler.reconcile()
+    assert annotations(cluster, "run-1") == {"sunspot/state": "pending"}
+    cluster.set_status("run-1", "Running", "RUNNING")
+    set_status(run, RunState.RUNNING, step=7, **SAVED)
+    reconciler.reconcile()
+    expected = {
+        "sunspot/state": "running",
+        "sunspot/step": "7",
+        "sunspot/total-steps": "10",
+        "sunspot/checkpoint": "5",
+        "sunspot/checkpoint-time": "2025-11-25T21:00:00Z",
+    }
+    assert annotations(cluster, "run-1") == expected
+    before = len(changes(cluster))
+    reconciler.reconcile()
+    assert len(changes(cluster)) == before, "nothing is new"
+    set_status(run, RunState.SUCCEEDED, step=10, **SAVED)
+    cluster.set_status("run-1", "Complete", "SUCCEEDED")
+    reconciler.reconcile()
+    reconciler.reconcile()
+    assert annotations(cluster, "run-1")["sunspot/state"] == "succeeded"
+    assert shown == [("run", "pending"), ("run", "running"), ("run", "succeeded")]
+    assert annotations(cluster, "run-0") == {}, "another has taken its place"
+
+
+def test_runs_are_started_again_by_who_keeps_them_none_waiting_for_another(
+    cluster: FakeCluster, reconciler: Reconciler, shown: list[tuple[str, str]]
+) -> None:
+    for name in ("one", "two"):
+        cluster.put_job(kept(rayjob(f"{name}-1", run=name)))
+        cluster.set_status(f"{name}-1", **GIVEN_UP)
+    cluster.put_job(rayjob("by-hand-1", run="by-hand"))
+    cluster.set_status("by-hand-1", **GIVEN_UP)
+    reconciler.reconcile()
+    wait_until(lambda: list(cluster.jobs) == ["by-hand-1"], seconds=20)
+    cluster.put_job(another(kept(rayjob("two-1", run="two"))))
+    reconciler.reconcile()
+    expected = {("one", "retrying"), ("two", "retrying"), ("two", "pending"), ("by-hand", "failed")}
+    assert len(shown) == 4
+    assert set(shown) == expected
+
+
+def test_what_was_submitted_is_started_again_by_who_may(
+    cluster: FakeCluster, run: Run, reconciler: Reconciler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.put_job(rayjob("run-1"))
+    record_submission(run, "run-1", json.dumps(cluster.jobs["run-1"]))
+    cluster.set_status("run-1", **GIVEN_UP)
+    cluster.forbidden.add("create rayjobs")
+    reconciler.reconcile()
+    said = "may not create it again; have the Role sunspot-submitter"
+    wait_until(lambda: said in capsys.readouterr().err, seconds=20)
+    assert "run-1" in cluster.jobs
+    cluster.forbidden.clear()
+    Reconciler(connect(), run.storage.locate(""), lambda *words: None).reconcile()
+    wait_until(lambda: "status" not in cluster.jobs.get("run-1", {"status": "gone"}), seconds=20)
+
+
+def test_what_goes_wrong_is_said_once_and_tried_again(
+    cluster: FakeCluster, run: Run, reconciler: Reconciler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.put_job(rayjob("run-1"))
+    cluster.on("PATCH", "rayjobs", answer(403, 'User "me" cannot patch rayjobs'), times=2)
+    for _ in range(3):
+        reconciler.reconcile()
+    assert capsys.readouterr().err.count('run: User "me" cannot patch rayjobs') == 1
+    assert annotations(cluster, "run-1") == {"sunspot/state": "pending"}
+    cluster.down()
+    reconciler.reconcile()
+    cluster.up()
+    reconciler.reconcile()
+    said = capsys.readouterr().err
+    assert "the API server unreachable for" in said
+    assert "the API server is back" in said
+
+
+def test_a_job_that_goes_meanwhile_is_no_error(cluster: FakeCluster) -> None:
+    cluster.put_job(rayjob("run-1"))
+    api = connect()
+    [job], _ = api.list_jobs()
+    cluster.delete_job("run-1")
+    api.annotate(job, {"sunspot/state": "running"})
+    cluster.put_job(another(rayjob("run-1")))
+    api.annotate(job, {"sunspot/state": "running"})
+    assert annotations(cluster, "run-1") == {}
+
+
+def test_the_verb_goes_on_until_it_is_told_to_end(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    for words in ([], ["run", "--all"], ["--all", "--timeout", "1"]):
+        assert sunspot("wait", *words) == 2
+        assert "give the name of a run, or --all" in sunspot.err
+    cluster.put_job(rayjob("run-1"))
+    command = [sys.executable, "-m", "sunspot.cli", "wait", "--all", "--storage", run.storage.locate("")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout
+        assert waiting.stdout.readline() == "run: pending\n"
+        os.kill(waiting.pid, signal.SIGINT)
+        _, said = waiting.communicate(timeout=20)
+    assert waiting.returncode == 130
+    assert "Traceback" not in said
+    cluster.on("GET", "rayjobs", answer(403, 'User "me" cannot list rayjobs'))
+    assert sunspot("wait", "--all") == 4
