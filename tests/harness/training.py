@@ -15,7 +15,7 @@ from sunspot.cli import main as sunspot
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts, step_of
 from sunspot.run.audit import read_audit
-from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_directories
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_directories
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, find_gaps, goodput, read_receipts
 from sunspot.run.status import read_status
@@ -32,6 +32,14 @@ def the_run(program: Program, name: str = "run") -> Run:
 def newest(run: Run) -> Checkpoint:
     checkpoint, _ = find_newest_good(run, read_attempts(run))
     assert checkpoint
+    return checkpoint
+
+
+def newest_whole(run: Run, step: int) -> Checkpoint:
+    """The newest checkpoint, which is that of `step` and has no fault."""
+    checkpoint = newest(run)
+    assert checkpoint.step == step
+    assert find_faults(run, checkpoint) == []
     return checkpoint
 
 

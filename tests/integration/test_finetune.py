@@ -15,12 +15,12 @@ from sunspot.checkpoint.parts import load_model
 from sunspot.predict.__main__ import main as predict
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
-from sunspot.run.checkpoints import Checkpoint, find_faults
+from sunspot.run.checkpoints import Checkpoint
 from sunspot.tasks.pretrained import open_base
 from tests.harness import REPOSITORY
 from tests.harness.finetune_ranks import KILLED_AT, STEPS
 from tests.harness.language_models import write_base
-from tests.harness.training import newest
+from tests.harness.training import newest_whole
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last_of(adapters: Path, name: str) -> Checkpoint:
-    run = open_run(str(adapters), name)
-    checkpoint = newest(run)
-    assert checkpoint.step == STEPS
-    assert find_faults(run, checkpoint) == []
-    return checkpoint
+    return newest_whole(open_run(str(adapters), name), STEPS)
 
 
 def losses_of(adapters: Path, name: str) -> list[float]:

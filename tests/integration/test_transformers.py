@@ -14,10 +14,10 @@ import torch
 from sunspot.checkpoint.parts import load_model
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
-from sunspot.run.checkpoints import Checkpoint, find_faults
+from sunspot.run.checkpoints import Checkpoint
 from tests.harness import REPOSITORY
 from tests.harness.trainer_ranks import KILLED_AT, STEPS
-from tests.harness.training import consumed, newest
+from tests.harness.training import consumed, newest, newest_whole
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,7 @@ def read(trained: Path, name: str) -> Any:
 
 
 def last_of(trained: Path, name: str) -> Checkpoint:
-    run = open_run(str(trained), name)
-    checkpoint = newest(run)
-    assert checkpoint.step == STEPS
-    assert find_faults(run, checkpoint) == []
-    return checkpoint
+    return newest_whole(open_run(str(trained), name), STEPS)
 
 
 @pytest.mark.parametrize(("name", "killed"), [("one", "killed"), ("adapted", "adapted-killed")])

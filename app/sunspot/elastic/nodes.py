@@ -25,7 +25,7 @@ SETTLED_S = 5.0
 were asked for together join within seconds of each other. The lag of Ray's own view of the nodes comes on top."""
 
 FIRST_WAIT_S = 30.0
-"""The longest wait for more nodes at the start of a group that cannot grow, once there are enough."""
+"""The longest wait for more nodes at the start of a group to which Ray adds no workers."""
 
 BACKOFF_FACTOR = 4
 """How much longer room must last after each restart in which Ray did not make a larger group, as another job may hold
