@@ -44,7 +44,10 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> None:
-    """Have nodes, by Ray's id, end as soon as nothing runs on them any more; nothing new begins there."""
+    """Have nodes, by Ray's id, leave the cluster as soon as nothing runs on them any more; nothing new begins there.
+
+    The autoscaler deletes the pod of a node that has left; `ray start --block` in it goes on by itself.
+    """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
