@@ -1,10 +1,15 @@
 """Brings the members of a worker group and its decider together, by a connection from each of them to the driver.
 
-A connection that ends is a loss, known at once; silence for HEARTBEAT_LIMIT_S is one, too: a node that goes closes no
-connection. Who was taken for lost, and is not, finds its connection closed, and comes back as a newcomer.
+A connection that ends is a loss, known at once. A node that goes closes none, but its kernel answers no more, which it
+does while it is busy, so MACHINE_LIMIT_S are enough. A process that stands still has a kernel that answers: it is lost
+when no heartbeat has come for PROCESS_LIMIT_S. Who was taken for lost, and is not, finds its connection closed, and
+comes back as a newcomer.
 """
 
+import os
 import secrets
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -27,8 +32,11 @@ from sunspot.run.incidents import Cause
 
 HEARTBEAT_EVERY_S = 0.1
 
-HEARTBEAT_LIMIT_S = 2.0
-"""Silence for which a member is taken for lost. A process that keeps Python's lock for longer comes back by itself."""
+MACHINE_LIMIT_S = 2.0
+"""For which a member's kernel may leave a packet without an answer."""
+
+PROCESS_LIMIT_S = 10.0
+"""For which a member may send no heartbeat: one that is starved, or keeps Python's lock, sends none for seconds."""
 
 DECIDE_EVERY_S = 0.02
 
@@ -106,6 +114,7 @@ class MembershipServer:
                 connection = self._listener.accept()
             except Exception:  # a stranger, or the end
                 continue
+            expect_answers(connection)
             start_thread(partial(self._serve, connection), "member")
 
     def _serve(self, connection: Connection) -> None:
@@ -120,12 +129,12 @@ class MembershipServer:
             "beat": lambda: None,
         }
         try:
-            while connection.poll(HEARTBEAT_LIMIT_S):
+            while connection.poll(PROCESS_LIMIT_S):
                 word = connection.recv()
                 with self._lock:
                     acts[word]()
         except (EOFError, OSError):
-            pass  # the process has ended
+            pass  # the process has ended, or its machine
         with self._lock:
             self._note_loss(member)
             self._membership.lose(member.uid, time.monotonic())
@@ -154,3 +163,18 @@ class MembershipServer:
                 connection.send(word)
             except OSError:
                 continue  # its thread notices
+
+
+def expect_answers(connection: Connection) -> None:
+    """Have a connection end when the other side's kernel does not answer for MACHINE_LIMIT_S, also if nothing is sent.
+
+    See tcp(7): a probe goes out after a second without a packet, and another each second.
+    """
+    if sys.platform != "linux":
+        return
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S) - 100)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,238 @@
+"""`python -m scripts.storm`: workers of a run on this machine are killed at random, and the others have to train on.
+
+Three workers train in double precision, with SURVIVORS=auto. No step may be taken again, the rows must be complete, and
+the weights those of a run that nobody disturbed. One worker is spared in the first half: the files and threads that it
+holds are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from scripts.cluster import until
+from scripts.storm_task import SHARED_MEMORY, moment_of
+from sunspot.errors import SunspotError, run_and_exit
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import IN_PLACE, read_attempts
+from sunspot.run.checkpoints import find_newest_good
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Receipt, read_receipts
+from sunspot.run.requests import request_stop
+from sunspot.submitter.proof import prove
+
+WORKERS = 3
+BATCH = 30
+ROWS = 100 * BATCH
+PAUSE_S = 0.1
+"""Of each of a step's three parts."""
+
+WAIT_S = 180.0
+"""For a first step, a replacement, or the end."""
+
+SETTINGS = {
+    "TASK": "scripts.storm_task",
+    "RESOURCES_PER_WORKER": '{"CPU": 0.5}',
+    "GLOBAL_BATCH_SIZE": str(BATCH),
+    "EPOCHS": "10000",
+    "LEARNING_RATE": "0.01",
+    "CHECKPOINT_EVERY_STEPS": "37",
+    "CHECKPOINT_EVERY_S": "0",
+    "REPORT_EVERY_S": "1",
+    "PREDICT_ROWS": "0",
+    "AUDIT": "true",
+    "SURVIVORS": "auto",
+}
+
+
+class Loss:
+    """Workers that are killed at once."""
+
+    def __init__(self, victims: list[psutil.Process]) -> None:
+        notes = [moment_of(victim.pid) for victim in victims]
+        self.moments = [note.read_text() if note.exists() else "joining" for note in notes]
+        self.at = time.time()
+        for victim in victims:
+            victim.kill()
+        for note in notes:
+            note.unlink(missing_ok=True)
+
+    def pause_s(self, receipts: list[Receipt]) -> float | None:
+        """Seconds to the survivors' next step; None: there was none yet."""
+        return min((one.first_step - self.at for one in receipts if one.first_step > self.at), default=None)
+
+
+def main() -> int:
+    """Kill until the number is reached, and compare."""
+    parser = argparse.ArgumentParser("storm", description="Kills workers at random, and checks what the others make.")
+    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs; default: 200")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="storm-") as name:
+        folder = Path(name)
+        write_data(folder)
+        run = open_run(str(folder / "runs"), "storm")
+        with training(folder, run, PAUSE_S) as process:
+            losses = strike(run, process, arguments.kills, random.Random(arguments.seed))
+            request_stop(run, "the storm")
+            process.wait(WAIT_S)
+        calm = open_run(str(folder / "runs"), "calm")
+        steps = newest_step(run)
+        with training(folder, calm, 0, MAX_STEPS=steps, AUDIT="false") as process:
+            process.wait()
+        report(run, losses)
+        print(f"{steps} steps; weights differ by {difference(run, calm):.1e} from those of a calm run")
+    return 0
+
+
+def write_data(folder: Path) -> None:
+    """Small images of noise, in three classes."""
+    chance = np.random.default_rng(0)
+    for split, rows in [("train", ROWS), ("test", 2 * BATCH)]:
+        pixels = pa.FixedShapeTensorArray.from_numpy_ndarray(chance.integers(0, 256, (rows, 4, 4), dtype=np.uint8))
+        (folder / "data" / split).mkdir(parents=True)
+        table = pa.table({"image": pixels, "label": np.arange(rows) % 3})
+        pq.write_table(table, folder / "data" / split / "rows.parquet", row_group_size=100)
+
+
+@contextlib.contextmanager
+def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Train while the context lasts at most; what it prints is in the folder, and shown if it fails."""
+    own = {
+        "STORAGE_PATH": folder / "runs",
+        "RUN_NAME": run.name,
+        "DATASET": folder / "data",
+        "NUM_WORKERS": WORKERS,
+        "TASK_ARGS": json.dumps({"pause_s": pause_s}),
+    }
+    environment = {f"SUNSPOT_{name}": str(value) for name, value in {**SETTINGS, **own, **settings}.items()}
+    log = folder / f"{run.name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sunspot.train"], env={**os.environ, **environment}, stdout=output, stderr=output
+        )
+        try:
+            yield process
+            if process.returncode:
+                raise SunspotError(f"the training ended with {process.returncode}")
+        except BaseException:
+            print(log.read_text()[-5000:], flush=True)
+            raise
+        finally:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+
+
+def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: random.Random) -> list[Loss]:
+    """Kill one worker, or two at once, again and again: every other time before the last ones are replaced."""
+    losses: list[Loss] = []
+    spared: psutil.Process | None = None
+    while (killed := sum(len(loss.moments) for loss in losses)) < kills:
+        wanted = 2 if losses and chance.random() < 0.5 else WORKERS
+        until(f"group of {wanted} workers", WAIT_S, partial(has_size, run, process, wanted))
+        time.sleep(chance.uniform(0, 6 * PAUSE_S))
+        workers = workers_of(process)
+        members = [worker for worker in workers if moment_of(worker.pid).exists()]
+        if not losses:
+            spared = members[0]
+        if killed >= kills / 2:
+            spared = None
+        if spared:
+            shared = sum(1 for _ in SHARED_MEMORY.iterdir())
+            print(f"   spared: {spared.num_fds()} files, {spared.num_threads()} threads; {shared} in {SHARED_MEMORY}")
+        others = [member for member in members if member != spared]
+        number = min(chance.choice([1, 1, 1, 2]), len(members) - 1, len(others))
+        joining = [worker for worker in workers if worker not in members]
+        loss = Loss(chance.sample(others, number) + (joining if chance.random() < 0.2 else []))
+        losses.append(loss)
+        pause_s = until("next step", WAIT_S, partial(next_step, run, process, loss))
+        print(f"{killed + len(loss.moments)}: {', '.join(loss.moments)}: {pause_s:.2f} s", flush=True)
+    return losses
+
+
+def receipts_of(run: Run, process: subprocess.Popen[bytes]) -> list[Receipt]:
+    """What its losses cost; raises `SunspotError` when the training has ended."""
+    if process.poll() is not None:
+        raise SunspotError("the training has ended")
+    return read_receipts(read_journal(run, "events"))
+
+
+def has_size(run: Run, process: subprocess.Popen[bytes], wanted: int) -> bool:
+    """Whether at least so many workers took the newest group's first step."""
+    receipts = receipts_of(run, process)
+    return bool(receipts) and receipts[-1].world_after >= wanted
+
+
+def next_step(run: Run, process: subprocess.Popen[bytes], loss: Loss) -> float | None:
+    """Seconds from a loss to the next step; None: there was none yet."""
+    return loss.pause_s(receipts_of(run, process))
+
+
+def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes of its workers, also those that prepare themselves; the eldest first."""
+    own = {str(child.pid) for child in psutil.Process(process.pid).children(recursive=True)}
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if one.name().startswith("ray::RayTrain") and one.environ().get("RAY_RAYLET_PID") in own:
+                found.append(one)
+    return sorted(found, key=lambda one: one.create_time())
+
+
+def newest_step(run: Run) -> int:
+    """Where the run has stopped."""
+    checkpoint, _ = find_newest_good(run, read_attempts(run))
+    assert checkpoint
+    return checkpoint.step
+
+
+def difference(run: Run, other: Run) -> float:
+    """The largest difference of two runs' parameters."""
+    states = []
+    for one in (run, other):
+        checkpoint, _ = find_newest_good(one, read_attempts(one))
+        assert checkpoint
+        path = one.storage.locate(one.key("checkpoints", checkpoint.name, "model.pt"))
+        states.append(torch.load(path, weights_only=True))
+    assert states[0].keys() == states[1].keys()
+    return max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0])
+
+
+def report(run: Run, losses: list[Loss]) -> None:
+    """Print what the losses cost; raises `SunspotError` if a step was taken again, or a row is missing."""
+    receipts = read_receipts(read_journal(run, "events"))
+    pauses = sorted(pause for loss in losses if (pause := loss.pause_s(receipts)) is not None)
+    moments = Counter(moment for loss in losses for moment in loss.moments)
+    print(f"{moments.total()} killed in {len(losses)} losses: {dict(moments.most_common())}")
+    most = f"90 % of them {pauses[int(0.9 * len(pauses))]:.2f} s, the longest {pauses[-1]:.2f} s"
+    print(f"to the next step: median {median(pauses):.2f} s, {most}")
+    print(f"receipts: {dict(Counter((str(one.cause), one.tier) for one in receipts))}")
+    again = sum(receipt.replayed for receipt in receipts)
+    faults = prove(run).summary
+    print(f"{again} steps again; audit: {faults or 'clean'}")
+    if again or faults or any(one.tier != IN_PLACE for one in receipts[1:]):
+        raise SunspotError("the others should have trained on, each time")
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
