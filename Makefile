@@ -19,6 +19,7 @@ recovery soak bench-failures: OWN = KUBE_CONTEXT PROFILE IMAGE RECLAIM KILL ADD 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' app/sunspot/__init__.py)
 IMAGE ?= sunspot:$(VERSION)
 BASE ?= debian:bookworm-slim
+PLATFORM ?= linux/amd64
 PROFILE ?= kind
 RUN ?= mnist
 OUTPUT ?= rendered/$(RUN)
@@ -64,8 +65,8 @@ bench: .venv/dev  ## the benchmarks beside their yardsticks, as one table
 bench-gpu: .venv/dev  ## the figures of one GPU, each printed as soon as it is known; ON=cpu tries it out
 	@$(BIN)/python -m scripts.bench.gpu $(if $(ON),--device $(ON))
 
-image:  ## the container image: make image IMAGE=registry/sunspot:1, with Lightning, Hugging Face and tracking: EXTRAS=1, without CUDA: HEAD=1, without torch and Ray: SUBMITTER=1
-	docker build --build-arg BASE=$(BASE) --build-arg VERSION=$(VERSION) $(if $(EXTRAS),--build-arg LOCK=image-extras.txt) \
+image:  ## the container image: make image IMAGE=registry/sunspot:1, with Lightning, Hugging Face and tracking: EXTRAS=1, without CUDA: HEAD=1, without torch and Ray: SUBMITTER=1; PLATFORM=linux/arm64
+	docker build $(if $(PLATFORM),--platform $(PLATFORM)) --build-arg BASE=$(BASE) --build-arg VERSION=$(VERSION) $(if $(EXTRAS),--build-arg LOCK=image-extras.txt) \
 	  $(if $(SUBMITTER),--build-arg LOCK=submitter.txt) $(if $(HEAD),--build-arg TORCH=cpu) -f docker/Dockerfile -t $(IMAGE) .
 
 wheel: .venv/dev  ## the wheel and its source distribution, into dist/

@@ -50,7 +50,8 @@ def make(image: str) -> None:
     """Make what the cluster lacks: made twice, it is the same."""
     call("docker", "version", "--format", "docker {{.Server.Version}}")  # it may be installed and not run
     if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
-        call("make", "image", "HEAD=1", f"IMAGE={image}")  # without CUDA: kind's nodes have no GPU
+        # Without CUDA, as kind's nodes have no GPU, and of this machine's own architecture.
+        call("make", "image", "HEAD=1", "PLATFORM=", f"IMAGE={image}")
     if NAME in call("kind", "get", "clusters", quiet=True).split():
         install_operator(CONTEXT)
     else:

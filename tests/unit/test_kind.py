@@ -71,7 +71,7 @@ def test_a_cluster_is_made_with_operator_bucket_and_image(
 
 def test_what_is_there_is_not_made_again(kind: Kind) -> None:
     calls = kind("up", "--image", "sunspot:1", clusters="sunspot", fails="docker image inspect")
-    assert "make image HEAD=1 IMAGE=sunspot:1" in calls
+    assert "make image HEAD=1 PLATFORM= IMAGE=sunspot:1" in calls
     assert not [call for call in calls if call.startswith("kind create")]
     assert kind("down") == ["kind delete cluster --name sunspot"]
 

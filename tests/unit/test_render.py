@@ -80,6 +80,9 @@ backoff_limit: 5
 """
 """A user's own profile with every key that a shipped one does not have."""
 
+OF_THE_IMAGE = {"kubernetes.io/arch": "amd64"}
+"""The nodes on which it runs, as `make image` builds it for."""
+
 OF_LOST_NODES = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
     for key in ("not-ready", "unreachable")
@@ -554,7 +557,8 @@ def test_workers_go_to_spot_nodes_and_the_head_never(profile: str) -> None:
     spot = load_profile(profile, {}).spot
     assert spot
     head, workers = pods_of(render(profile, {}))
-    assert workers["nodeSelector"] == {spot.label: spot.value}
+    assert workers["nodeSelector"] == {spot.label: spot.value, **OF_THE_IMAGE}
+    assert head["nodeSelector"] == OF_THE_IMAGE
     assert {"key": spot.label, "operator": "Exists"} in workers["tolerations"]
     required = head["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     expressions = [term["matchExpressions"] for term in required["nodeSelectorTerms"]]
@@ -787,11 +791,12 @@ def test_everything_a_profile_of_ones_own_can_say(full: Rendered) -> None:
         assert group["template"]["metadata"]["labels"]["team"] == "vision"
         assert group["template"]["metadata"]["annotations"]["example.com/owner"] == "me"
     head, workers, data = pods_of(full)
-    assert head["nodeSelector"] == {"pool": "cpu"}
+    assert head["nodeSelector"] == {"pool": "cpu", **OF_THE_IMAGE}
     assert head["tolerations"] == [*OF_LOST_NODES, {"key": "dedicated", "operator": "Exists"}]
     assert head["containers"][0]["resources"]["limits"]["memory"] == "16Gi"
     assert workers["nodeSelector"] == {
         "cloud.google.com/gke-spot": "true",
+        **OF_THE_IMAGE,
         "cloud.google.com/gke-accelerator": "nvidia-l4",
     }
     assert {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"} in workers["tolerations"]
