@@ -400,6 +400,7 @@ def test_a_run_whose_head_was_given_up_is_started_again_as_the_same_job(
     )
     assert sunspot("wait", "run", "--json", "--timeout", "60") == 0, sunspot.err
     assert [line["state"] for line in sunspot.lines] == ["retrying", "pending", "succeeded"]
+    assert "submit again" not in sunspot.lines[0]["reason"]
     assert "did not answer the operator for too long" in sunspot.lines[0]["reason"]
     assert len(uids) == 2
     assert owner_of(run, JOB) == f"{JOB}#1", "no new submission: the driver counts its starts, and a thawed one is late"

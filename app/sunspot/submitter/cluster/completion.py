@@ -18,7 +18,7 @@ from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S, Follower, Out
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, warn_of_hidden
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.start import parse_submission
-from sunspot.submitter.cluster.state import HEAD_GIVEN_UP
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.printing import progress_note, warn
@@ -58,7 +58,7 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
             restart = restarts.next(snapshot)
             if not (cluster and restart):
                 break
-            show(snapshot, RunState.RETRYING, f"{reason}; it is started again")
+            show(snapshot, RunState.RETRYING, f"{NO_ANSWER}; the run is started again")
             start_again(access, restart)
         show(snapshot, state, reason)
     finally:

@@ -16,6 +16,7 @@ from sunspot.submitter.cluster.api import Cluster, UnreachableError
 from sunspot.submitter.cluster.completion import HeadRestarts, Restart, start_again
 from sunspot.submitter.cluster.follow import OutageReporter
 from sunspot.submitter.cluster.observation import ClusterPart, RunAccess, RunSnapshot, read_storage
+from sunspot.submitter.cluster.state import NO_ANSWER
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -64,7 +65,7 @@ class Reconciler:
             state, reason = snapshot.state()
             if restart := restarts.next(snapshot):
                 self._done.add(job.uid)
-                self._say(name, RunState.RETRYING, f"{reason}; it is started again")
+                self._say(name, RunState.RETRYING, f"{NO_ANSWER}; the run is started again")
                 # In a thread: Argo CD or Flux may take minutes, for which no other run waits.
                 threading.Thread(target=self._start_again, args=(access, restart), daemon=True).start()
                 return

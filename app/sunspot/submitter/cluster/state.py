@@ -29,11 +29,13 @@ CLOCK_SKEW_S = 60
 HEAD_GIVEN_UP = "JobStatusCheckTimeoutExceeded"
 """The operator's reason when a head did not answer for longer than it waits, whatever `backoffLimit` says."""
 
+NO_ANSWER = "the head did not answer the operator for too long"
+
 FAILURES = {
     "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
     "again to go on from the last checkpoint",
     "PreRunningDeadlineExceeded": "its pods were not all ready within preRunningDeadlineSeconds ({start} s)",
-    HEAD_GIVEN_UP: "the head did not answer the operator for too long; submit again to go on from the last checkpoint",
+    HEAD_GIVEN_UP: f"{NO_ANSWER}; submit again to go on from the last checkpoint",
     "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended and its submitter did not",
     "SubmissionFailed": "the job could not be handed to the head",
     "AppFailed": "the program failed",
