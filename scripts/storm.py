@@ -33,7 +33,7 @@ from scripts.storm_task import SHARED_MEMORY, moment_of
 from sunspot.errors import SunspotError, run_and_exit
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, read_attempts
-from sunspot.run.checkpoints import find_newest_good
+from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.requests import request_stop
@@ -95,7 +95,7 @@ def main() -> int:
             request_stop(run, "the storm")
             process.wait(WAIT_S)
         calm = open_run(str(folder / "runs"), "calm")
-        steps = newest_step(run)
+        steps = newest(run).step
         with training(folder, calm, 0, MAX_STEPS=steps, AUDIT="false") as process:
             process.wait()
         report(run, losses)
@@ -199,23 +199,19 @@ def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return sorted(found, key=lambda one: one.create_time())
 
 
-def newest_step(run: Run) -> int:
+def newest(run: Run) -> Checkpoint:
     """Where the run has stopped."""
     checkpoint, _ = find_newest_good(run, read_attempts(run))
     assert checkpoint
-    return checkpoint.step
+    return checkpoint
 
 
 def difference(run: Run, other: Run) -> float:
     """The largest difference of two runs' parameters."""
-    states = []
-    for one in (run, other):
-        checkpoint, _ = find_newest_good(one, read_attempts(one))
-        assert checkpoint
-        path = one.storage.locate(one.key("checkpoints", checkpoint.name, "model.pt"))
-        states.append(torch.load(path, weights_only=True))
-    assert states[0].keys() == states[1].keys()
-    return max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0])
+    paths = [one.storage.locate(one.key("checkpoints", newest(one).name, "model.pt")) for one in (run, other)]
+    ours, theirs = [torch.load(path, weights_only=True) for path in paths]
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 def report(run: Run, losses: list[Loss]) -> None:
@@ -226,6 +222,9 @@ def report(run: Run, losses: list[Loss]) -> None:
     print(f"{moments.total()} killed in {len(losses)} losses: {dict(moments.most_common())}")
     most = f"90 % of them {pauses[int(0.9 * len(pauses))]:.2f} s, the longest {pauses[-1]:.2f} s"
     print(f"to the next step: median {median(pauses):.2f} s, {most}")
+    full = [one.first_step for one in receipts[1:] if one.world_after == WORKERS]
+    joins = [at - max(loss.at for loss in losses if loss.at < at) for at in full]
+    print(f"to the first step of {WORKERS} workers again: median {median(joins):.1f} s of {len(joins)}")
     print(f"receipts: {dict(Counter((str(one.cause), one.tier) for one in receipts))}")
     again = sum(receipt.replayed for receipt in receipts)
     faults = prove(run).summary
