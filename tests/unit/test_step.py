@@ -107,6 +107,11 @@ def test_training_goes_on_with_what_an_evaluation_left(parallel: str, group: dis
     assert (model.training, model.layer.training, model.frozen.training) == (True, True, False)
 
 
+def test_who_joins_or_leaves_waits_for_an_evaluation(group: dist.ProcessGroup) -> None:
+    """One that begins anew for each newcomer may never end."""
+    assert evaluate(evaluating(group, 1), lambda: Command(regroup=True), lambda _: None).results
+
+
 @pytest.mark.parametrize("command", [Command(restart=True), Command(stop=True)])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_notice_cuts_an_evaluation_short_on_all_ranks(

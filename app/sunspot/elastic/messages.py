@@ -31,7 +31,7 @@ class Command:
     moves: bool = False
     "Nodes are given back, and with them the copies in their memory: the state has to be in storage."
     regroup: bool = False
-    "Form the next group once the step is done: others join, or leave."
+    "Form the next group once the step is done, and an evaluation after it: others join, or leave."
 
 
 @dataclass(frozen=True)

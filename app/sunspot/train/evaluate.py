@@ -60,7 +60,7 @@ def _batches(
     batches = learner.loader.test(largest_pass(settings.global_batch_size, learner.place.world_size, limit))
     while True:
         batch, command = next(batches, {}), poll()
-        if end.reached(command.stop, command.restart or command.regroup, bool(batch)):
+        if end.reached(command.stop, command.restart, bool(batch)):
             return
         if batch or settings.parallel == "fsdp":
             yield batch

@@ -268,13 +268,9 @@ class Worker:
     def restart_group(self) -> NoReturn:
         """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then.
 
-        An evaluation ends so, too, when the group is only to change: then the processes stay.
-
         Ray kills all of its processes once the first has raised, so what they printed and measured goes to storage
         before, as far as a notice leaves time for it.
         """
-        if self.outlives and broadcast_from_rank0(self._group, lambda: not self.commands.poll().restart):
-            raise RegroupError
         with self.watchdog.paused():
             limit_s = self._drain_limit_s()
             run_on_all_ranks(self._group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
