@@ -54,6 +54,7 @@ SETTINGS = {
     "GLOBAL_BATCH_SIZE": str(BATCH),
     "EPOCHS": "10000",
     "LEARNING_RATE": "0.01",
+    "SCHEDULE": "constant",  # the calm run has another end
     "CHECKPOINT_EVERY_STEPS": "37",
     "CHECKPOINT_EVERY_S": "0",
     "REPORT_EVERY_S": "1",
@@ -163,6 +164,8 @@ def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: rando
         others = [member for member in members if member != spared]
         number = min(chance.choice([1, 1, 1, 2]), len(members) - 1, len(others))
         joining = [worker for worker in workers if worker not in members]
+        if not number:
+            continue
         loss = Loss(chance.sample(others, number) + (joining if chance.random() < 0.2 else []))
         losses.append(loss)
         pause_s = until("next step", WAIT_S, partial(next_step, run, process, loss))
