@@ -13,6 +13,9 @@ from sunspot.submitter.manifest.render import render as render_as_given
 
 STORAGE_PATH, IMAGE = "s3://bucket/runs", "registry.example/sunspot:1"
 
+OF_THE_IMAGE = {"kubernetes.io/arch": "amd64"}
+"""Labels of the nodes on which it runs: `make image` builds it for them."""
+
 ON_A_CLOUD = ("--storage", STORAGE_PATH, "--image", IMAGE)
 
 

@@ -27,7 +27,7 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
-from tests.harness.manifests import render
+from tests.harness.manifests import OF_THE_IMAGE, render
 from tests.harness.s3 import FaultProxy, delay
 
 NETWORK = "/apis/networking.k8s.io/v1/namespaces/sunspot/networkpolicies"
@@ -38,7 +38,7 @@ QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/sunspot/localqueues"
 def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
     """A node that any pod of profile kind fits on."""
     return {
-        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
+        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **OF_THE_IMAGE}},
         "spec": spec,
         "status": {
             "conditions": [{"type": "Ready", "status": "True"}],
@@ -629,12 +629,12 @@ def test_why_the_network_between_nodes_is_not_tried(
 def test_spot_workers_are_tried_on_spot_nodes() -> None:
     manifest = render("gke-spot", {"RUN_NAME": "run"}).manifest
     head, worker = (make_pod(manifest, kind, "x")["spec"] for kind in ("head", "worker"))
-    assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
+    assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true", **OF_THE_IMAGE}
     assert {toleration["key"] for toleration in worker["tolerations"] if "tolerationSeconds" not in toleration} == {
         "cloud.google.com/gke-spot",
         "nvidia.com/gpu",
     }
-    assert "nodeSelector" not in head
+    assert head["nodeSelector"] == OF_THE_IMAGE
     assert head["affinity"]["nodeAffinity"]
     tried = [" ".join(pod["containers"][0]["command"]) for pod in (head, worker)]
     assert ["--gpus 0 " in tried[0], "--gpus 1 " in tried[1]] == [True, True], "only workers are promised one"

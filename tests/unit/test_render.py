@@ -31,7 +31,16 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
 from sunspot.submitter.manifest.yaml_files import read_documents
 from tests.harness import GOLDEN
-from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, build, in_pods, render, render_as_given
+from tests.harness.manifests import (
+    IMAGE,
+    OF_THE_IMAGE,
+    ON_A_CLOUD,
+    STORAGE_PATH,
+    build,
+    in_pods,
+    render,
+    render_as_given,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = REPOSITORY / "k8s"
@@ -79,9 +88,6 @@ ttl_s: 30
 backoff_limit: 5
 """
 """A user's own profile with every key that a shipped one does not have."""
-
-OF_THE_IMAGE = {"kubernetes.io/arch": "amd64"}
-"""The nodes on which it runs, as `make image` builds it for."""
 
 OF_LOST_NODES = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}

@@ -19,7 +19,7 @@ from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.render import Rendered, settings_of
 from tests.harness import REPOSITORY
 from tests.harness.kubernetes import pod
-from tests.harness.manifests import render
+from tests.harness.manifests import OF_THE_IMAGE, render
 
 SPOT_FIRST = """
 extends: gke-spot
@@ -172,14 +172,14 @@ def test_pods_fit_the_nodes_that_others_choose(kind: str, tmp_path: Path) -> Non
     made = yaml.safe_load(nodes)
     name, tolerated = made["metadata"]["name"], {each["key"] for each in worker["tolerations"]}
     if kind == "NodePool":
-        assert worker["nodeSelector"] == {"karpenter.sh/nodepool": name}
+        assert worker["nodeSelector"] == {"karpenter.sh/nodepool": name, **OF_THE_IMAGE}
         assert {taint["key"] for taint in made["spec"]["template"]["spec"]["taints"]} <= tolerated
-        assert head["nodeSelector"] == {"karpenter.sh/capacity-type": "on-demand"}
+        assert head["nodeSelector"] == {"karpenter.sh/capacity-type": "on-demand", **OF_THE_IMAGE}
     else:
-        assert worker["nodeSelector"] == {"cloud.google.com/compute-class": name}
+        assert worker["nodeSelector"] == {"cloud.google.com/compute-class": name, **OF_THE_IMAGE}
         assert {"cloud.google.com/compute-class", "cloud.google.com/gke-spot", "nvidia.com/gpu"} <= tolerated
         assert worker["terminationGracePeriodSeconds"] == load_profile("gke-spot", {}).notice_s
-        assert "nodeSelector" not in head
+        assert head["nodeSelector"] == OF_THE_IMAGE
     asked = worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert asked == "1", "the types have one GPU"
 
