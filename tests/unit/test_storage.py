@@ -804,6 +804,19 @@ def test_a_body_that_the_client_library_lets_end_early_is_an_error(
         s3_storage.digest("a")
 
 
+def test_a_server_that_names_no_version_is_told_of(s3_storage: S3Storage) -> None:
+    s3_storage.write("a", b"content")
+
+    def without_etag(parsed: dict[str, Any], **_: Any) -> None:
+        for answer in (parsed, *parsed.get("Contents", ())):
+            answer.pop("ETag", None)
+
+    for act, request in (lambda: s3_storage.read("a"), "GetObject"), (lambda: s3_storage.list(""), "ListObjectsV2"):
+        s3_storage._client.meta.events.register(f"after-call.s3.{request}", without_etag)
+        with pytest.raises(StorageError, match="the server sends no ETag"):
+            act()
+
+
 def test_create_is_refused_while_another_writes(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,

@@ -83,8 +83,8 @@ class S3Storage(Bucket):
                 if begin == 0 and error.response["Error"]["Code"] == "InvalidRange":
                     return None
                 raise
-        total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # none: it is all there
-        return Range(functools.partial(self._read_range, key, answer), total, answer["ETag"])
+            total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # none: it is all there
+            return Range(functools.partial(self._read_range, key, answer), total, _etag_of(answer))
 
     def _read_range(self, key: str, answer: dict[str, Any]) -> bytearray:
         content, size = bytearray(answer["ContentLength"]), 0
@@ -125,7 +125,7 @@ class S3Storage(Bucket):
             yield Page([self._entry(item) for item in page.get("Contents", ())], page.get("IsTruncated", False))
 
     def _entry(self, item: dict[str, Any]) -> Entry:
-        written, etag = item["LastModified"].timestamp(), item["ETag"].strip('"')
+        written, etag = item["LastModified"].timestamp(), _etag_of(item).strip('"')
         return Entry(self._relative(item["Key"]), item["Size"], written, f"{etag}-{written:.0f}")
 
     def _list_prefixes(self, prefix: str) -> Iterable[str]:
@@ -223,6 +223,13 @@ class S3Storage(Bucket):
         return super()._fix(code)
 
 
+def _etag_of(answer: dict[str, Any]) -> str:
+    """Return by what the server tells versions of an object apart; raises `ValueError` when it names nothing."""
+    if "ETag" not in answer:
+        raise ValueError("the server sends no ETag, which S3 does: without it, versions cannot be told apart")
+    return str(answer["ETag"])
+
+
 def _prefix_of(rule: dict[str, Any]) -> str:
     """The key prefix a lifecycle rule applies to; rules without a filter have the older form."""
     return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
@@ -266,8 +273,8 @@ class MultipartUpload(PartUpload):
     def send(self, number: int, body: bytes | bytearray) -> Part:
         checksum = zlib.crc32(body)
         with self._errors():
-            answer = self._upload_part(number, body, checksum)
-        return Part(number, answer["ETag"], checksum)
+            etag = _etag_of(self._upload_part(number, body, checksum))
+        return Part(number, etag, checksum)
 
     def _upload_part(self, number: int, body: bytes | bytearray, checksum: int) -> Any:
         return self._client.upload_part(**self._upload, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum))
