@@ -1,19 +1,23 @@
-"""What a process that outlives its group knows of the state that it holds."""
+"""A process that outlives its group: what it knows of the state that it holds, and how it forms the next group."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from sunspot.checkpoint import SavedObjects
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.handover import Position
+from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_server import MembershipAddress
 from sunspot.parallel.collectives import WorkerPlace
+from sunspot.train import survivor as survivors
 from sunspot.train.survivor import Survivor
 from tests.harness.process_group import in_processes
 
@@ -34,3 +38,15 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
         return survivor.live
 
     assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
+
+
+def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member was lost right after the word that it belongs to the group; nothing can be cut yet."""
+    monkeypatch.setattr(survivors, "FORM_LIMIT_S", 600)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    with patch("ray.get_runtime_context"):
+        survivor = Survivor(MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
+    ours, lost = Member("ours", "node"), Member("lost", "node")
+    stood = [(Generation(7, (ours, lost)), 0), None]
+    survivor._client = Mock(stand=lambda: stood.pop(0), closed=lambda wait_s: True)
+    assert survivor.form() is None

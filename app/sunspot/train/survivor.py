@@ -19,6 +19,7 @@ import ray
 import ray.train.torch
 import torch.distributed as dist
 
+from sunspot.background import Background
 from sunspot.checkpoint import NodeMemory
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.handover import Position, hand_over
@@ -40,6 +41,10 @@ from sunspot.train.worker import RegroupError, Worker
 
 CLOSED_WITHIN_S = 3.0
 """How soon after an error in a collective a member hears that the group is closed, if a loss was the reason."""
+
+
+CUT_EVERY_S = 0.1
+"""Between two looks whether the group that forms has lost a member."""
 
 
 class Survivor:
@@ -85,14 +90,16 @@ class Survivor:
             generation, rank = stood
             self._sockets.begin()
             try:
-                store = dist.TCPStore(  # type: ignore[attr-defined]
-                    self._address.host,
-                    self._address.store_port,
-                    is_master=False,
-                    timeout=timedelta(seconds=FORM_LIMIT_S),
-                )
-                meeting = dist.PrefixStore(str(generation.number), store)  # type: ignore[attr-defined]
-                group = form_group(meeting, rank, len(generation.members), self._limit_s)
+                # A loss may be told before there is a socket to cut.
+                with Background(CUT_EVERY_S, self._cut_if_closed):
+                    store = dist.TCPStore(  # type: ignore[attr-defined]
+                        self._address.host,
+                        self._address.store_port,
+                        is_master=False,
+                        timeout=timedelta(seconds=FORM_LIMIT_S),
+                    )
+                    meeting = dist.PrefixStore(str(generation.number), store)  # type: ignore[attr-defined]
+                    group = form_group(meeting, rank, len(generation.members), self._limit_s)
             except RuntimeError:
                 if not self._client.closed(CLOSED_WITHIN_S):
                     raise
@@ -100,6 +107,10 @@ class Survivor:
             self._sockets.end()
             nodes = [member.node for member in generation.members]
             return WorkerPlace(group, rank, len(nodes), ray.train.torch.get_device(), nodes)
+
+    def _cut_if_closed(self) -> None:
+        if self._client.closed(0.0):
+            self._sockets.cut()
 
     def regroups(self) -> bool:
         """Whether the group is to change once a step is done."""
