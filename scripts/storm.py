@@ -99,8 +99,8 @@ def main() -> int:
         steps = newest(run).step
         with training(folder, calm, 0, MAX_STEPS=steps, AUDIT="false") as process:
             process.wait()
-        report(run, losses)
         print(f"{steps} steps; weights differ by {difference(run, calm):.1e} from those of a calm run")
+        report(run, losses)
     return 0
 
 
