@@ -114,10 +114,10 @@ class MembershipServer:
                 connection = self._listener.accept()
             except Exception:  # a stranger, or the end
                 continue
-            expect_answers(connection)
             start_thread(partial(self._serve, connection), "member")
 
     def _serve(self, connection: Connection) -> None:
+        expect_answers(connection)
         member: Member = connection.recv()
         with self._lock:
             self._connections[member.uid] = connection

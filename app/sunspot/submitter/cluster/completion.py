@@ -25,6 +25,8 @@ from sunspot.submitter.printing import progress_note, warn
 
 MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 
+STARTED_AGAIN = f"{NO_ANSWER}; the run is started again"
+
 PUT_BACK_WITHIN_S = 900.0
 """How long Argo CD or Flux may take to put a RayJob back: in k8s/gitops/flux.yaml, Flux looks every 10 minutes."""
 
@@ -58,7 +60,7 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
             restart = restarts.next(snapshot)
             if not (cluster and restart):
                 break
-            show(snapshot, RunState.RETRYING, f"{NO_ANSWER}; the run is started again")
+            show(snapshot, RunState.RETRYING, STARTED_AGAIN)
             start_again(access, restart)
         show(snapshot, state, reason)
     finally:

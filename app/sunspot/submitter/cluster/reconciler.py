@@ -13,10 +13,9 @@ from sunspot.errors import StorageError, SunspotError
 from sunspot.run.attempts import step_of
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
-from sunspot.submitter.cluster.completion import HeadRestarts, Restart, start_again
+from sunspot.submitter.cluster.completion import STARTED_AGAIN, HeadRestarts, Restart, start_again
 from sunspot.submitter.cluster.follow import OutageReporter
 from sunspot.submitter.cluster.observation import ClusterPart, RunAccess, RunSnapshot, read_storage
-from sunspot.submitter.cluster.state import NO_ANSWER
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -65,7 +64,7 @@ class Reconciler:
             state, reason = snapshot.state()
             if restart := restarts.next(snapshot):
                 self._done.add(job.uid)
-                self._say(name, RunState.RETRYING, f"{NO_ANSWER}; the run is started again")
+                self._say(name, RunState.RETRYING, STARTED_AGAIN)
                 # In a thread: Argo CD or Flux may take minutes, for which no other run waits.
                 threading.Thread(target=self._start_again, args=(access, restart), daemon=True).start()
                 return
