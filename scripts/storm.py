@@ -226,8 +226,8 @@ def report(run: Run, losses: list[Loss]) -> None:
     most = f"90 % of them {pauses[int(0.9 * len(pauses))]:.2f} s, the longest {pauses[-1]:.2f} s"
     print(f"to the next step: median {median(pauses):.2f} s, {most}")
     full = [one.first_step for one in receipts[1:] if one.world_after == WORKERS]
-    joins = [at - max(loss.at for loss in losses if loss.at < at) for at in full]
-    print(f"to the first step of {WORKERS} workers again: median {median(joins):.1f} s of {len(joins)}")
+    if joins := [at - max(loss.at for loss in losses if loss.at < at) for at in full]:
+        print(f"to the first step of {WORKERS} workers again: median {median(joins):.1f} s of {len(joins)}")
     print(f"receipts: {dict(Counter((str(one.cause), one.tier) for one in receipts))}")
     again = sum(receipt.replayed for receipt in receipts)
     faults = prove(run).summary

@@ -15,8 +15,10 @@ import pytest
 import ray
 from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as rays
+from ray.exceptions import ActorDiedError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.train import TrainingFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState, SchedulingState
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -29,7 +31,7 @@ from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room
 from sunspot.elastic.supervisor import supervised
 from sunspot.ray_internals import coordinator
-from sunspot.ray_internals.controller import end_groups_at_once, give_back, reserved_groups
+from sunspot.ray_internals.controller import end_groups_at_once, give_back, replace_lost_alone, reserved_groups
 from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from sunspot.run.incidents import Cause
@@ -346,6 +348,19 @@ def test_a_group_ends_early_only_where_its_restart_has_to_wait() -> None:
     restart("cannot be ended", 2, OSError("no answer"))  # an error of a callback would end the training
     restart("does not wait either", 0)
     assert ended == ["waits", "cannot be ended"]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), WorkerGroupStartupFailedError("it died as it was initialized")])
+def test_a_replacement_that_dies_is_replaced_after_the_next_look(error: Exception) -> None:
+    """Ray would try again at once, and then also replace those that it had replaced before, which may train already."""
+
+    def replace(number: int) -> None:
+        raise error
+
+    group = SimpleNamespace(replace_replica_group=replace)
+    [callback] = replace_lost_alone()
+    callback.after_worker_group_start(group)
+    group.replace_replica_group(1)
 
 
 @pytest.mark.slow

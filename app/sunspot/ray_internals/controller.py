@@ -77,8 +77,10 @@ def replace_lost_alone() -> list[Any]:
     """Callbacks for Ray Train's controller where workers outlive each other: several may be lost at once.
 
     To replace one, Ray asks all others to forget what they have reported, and fails when one of these is dead, too
-    (`_replace_replica_group_impl`, 2.60). So it learns of all that are dead first.
+    (`_replace_replica_group_impl`, 2.60). So it learns of all that are dead first. Where one dies meanwhile, Ray would
+    replace again also those that it had replaced before, or fail; it only is to find out at its next look.
     """
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
     class ForgetLost(ControllerCallback, WorkerGroupCallback):
@@ -86,7 +88,15 @@ def replace_lost_alone() -> list[Any]:
             self._group: Any = None
 
         def after_worker_group_start(self, worker_group: Any) -> None:
-            self._group = worker_group
+            self._group, replace = worker_group, worker_group.replace_replica_group
+
+            def try_to_replace(number: int) -> None:
+                try:
+                    replace(number)
+                except (RayActorError, WorkerGroupStartupFailedError) as error:
+                    log.debug("worker %d is not replaced yet: %s", number, error)  # it counts as lost once more
+
+            worker_group.replace_replica_group = try_to_replace
 
         def before_controller_execute_resize_decision(self, decision: Any) -> None:
             replicas = self._group.get_replica_groups() if self._group is not None else None
