@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sunspot.data.columns import Column, Place, is_permuted
-from sunspot.data.images import Resized, decode_bytes
+from sunspot.data.images import decode_picture
 from sunspot.errors import DataError
 
 SCALED = b"scaled"
@@ -58,7 +58,7 @@ class ImageColumn(Column):
 
     def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
         if is_encoded(values.type):
-            decode = Resized(self.shape) if self.scales else partial(decode_bytes, shape=self.shape)
+            decode = partial(decode_picture, shape=self.shape, scales=self.scales)
             return Column("uint8", self.shape, decode=decode).read(encoded(values), place)
         images = Column("uint8", self.dims).read(values, place)[""]
         _, axes = order_dims(self.dims, place.file.path)
