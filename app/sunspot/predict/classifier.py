@@ -149,8 +149,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
     """Build a checkpoint's model, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
-    source = EmptySource(loaded.data.shape, loaded.data.classes, loaded.data.class_names)
-    model = load_task(loaded.settings).build_model(loaded.settings, source)
+    model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(**vars(loaded.data)))
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 
