@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sunspot.report import gather, render
 from sunspot.report.charts import BUCKETS, Point, downsample, linear_axis, log_axis
-from sunspot.report.history import MAX_RECORDS, Curves, Series
+from sunspot.report.history import Curves
 from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.failures import Failure, record_failure
@@ -195,7 +195,7 @@ def test_each_rank_and_the_spread_between_ranks(run: Run) -> None:
     assert [chart for chart in page.charts if chart.startswith("Rows per second of one rank over wall clock")]
     [spread] = [chart for chart in page.charts if chart.startswith("Seconds of a step on one rank")]
     assert re.search(r"Lowest to highest rank: 0\.3\d* to 0\.3\d*\.", spread)
-    assert len([chart for chart in page.charts if chart.startswith("Median step of a window")]) == 4
+    assert len(re.findall(r"0\.3\d* to 0\.3\d* s", page.text)) == 4
     assert "node-3" in page.text
 
 
@@ -386,20 +386,6 @@ def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> Non
     assert "lowest 0.001 at 7e+04, highest 9 at 5e+04" in steps_chart
     assert "Of 100,000 records, the lowest and the highest in each of 240 stretches are drawn." in page.text
     assert "Results, 40 of 100,000" in page.text
-
-
-def test_a_hundred_thousand_records_are_thinned_to_what_counts() -> None:
-    series = Series()
-    for number in range(100_000):
-        loss = {50_123: 9.0, 70_007: 0.001, 99_998: math.nan}.get(number, 1.0 + number % 7 / 10)
-        series.add({"step": number, "loss": loss, "other": -number % 1000})
-    assert series.count == 100_000
-    assert 2 * BUCKETS < len(series) <= MAX_RECORDS
-    steps, losses = series.column("step"), series.column("loss")
-    assert steps == sorted(set(steps))
-    assert (steps[0], steps[-1]) == (0, 99_999)
-    assert (losses[steps.index(50_123)], losses[steps.index(70_007)]) == (9.0, 0.001)
-    assert max(later - step for step, later in itertools.pairwise(steps)) < 100_000 / BUCKETS, "everywhere"
 
 
 def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:

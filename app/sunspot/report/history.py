@@ -1,60 +1,40 @@
-"""The metric history as a report shows it: of long ones, the highest and lowest values."""
+"""The metric history as a report shows it."""
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, TypeGuard
 
 from sunspot.run.history import HELD_OUT
-
-MAX_RECORDS = 20_000
-"""Records kept of a series: far more than a chart has room for."""
 
 MAX_DRAWN = 1e100
 """Numbers beyond have no place on an axis: their differences overflow floats."""
 
 
 class Series:
-    """Records in their order. Of many, those stay that have the lowest or the highest of any number in a stretch."""
+    """Records of numbers in their order, by columns, so that long histories take little memory."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, dict[str, Any]]] = []
-        "With their numbers, from 0."
-        self._stretch = 16
-        "Records of a stretch."
-        self.count = 0
-        "Records added."
+        self._columns: dict[str, array[float]] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of those that are kept."""
-        return len(self._kept)
+        return self._count
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: Mapping[str, float | None]) -> None:
         """Add one; numbers of names that others have may be None, or left out."""
-        self._kept.append((self.count, record))
-        self.count += 1
-        if len(self._kept) > MAX_RECORDS:
-            self._downsample()
+        for name in record.keys() - self._columns.keys():
+            self._columns[name] = array("d", [math.nan]) * self._count
+        for name, column in self._columns.items():
+            value = record.get(name)
+            column.append(math.nan if value is None else value)
+        self._count += 1
 
     def column(self, name: str) -> list[Any]:
-        """Return the values of a name in the records that are kept; None where one lacks it."""
-        return [record.get(name) for _, record in self._kept]
-
-    def _downsample(self) -> None:
-        while len(self._kept) > MAX_RECORDS // 2:
-            stretches = groupby(self._kept, lambda each: each[0] // self._stretch)
-            self._kept = [each for _, stretch in stretches for each in _extremes([*stretch])]
-            self._stretch *= 2
-
-
-def _extremes(stretch: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    """Return the first and the last, and those with the lowest and the highest value of each name."""
-    chosen = {0, len(stretch) - 1}
-    for name in {name for _, record in stretch for name in record}:
-        values = [(value, at) for at, (_, record) in enumerate(stretch) if can_draw(value := record.get(name))]
-        chosen |= {min(values)[1], max(values)[1]} if values else set()
-    return [stretch[at] for at in sorted(chosen)]
+        """Return the values of a name; None where a record lacks it, or where it is NaN."""
+        values = self._columns.get(name, [math.nan] * self._count)
+        return [None if math.isnan(value) else value for value in values]
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
@@ -183,13 +163,11 @@ class History:
         self.last: dict[str, Any] = {}
         "Step and time of the newest record; empty before there is one."
         self._latest: dict[str, tuple[float, int]] = {}
-        self._named: dict[tuple[Any, ...], list[str]] = {}
-        "Those that may be results, by the names of a record."
         self._curves = Curves()
 
     def __len__(self) -> int:
-        """Return the number of records, also of those that are not kept."""
-        return self.series.count
+        """Return the number of records."""
+        return len(self.series)
 
     def latest(self, name: str) -> tuple[float, int] | None:
         """Return the newest value of a number, and its step."""
@@ -197,20 +175,19 @@ class History:
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
         """Add a record, in the form that `each_record` checks."""
-        step, shape = record["step"], (*record, len(self.results))
-        if shape not in self._named:  # most records have the same names
-            self._named[shape] = [name for name in record if name in self.results or is_result(name, record, best_by)]
-        results = [name for name in self._named[shape] if _number(record, name) is not None]
+        step = record["step"]
+        numbers = {name: value for name in record if (value := _number(record, name)) is not None}
+        results = [name for name in numbers if name in self.results or is_result(name, record, best_by)]
         self.results += [name for name in results if name not in self.results]
-        kept = {name: _number(record, name) for name in (*results, "time", "rows_per_s")}
+        kept = {name: numbers.get(name) for name in (*results, "time", "rows_per_s")}
         if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
             del kept["rows_per_s"]
         if record["attempt"] not in self.attempts:
             self._curves = Curves()
-        if rows := _number(record, "rows"):
+        if rows := numbers.get("rows"):
             of_training = {name: kept[name] for name in results if not name.startswith(HELD_OUT)}
             kept |= self._curves.add(rows, of_training)
-        self.series.add({"attempt": record["attempt"], "step": step, "epoch": record.get("epoch"), **kept})
+        self.series.add({"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch"), **kept})
         self.attempts.add(record["attempt"])
         self.evaluations += any(name.startswith(HELD_OUT) for name in results)
         self.last = {"step": step, "time": kept["time"]}

@@ -86,7 +86,7 @@ def _numbers(report: Report) -> Html:
     rows = []
     for step, epoch, time, values in shown:
         passed = duration(time - begun) if time is not None and begun is not None else None
-        rows.append([Number(str(step), step), epoch, passed, *map(result, names, values)])
+        rows.append([Number(f"{step:.0f}", step), epoch, passed, *map(result, names, values)])
     of = f", {len(shown)} of {total:,}" if len(shown) < total else ""
     what = "Results where held-out rows were evaluated" if held_out else "Results"
     numbers = table(f"{what}{of}", ["step", "epoch", "time", *names], rows)

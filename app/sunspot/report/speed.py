@@ -5,7 +5,7 @@ from typing import Any
 
 from sunspot.report.charts import Line, Point, chart, linear_axis, over_time, points_of
 from sunspot.report.history import RankTotal
-from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
+from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, whole
 from sunspot.report.model import Report
 
 MAX_RANKS = 64
@@ -49,38 +49,20 @@ def _ranks(report: Report) -> Html:
     every = report.history.ranks.totals
     nodes = report.attempts[-1].metadata.nodes if report.attempts else {}
     slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MAX_RANKS]
-    limits = [edge for rank in slowest for edge in (every[rank].fastest, every[rank].slowest) if math.isfinite(edge)]
-    low, high = min(limits, default=0.0), max(limits, default=1.0)
-    rows = [
-        [str(rank), nodes.get(str(rank)) or "not recorded", *_rank(every[rank], low, high)] for rank in sorted(slowest)
-    ]
+    rows = [[str(rank), nodes.get(str(rank)) or "not recorded", *_rank(every[rank])] for rank in sorted(slowest)]
     some = f", the {len(slowest)} slowest of {len(every):,}" if len(slowest) < len(every) else ""
     columns = ["rank", "last node", "rows", "rows/s", "median step", "its range", "worst 95 %", "forward pass"]
     return table(f"Each rank over the whole run{some}", [*columns, "waits for rows", "most memory"], rows)
 
 
-def _rank(total: RankTotal, low: float, high: float) -> list[Any]:
+def _rank(total: RankTotal) -> list[Any]:
     return [
         whole(total.rows),
         rate(total.rows_per_s) if total.rows_per_s is not None else None,
         duration(total.step_time) if total.step_time is not None else None,
-        _range(total, low, high),
+        f"{total.fastest:.3g} to {total.slowest:.3g} s" if total.steps else None,
         duration(total.p95) if math.isfinite(total.p95) else None,
         duration(total.forward_time) if total.forward_time is not None else "not measured",
         percent(total.data_wait / total.seconds, 1) if total.seconds else None,
         size(total.memory_mib * 2**20) if total.memory_mib else None,
     ]
-
-
-def _range(total: RankTotal, low: float, high: float) -> Html | None:
-    """Return a rank's step times on the scale from the lowest to the highest of all ranks."""
-    if total.step_time is None:
-        return None
-    width = (high - low) or 1.0
-    first, mean, last = (4 + 136 * (value - low) / width for value in (total.fastest, total.step_time, total.slowest))
-    said = f"Median step of a window: {total.fastest:.3g} to {total.slowest:.3g} s, mean {total.step_time:.3g} s"
-    return Html(
-        f'<svg class="range" viewBox="0 0 144 14" role="img" aria-label="{text(said)}">'
-        f'<path class="whole" d="M{first:.1f} 3v8M{first:.1f} 7H{last:.1f}M{last:.1f} 3v8"/>'
-        f'<circle class="mean" cx="{mean:.1f}" cy="7" r="3.2"/></svg>'
-    )
