@@ -104,9 +104,8 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     from sunspot.ray_internals.nodes import reachable_nodes
     from sunspot.ray_session import ray_session
     from sunspot.run.attempts import fatal_error
-    from sunspot.tune.concurrency import await_nodes
     from sunspot.tune.promotion import begin_attempt
-    from sunspot.tune.trials import Trials, run_trials
+    from sunspot.tune.trials import Trials, await_nodes, run_trials
 
     run, owner = running.claimant.run, running.claimant.owner
     fatal = fatal_error(running.claimant)
