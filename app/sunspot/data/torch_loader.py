@@ -35,7 +35,7 @@ class TorchLoader:
         self._test_size = rows_in(data.test) if data.test else 0
         self._order = run_order("torch", data.train.row_groups, data.seed)
         self._steps, self._world_size, self._rank = data.steps, workers.world_size, workers.rank
-        self._ahead: tuple[int, Future[EpochShares]] | None = None
+        self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
 
     def move(self, world_size: int, rank: int) -> None:
         """Take the share of another place in another group from now on."""
@@ -47,7 +47,7 @@ class TorchLoader:
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
         # The next epoch's order takes seconds for many rows.
         self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
-        return self._batches(self._rows, shares.between(first, last))
+        return self._batches(self._rows, shares[first:last])
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         """Return this worker's part of the held-out rows, each row on exactly one worker."""
@@ -56,13 +56,13 @@ class TorchLoader:
             self._test, [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
         )
 
-    def _shuffle(self, epoch: int) -> "EpochShares":
+    def _shuffle(self, epoch: int) -> list[np.ndarray]:
         # The smaller of two types that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
         dtype = np.int32 if self._steps.rows <= np.iinfo(np.int32).max else np.int64
         order = self._order.permutation(epoch, self._order.windows(epoch)[0], dtype)
-        return EpochShares.of(order, self._steps, self._world_size, self._rank)
+        return cut_shares(order, self._steps, self._world_size, self._rank)
 
-    def _batches(self, rows: Batch, selections: "list[np.ndarray] | EpochShares") -> Iterator[Batch]:
+    def _batches(self, rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
         taken = Selections(rows, selections, self._device if self.resident else None)
         if self.resident:
             return map(taken.__getitem__, range(len(taken)))
@@ -93,38 +93,10 @@ class FullBatchLoader:
         return self._loader.test(batch_size)
 
 
-class EpochShares:
-    """The rows that a worker takes in each step of an epoch, or of a part of it; no other worker's."""
-
-    def __init__(self, full: np.ndarray, last: np.ndarray, steps: range) -> None:
-        self._full, self._last, self._steps = full, last, steps
-
-    @classmethod
-    def of(cls, order: np.ndarray, steps: Steps, world_size: int, rank: int) -> "EpochShares":
-        """Cut the order of all rows into shares; all steps but the last are alike."""
-        full = steps.per_epoch - 1
-        mine, rest = slice(*steps.share(0, world_size, rank)), slice(*steps.share(full, world_size, rank))
-        alike = order[: full * steps.batch].reshape(full, steps.batch)[:, mine]
-        return cls(np.ascontiguousarray(alike), order[rest].copy(), range(steps.per_epoch))
-
-    def between(self, first: int, last: int) -> "EpochShares":
-        """Return the shares of the steps `first` .. `last` - 1."""
-        return EpochShares(self._full, self._last, range(first, last))
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        step = self._steps[index]
-        return self._full[step] if step < len(self._full) else self._last
-
-
 class Selections(Dataset[Batch]):
     """Item k is the rows of selection k."""
 
-    def __init__(
-        self, rows: Batch, selections: list[np.ndarray] | EpochShares, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, rows: Batch, selections: list[np.ndarray], device: torch.device | None = None) -> None:
         """Take rows that are on `device`, if not in the memory of this process."""
         self._rows, self._selections, self._device = rows, selections, device
 
@@ -137,6 +109,14 @@ class Selections(Dataset[Batch]):
             pinned = chosen.pin_memory() if self._device.type == "cuda" else chosen
             chosen = pinned.to(self._device, non_blocking=True)
         return {**{name: column.index_select(0, chosen) for name, column in self._rows.items()}, "row": chosen.long()}
+
+
+def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> list[np.ndarray]:
+    """Cut an epoch's order into what a worker takes in each step; nothing of it keeps the other workers' rows."""
+    full = steps.per_epoch - 1  # all steps but the last are alike
+    each, rest = (slice(*steps.share(step, world_size, rank)) for step in (0, full))
+    alike = order[: full * steps.batch].reshape(full, steps.batch)[:, each]
+    return [*np.ascontiguousarray(alike), order[rest].copy()]
 
 
 def fits_on(device: torch.device, size: int) -> bool:
