@@ -23,7 +23,8 @@ GPU_SHARE = 0.2
 class TorchLoader:
     """This worker's batches."""
 
-    def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers) -> None:
+    def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers, full_batch: bool = False) -> None:
+        """Load the rows; with `full_batch`, all steps have the same, and each is an epoch."""
         every = load_shared([data.train, data.test] if data.test else [data.train], workers)
         self._device = device
         self.resident = fits_on(device, sum(column.nbytes for rows in every for column in rows.values()))
@@ -36,13 +37,19 @@ class TorchLoader:
         self._order = run_order("torch", data.train.row_groups, data.seed)
         self._steps, self._world_size, self._rank = data.steps, workers.world_size, workers.rank
         self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
+        self._full_batch = full_batch
+        self._batch: Batch = {}
+        "With a full batch, the rows of each step; empty before the first."
 
     def move(self, world_size: int, rank: int) -> None:
         """Take the share of another place in another group from now on."""
-        self._world_size, self._rank, self._ahead = world_size, rank, None
+        self._world_size, self._rank, self._ahead, self._batch = world_size, rank, None, {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """Return this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); it may have no rows."""
+        if self._full_batch:
+            self._batch = self._batch or next(self._batches(self._rows, self._shuffle(1)))
+            return iter([self._batch])
         ahead, self._ahead = self._ahead, None
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
         # The next epoch's order takes seconds for many rows.
@@ -70,27 +77,6 @@ class TorchLoader:
         # pinned memory does the copy to a GPU, one batch ahead, leave the host free.
         loader = DataLoader(taken, batch_size=None, pin_memory=self._device.type == "cuda")
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
-
-
-class FullBatchLoader:
-    """The batches of a worker that has the same rows in every step, which is an epoch."""
-
-    def __init__(self, loader: TorchLoader) -> None:
-        self._loader = loader
-        [self._batch] = loader.train(1, 0, 1)
-
-    def move(self, world_size: int, rank: int) -> None:
-        """Take the share of another place in another group from now on."""
-        self._loader.move(world_size, rank)
-        [self._batch] = self._loader.train(1, 0, 1)
-
-    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield this worker's rows, for the one step of the epoch."""
-        yield self._batch
-
-    def test(self, batch_size: int) -> Iterator[Batch]:
-        """Return this worker's part of the held-out rows."""
-        return self._loader.test(batch_size)
 
 
 class Selections(Dataset[Batch]):
