@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from sunspot.run.history import HELD_OUT
+from sunspot.run.history import HELD_OUT, to_rows
 
 MAX_DRAWN = 1e100
 """Numbers beyond have no place on an axis: their differences overflow floats."""
@@ -51,11 +51,7 @@ class RankTotal:
     steps: int = 0
     step_seconds: float = 0.0
     "Sum over its windows of steps x the median step."
-    fastest: float = math.inf
-    "The lowest median of a window."
-    slowest: float = -math.inf
-    "The highest median of a window."
-    p95: float = -math.inf
+    p95: float | None = None
     "The highest 95th percentile of a window."
     data_wait: float = 0.0
     forward: float = 0.0
@@ -87,55 +83,7 @@ class RankTotal:
         if median is not None:
             self.steps += steps
             self.step_seconds += steps * median
-            self.fastest, self.slowest = min(self.fastest, median), max(self.slowest, median)
-            self.p95 = max(self.p95, numbers.get("step_time_p95_s") or median)
-
-
-class Curves:
-    """Means over windows of rows, as they are drawn.
-
-    Each checkpoint ends a window, and the next may have few rows. Alone, their mean would be a spike: a window of less
-    than half the rows that those before had is drawn with the rows before it.
-    """
-
-    def __init__(self) -> None:
-        self._usual = self._rows = 0.0
-        self._means: dict[str, float | None] = {}
-
-    def add(self, rows: float, means: dict[str, float | None]) -> dict[str, float | None]:
-        """Return the means to draw for a window of so many rows."""
-        drawn = dict(means)
-        if rows < self._usual / 2:
-            self._usual /= 2  # they may stay as short
-            for name, mean in means.items():
-                before = self._means.get(name)
-                if can_draw(before) and can_draw(mean):
-                    drawn[name] = (before * self._rows + mean * rows) / (self._rows + rows)
-            self._rows += rows
-        else:
-            self._usual = self._rows = rows
-        self._means = drawn
-        return drawn
-
-
-class RankSpeeds:
-    """What the ranks did, over the run and each as a whole."""
-
-    def __init__(self) -> None:
-        self.series = Series()
-        "`attempt`, `time`, and the lowest, mean and highest of the ranks' `rows_per_s` and `step_time` (median, s)."
-        self.totals: dict[int, RankTotal] = {}
-        "By rank."
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add a record with the numbers of each rank by name (`sunspot.run.history`)."""
-        ranks, steps = record["ranks"], record.get("steps") or 1
-        rows, seconds = ranks.get("rows", []), ranks.get("seconds", [])
-        speeds = [done / took for done, took in zip(rows, seconds, strict=False) if done is not None and took]
-        spreads = _spread("rows_per_s", speeds) | _spread("step_time", ranks.get("step_time_median_s", []))
-        self.series.add({"attempt": record["attempt"], "time": record.get("time"), **spreads})
-        for rank, numbers in enumerate(zip(*ranks.values(), strict=True)):
-            self.totals.setdefault(rank, RankTotal()).add(steps, dict(zip(ranks, numbers, strict=True)))
+            self.p95 = max(self.p95 or 0.0, numbers.get("step_time_p95_s") or median)
 
 
 def _spread(name: str, values: Sequence[float | None]) -> dict[str, float]:
@@ -150,20 +98,22 @@ class History:
 
     def __init__(self) -> None:
         self.series = Series()
-        "`attempt`, `step`, `epoch`, `time` (seconds since the epoch), `rows_per_s` (all ranks together), `results`."
-        self.ranks = RankSpeeds()
+        "`attempt`, `step`, `epoch`, `time`, `rows_per_s` (all ranks together), `results`, `few` (None: rows enough)."
+        self.speeds = Series()
+        "`attempt`, `time`, and the lowest, mean and highest of the ranks' `rows_per_s` and `step_time` (median, s)."
+        self.ranks: dict[int, RankTotal] = {}
+        "What each rank did over the whole run."
         self.attempts: set[int] = set()
         "Those with a record."
         self.results: list[str] = []
         "Names of numbers that tell the model's quality: losses, accuracies, and all that are of held-out rows."
-        self.evaluations = 0
-        "Records with results on held-out rows."
         self.undrawable: dict[str, tuple[int, int]] = {}
         "Results that are NaN, infinite or huge: by name, the number of records, and the step of the first."
         self.last: dict[str, Any] = {}
         "Step and time of the newest record; empty before there is one."
         self._latest: dict[str, tuple[float, int]] = {}
-        self._curves = Curves()
+        self._usual_rows = 0.0
+        "Of a window of the newest attempt."
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -172,6 +122,16 @@ class History:
     def latest(self, name: str) -> tuple[float, int] | None:
         """Return the newest value of a number, and its step."""
         return self._latest.get(name)
+
+    def drawn(self, name: str) -> list[Any]:
+        """Return the values of a result as curves show them: without training rows' means over few rows.
+
+        Each checkpoint ends a window, and the next may have few rows: their mean would be a spike.
+        """
+        values = self.series.column(name)
+        if name.startswith(HELD_OUT):
+            return values
+        return [None if few else value for value, few in zip(values, self.series.column("few"), strict=True)]
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
         """Add a record, in the form that `each_record` checks."""
@@ -183,13 +143,13 @@ class History:
         if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
             del kept["rows_per_s"]
         if record["attempt"] not in self.attempts:
-            self._curves = Curves()
-        if rows := numbers.get("rows"):
-            of_training = {name: kept[name] for name in results if not name.startswith(HELD_OUT)}
-            kept |= self._curves.add(rows, of_training)
-        self.series.add({"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch"), **kept})
+            self._usual_rows = 0.0
+        rows = numbers.get("rows") or self._usual_rows
+        few = rows < self._usual_rows / 2
+        self._usual_rows = self._usual_rows / 2 if few else rows  # the next ones may stay as short
+        placed = {"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch"), "few": few or None}
+        self.series.add(placed | kept)
         self.attempts.add(record["attempt"])
-        self.evaluations += any(name.startswith(HELD_OUT) for name in results)
         self.last = {"step": step, "time": kept["time"]}
         for name, value in kept.items():
             if value is not None:
@@ -197,6 +157,16 @@ class History:
                 if name in results and not can_draw(value):
                     times, first = self.undrawable.get(name, (0, step))
                     self.undrawable[name] = times + 1, first
+
+    def add_ranks(self, record: dict[str, Any]) -> None:
+        """Add a record with the numbers of each rank by name (`sunspot.run.history`)."""
+        ranks, steps = record["ranks"], record.get("steps") or 1
+        rows, seconds = ranks.get("rows", []), ranks.get("seconds", [])
+        speeds = [done / took for done, took in zip(rows, seconds, strict=False) if done is not None and took]
+        spreads = _spread("rows_per_s", speeds) | _spread("step_time", ranks.get("step_time_median_s", []))
+        self.speeds.add({"attempt": record["attempt"], "time": record.get("time"), **spreads})
+        for rank, numbers in enumerate(to_rows(ranks)):
+            self.ranks.setdefault(rank, RankTotal()).add(steps, numbers)
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:

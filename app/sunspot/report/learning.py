@@ -45,7 +45,7 @@ def _curves(report: Report, base: str) -> Html:
     factor = 100.0 if base.endswith("accuracy") else 1.0
     rows = [("training rows", base, "a"), ("held-out rows", HELD_OUT + base, "b")]
     values = {
-        name: [value * factor if value is not None else None for value in history.series.column(name)]
+        name: [value * factor if value is not None else None for value in history.drawn(name)]
         for _, name, _ in rows
         if name in history.results
     }
@@ -79,7 +79,7 @@ def _numbers(report: Report) -> Html:
         for step, epoch, time, *values in zip(*columns, strict=True)
         if not held_out or any(v is not None for v, name in zip(values, names, strict=True) if name in held_out)
     ]
-    total, shown = history.evaluations if held_out else len(history), lines
+    shown = lines
     if len(lines) > MAX_NUMBERS:
         shown = [lines[round(n * (len(lines) - 1) / (MAX_NUMBERS - 1))] for n in range(MAX_NUMBERS)]
     begun = report.begun
@@ -87,7 +87,7 @@ def _numbers(report: Report) -> Html:
     for step, epoch, time, values in shown:
         passed = duration(time - begun) if time is not None and begun is not None else None
         rows.append([Number(f"{step:.0f}", step), epoch, passed, *map(result, names, values)])
-    of = f", {len(shown)} of {total:,}" if len(shown) < total else ""
+    of = f", {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
     what = "Results where held-out rows were evaluated" if held_out else "Results"
     numbers = table(f"{what}{of}", ["step", "epoch", "time", *names], rows)
     return element("details", join([element("summary", "The numbers as a table"), numbers]))

@@ -148,7 +148,7 @@ def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> R
     for record in each_record(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
         history.add(record, best_by)
     for record in each_rank_record(run, spans, damaged["a part of the numbers of each rank"]):
-        history.ranks.add(record)
+        history.add_ranks(record)
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
     checkpoints, not_shown = tried(
         lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"

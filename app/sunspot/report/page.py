@@ -63,28 +63,14 @@ def whole_page(title: str, body: Html, head: str = "") -> bytes:
 
 
 def _header(report: Report) -> Html:
-    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), _summary(report)]
+    state = paragraph(in_colour(report.state, str(report.state).capitalize()), kind="lead")
+    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), state]
     if report.reason and report.state is not RunState.SUCCEEDED:
         parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
     parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in report.troubles]
     figures = [_figure(*figure) for figure in _figures(report)]
     parts.append(element("dl", join(figures), class_="figures"))
     return element("header", join(parts))
-
-
-def _summary(report: Report) -> Html:
-    """Return a line: state, accuracy, steps, time, goodput, incidents."""
-    state = in_colour(report.state, str(report.state).capitalize())
-    facts: list[Any] = []
-    name = _headline(report)
-    if name and (found := report.result(name)):
-        facts.append(join([f"{_in_words(name)} ", result(name, found[0])]))
-    of = join([" of ", whole(report.total_steps)]) if report.total_steps else ""
-    time = join([" in ", duration(report.seconds)]) if report.seconds is not None else ""
-    facts.append(join([whole(report.step), of, " steps", time]))
-    facts.append(join(["goodput ", percent(report.goodput, 0)]) if report.goodput is not None else "goodput not known")
-    facts.append(plural(len(report.incidents), "incident") if report.incidents else "no incidents")
-    return paragraph(state, ": ", join(facts, ", "), ".", kind="lead")
 
 
 def in_colour(state: RunState, word: str) -> Html:

@@ -1,6 +1,5 @@
 """Throughput and step time: over the wall clock, and of each rank."""
 
-import math
 from typing import Any
 
 from sunspot.report.charts import Line, Point, chart, linear_axis, over_time, points_of
@@ -15,7 +14,7 @@ MAX_RANKS = 64
 def show(report: Report) -> Html:
     """Show throughput and step time: over the wall clock, and of each rank."""
     history = report.history
-    if not history.ranks.totals:
+    if not history.ranks:
         return paragraph("No numbers of single ranks are recorded.")
     across = over_time(report, history.series)
     throughput = points_of(across, history.series.column("rows_per_s"))
@@ -32,7 +31,7 @@ def show(report: Report) -> Html:
 
 
 def _spread(title: str, report: Report, name: str) -> Html:
-    series = report.history.ranks.series
+    series = report.history.speeds
     across = over_time(report, series)
     columns = [series.column(each) for each in (f"{name}_low", name, f"{name}_high")]
     known = [
@@ -46,12 +45,12 @@ def _spread(title: str, report: Report, name: str) -> Html:
 
 
 def _ranks(report: Report) -> Html:
-    every = report.history.ranks.totals
+    every = report.history.ranks
     nodes = report.attempts[-1].metadata.nodes if report.attempts else {}
     slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MAX_RANKS]
     rows = [[str(rank), nodes.get(str(rank)) or "not recorded", *_rank(every[rank])] for rank in sorted(slowest)]
     some = f", the {len(slowest)} slowest of {len(every):,}" if len(slowest) < len(every) else ""
-    columns = ["rank", "last node", "rows", "rows/s", "median step", "its range", "worst 95 %", "forward pass"]
+    columns = ["rank", "last node", "rows", "rows/s", "median step", "worst 95 %", "forward pass"]
     return table(f"Each rank over the whole run{some}", [*columns, "waits for rows", "most memory"], rows)
 
 
@@ -60,8 +59,7 @@ def _rank(total: RankTotal) -> list[Any]:
         whole(total.rows),
         rate(total.rows_per_s) if total.rows_per_s is not None else None,
         duration(total.step_time) if total.step_time is not None else None,
-        f"{total.fastest:.3g} to {total.slowest:.3g} s" if total.steps else None,
-        duration(total.p95) if math.isfinite(total.p95) else None,
+        duration(total.p95) if total.p95 is not None else None,
         duration(total.forward_time) if total.forward_time is not None else "not measured",
         percent(total.data_wait / total.seconds, 1) if total.seconds else None,
         size(total.memory_mib * 2**20) if total.memory_mib else None,
