@@ -1,7 +1,7 @@
 """A checkpoint's model in other processes of Ray: an actor that keeps it, and a task that has it once."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,25 +27,19 @@ one that is cleaned up.
 
 
 @contextmanager
-def model_worker(
-    run: str,
-    checkpoint: str = "newest",
-    storage: str = "runs",
-    use_gpu: str = "auto",
-    resources: Mapping[str, float] | None = None,
-) -> Iterator[Any]:
+def model_worker(run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto") -> Iterator[Any]:
     """Start a `ModelWorker` with its model; it ends with the context, and so does Ray if it was started here.
 
-    It gets `resources`, by default one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier`
-    raises, and `GaveUpError` if it is not ready after START_S.
+    It gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier` raises, and
+    `GaveUpError` if it is not ready after START_S.
     """
     with ray_session():
-        options = as_options(resources or {"CPU": 1.0, "GPU": float(wants_gpu(use_gpu))})
-        worker = ModelWorker.options(**options).remote(  # type: ignore[attr-defined]
+        gpu = wants_gpu(use_gpu)
+        worker = ModelWorker.options(num_cpus=1, num_gpus=int(gpu)).remote(  # type: ignore[attr-defined]
             absolute_path(run),
             absolute_path(checkpoint),
             absolute_path(storage, name=False),
-            "true" if options["num_gpus"] else "false",
+            "true" if gpu else "false",
             os.getcwd(),
         )
         try:
@@ -64,9 +58,10 @@ def call_in_task(
     """
     with ray_session():
         nodes = sum(node["Alive"] for node in ray.nodes())
-        options = as_options(choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker)
-        use_gpu = "true" if options["num_gpus"] else "false"
-        reference = ray.remote(_call).options(**options).remote(os.getcwd(), act, plan, run, checkpoint, use_gpu)
+        wanted = dict(choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker)
+        cpus, gpus = wanted.pop("CPU", 0.0), wanted.pop("GPU", 0.0)
+        task = ray.remote(_call).options(num_cpus=cpus, num_gpus=gpus, resources=wanted)
+        reference = task.remote(os.getcwd(), act, plan, run, checkpoint, "true" if gpus else "false")
         try:
             return get_result(reference, limit_s, "a task with the model")
         finally:
@@ -76,12 +71,6 @@ def call_in_task(
 def _call(folder: str, act: Callable[..., Any], *words: Any) -> Any:
     enter_folder(folder)
     return act(*words)
-
-
-def as_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Return resources as the options of a task or an actor."""
-    rest = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-    return {"num_cpus": resources.get("CPU", 0.0), "num_gpus": resources.get("GPU", 0.0), "resources": rest}
 
 
 def wants_gpu(use_gpu: str) -> bool:

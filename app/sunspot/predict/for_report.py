@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,25 +98,20 @@ def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Pre
     deadline = time.monotonic() + LIMIT_S
     model = Classifier(run, checkpoint, plan.settings.storage_path, use_gpu)
     summary = Summary(model.data)
-    for part in read_parts(plan.test, min(plan.settings.predict_rows, rows_in(plan.test))):
+    rows = min(plan.settings.predict_rows, rows_in(plan.test))
+    each = max(1, min(READ_ROWS, READ_BYTES // math.prod(plan.test.shape)))
+    for first in range(0, rows, each):
+        part = read_rows(plan.test, first, min(first + each, rows))
         summary.add(part, *model.predict_rows(part))
         if time.monotonic() >= deadline:
             break
     return summary.result(model.name, model.step, sample_rows(plan.source))
 
 
-def read_parts(source: Source, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the first rows, in parts."""
-    each = max(1, min(READ_ROWS, READ_BYTES // math.prod(source.shape)))
-    for first in range(0, rows, each):
-        yield read_rows(source, first, min(first + each, rows))
-
-
 class Summary:
     """Accumulates predictions, with the images of the few examples that the report shows, if rows have images."""
 
     def __init__(self, data: ModelData) -> None:
-        self.rows = 0
         self._data = data
         self._confusion = np.zeros((data.classes, data.classes), np.int64)
         self._mistakes: list[Example] = []
@@ -126,7 +121,6 @@ class Summary:
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
         """Add rows (`row`, `label`, maybe `image`), their predicted classes, [B], and probabilities, [B, classes]."""
         labels, certainty = part["label"], probabilities.max(axis=1)
-        self.rows += len(labels)
         np.add.at(self._confusion, (labels, predictions), 1)
         if "image" not in part:
             return
@@ -153,11 +147,12 @@ class Summary:
     def result(self, checkpoint: str, step: int, samples: list[Example]) -> Predictions:
         by_class = itertools.zip_longest(*(self._right[label] for label in sorted(self._right)))
         right = [example for examples in by_class for example in examples if example]
+        rows = int(self._confusion.sum())
         return Predictions(
             checkpoint=checkpoint,
             step=step,
-            rows=self.rows,
-            accuracy=int(self._confusion.trace()) / self.rows,
+            rows=rows,
+            accuracy=int(self._confusion.trace()) / rows,
             classes=self._data.classes,
             confusion=self._confusion.tolist(),
             mistakes=self._mistakes,

@@ -59,18 +59,9 @@ class RankTotal:
     memory_mib: float = 0.0
 
     @property
-    def rows_per_s(self) -> float | None:
-        return self.rows / self.seconds if self.seconds else None
-
-    @property
     def step_time(self) -> float | None:
         """Mean over all windows, by their steps, of the median step time."""
         return self.step_seconds / self.steps if self.steps else None
-
-    @property
-    def forward_time(self) -> float | None:
-        """Seconds of a step in the forward pass; None when not measured."""
-        return self.forward / self.steps if self.steps and self.forward else None
 
     def add(self, steps: int, numbers: dict[str, float | None]) -> None:
         """Add this rank's numbers in a window of so many steps."""
@@ -111,17 +102,10 @@ class History:
         "Results that are NaN, infinite or huge: by name, the number of records, and the step of the first."
         self.last: dict[str, Any] = {}
         "Step and time of the newest record; empty before there is one."
-        self._latest: dict[str, tuple[float, int]] = {}
+        self.latest: dict[str, tuple[float, int]] = {}
+        "The newest value of each number, and its step."
         self._usual_rows = 0.0
         "Of a window of the newest attempt."
-
-    def __len__(self) -> int:
-        """Return the number of records."""
-        return len(self.series)
-
-    def latest(self, name: str) -> tuple[float, int] | None:
-        """Return the newest value of a number, and its step."""
-        return self._latest.get(name)
 
     def drawn(self, name: str) -> list[Any]:
         """Return the values of a result as curves show them: without training rows' means over few rows.
@@ -153,7 +137,7 @@ class History:
         self.last = {"step": step, "time": kept["time"]}
         for name, value in kept.items():
             if value is not None:
-                self._latest[name] = value, step
+                self.latest[name] = value, step
                 if name in results and not can_draw(value):
                     times, first = self.undrawable.get(name, (0, step))
                     self.undrawable[name] = times + 1, first

@@ -17,7 +17,7 @@ MAX_NUMBERS = 40
 def show(report: Report) -> Html:
     """Return the learning curves over steps and over the wall clock, with the restarts, and the numbers."""
     history = report.history
-    if not history:
+    if not history.series:
         return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")
     bases = list(dict.fromkeys(name.removeprefix(HELD_OUT) for name in sorted(history.results, key=results_first)))
     parts: list[Html] = [_curves(report, base) for base in bases[:MAX_CURVES]]
@@ -28,8 +28,9 @@ def show(report: Report) -> Html:
         parts.append(paragraph(f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ", command, " has them."))
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
         parts.append(paragraph("Nothing was evaluated on held-out rows so far.", kind="note"))
-    if len(history) > 2 * BUCKETS:
-        drawn = f"Of {len(history):,} records, the lowest and the highest in each of {BUCKETS} stretches are drawn."
+    records = len(history.series)
+    if records > 2 * BUCKETS:
+        drawn = f"Of {records:,} records, the lowest and the highest in each of {BUCKETS} stretches are drawn."
         parts.append(paragraph(drawn, kind="note"))
     return join([*parts, _numbers(report)])
 

@@ -8,7 +8,7 @@ from sunspot.errors import NotFoundError
 from sunspot.formatting import plural
 from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, fitting_axis, linear_axis, log_axis
 from sunspot.report.history import can_draw
-from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
+from sunspot.report.html import Html, element, join, paragraph, result, table, whole
 from sunspot.report.model import gather
 from sunspot.report.page import footer, in_colour, render, whole_page
 from sunspot.run import Run
@@ -88,7 +88,7 @@ def _trials(results: Results, link: str) -> Html:
         run = element("a", trial.run, href=link.format(trial.run)) if link else trial.run
         run = element("strong", join([run, " (best)"])) if trial.run == results.promoted else run
         steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else whole(trial.step)
-        values = [Number(_shown(v), v) if isinstance(v, float) else v for v in map(trial.settings.get, results.space)]
+        values = map(trial.settings.get, results.space)
         why = element("span", trial.reason, class_="wide") if trial.reason else None
         rows.append([run, in_colour(trial.state, trial.state), steps, result(results.metric, trial.best), *values, why])
     columns = ["trial", "state", "steps", f"best {results.metric}", *results.space, "why"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sunspot.report.charts import Line, Point, chart, linear_axis, over_time, points_of
+from sunspot.report.charts import Line, chart, linear_axis, over_time, points_of
 from sunspot.report.history import RankTotal
 from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, whole
 from sunspot.report.model import Report
@@ -33,13 +33,7 @@ def show(report: Report) -> Html:
 def _spread(title: str, report: Report, name: str) -> Html:
     series = report.history.speeds
     across = over_time(report, series)
-    columns = [series.column(each) for each in (f"{name}_low", name, f"{name}_high")]
-    known = [
-        (x, *values, group)
-        for x, *values, group in zip(across.places, *columns, across.groups, strict=True)
-        if x is not None and None not in values
-    ]
-    low, mean, high = ([Point(x, values[at], group) for x, *values, group in known] for at in range(3))
+    low, mean, high = (points_of(across, series.column(each)) for each in (f"{name}_low", name, f"{name}_high"))
     y = linear_axis((point.y for point in low + high), from_zero=True)
     return chart(title, across, y, [Line("mean of the ranks", mean)], (low, high))
 
@@ -57,10 +51,10 @@ def _ranks(report: Report) -> Html:
 def _rank(total: RankTotal) -> list[Any]:
     return [
         whole(total.rows),
-        rate(total.rows_per_s) if total.rows_per_s is not None else None,
+        rate(total.rows / total.seconds) if total.seconds else None,
         duration(total.step_time) if total.step_time is not None else None,
         duration(total.p95) if total.p95 is not None else None,
-        duration(total.forward_time) if total.forward_time is not None else "not measured",
+        duration(total.forward / total.steps) if total.forward and total.steps else "not measured",
         percent(total.data_wait / total.seconds, 1) if total.seconds else None,
         size(total.memory_mib * 2**20) if total.memory_mib else None,
     ]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from sunspot.background import map_parallel
+from sunspot.background import Background, map_parallel
 from sunspot.code_archive import enter_code
 from sunspot.errors import (
     DamageError,
@@ -158,7 +158,6 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     """Train the trials that have not ended, and promote the best one's checkpoint."""
     import ray
 
-    from sunspot.background import Background
     from sunspot.elastic.control import ControlChannel, open_control
     from sunspot.elastic.supervisor import supervised
     from sunspot.ray_internals.nodes import reachable_nodes
