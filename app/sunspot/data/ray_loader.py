@@ -183,7 +183,8 @@ class StepStreams(ray.train.DataConfig):
 
     def _test_streams(self, world_size: int) -> list[ray.data.DataIterator]:
         assert self._test
-        streams, options = [], {"fn_kwargs": {"source": self._test}, "num_cpus": self._reading_cpus}
+        options = {"fn_kwargs": {"source": self._test}, "num_cpus": self._reading_cpus}
+        streams = []
         for rank in range(world_size):
             pieces = cut_evenly(self._test.row_groups, world_size, rank)
             stream = ray.data.from_items(pieces, override_num_blocks=max(1, min(len(pieces), MAX_BLOCKS)))

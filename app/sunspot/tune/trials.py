@@ -62,7 +62,6 @@ PART, SCORE, ERROR = "part", "score", "error"
 """What a trial reports to Tune: how much of its run is done, of WHOLE; the metric of the search; and, at its end, its
 error, empty if it had none."""
 
-
 NODES_TIMEOUT_S = 60.0
 """How long to wait for the nodes of a job; a search that goes on without them trains fewer trials at a time."""
 
