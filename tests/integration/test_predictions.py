@@ -11,14 +11,12 @@ import pytest
 from PIL import Image
 
 from sunspot.data.source import ModelData, find_sources, read_rows
-from sunspot.errors import GaveUpError, StorageError
+from sunspot.errors import StorageError
 from sunspot.plan import Plan, make_plan
-from sunspot.predict.actor import get_result
 from sunspot.predict.classifier import Classifier
-from sunspot.predict.held_out import Summary, predict_held_out, save_predictions
+from sunspot.predict.for_report import Summary, save_predictions
 from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
-from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.predictions import Example, Predictions, read_predictions, write_predictions
 from sunspot.settings import load_settings
 from sunspot.tasks import load_task
@@ -102,7 +100,7 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
         pytest.fail("it predicts again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sunspot.predict.held_out.predict_held_out", refuse)
+        patch.setattr("sunspot.predict.for_report.call_in_task", refuse)
         save_predictions(plan_of(copied_run), run, newest)
         save_predictions(plan_of(copied_run, PREDICT_ROWS=0), run, replace(newest, name="another"))
         save_predictions(plan_of(copied_run), run, replace(newest, name="another", step=newest.step - 1))
@@ -128,27 +126,23 @@ def test_a_reason_against_predictions_is_logged_and_fails_nothing(
     def fail(*words: Any) -> Any:
         raise StorageError("storage is full")
 
-    monkeypatch.setattr("sunspot.predict.held_out.predict_held_out", fail)
+    monkeypatch.setattr("sunspot.predict.for_report.call_in_task", fail)
     save_predictions(plan_of(finished_run, TASK=task), finished_run.run, replace(finished_run.newest, name="another"))
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_when_time_is_up_what_was_predicted_is_kept(
-    copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
+    copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
+    def call_here(act: Any, plan: Plan, run: str, checkpoint: str, limit_s: float) -> Any:
+        return act(plan, run, checkpoint, "false")
 
-    def answer_once(reference: Any, limit_s: float, what: str) -> Any:
-        asked.append(reference)
-        if len(asked) > 1:
-            raise GaveUpError("time is up")
-        return get_result(reference, 60, what)
-
-    monkeypatch.setattr("sunspot.predict.held_out.get_result", answer_once)
-    monkeypatch.setattr("sunspot.predict.held_out.READ_ROWS", 30)
-    plan = plan_of(copied_run, STORAGE_PATH=copied_run.storage)
-    kept = predict_held_out(plan, copied_run.run, copied_run.newest, TEST_ROWS)
+    monkeypatch.setattr("sunspot.predict.for_report.call_in_task", call_here)
+    monkeypatch.setattr("sunspot.predict.for_report.LIMIT_S", 0)
+    monkeypatch.setattr("sunspot.predict.for_report.READ_ROWS", 30)
+    copied_run.run.storage.delete(copied_run.run.key("predictions.json"))
+    save_predictions(plan_of(copied_run, STORAGE_PATH=copied_run.storage), copied_run.run, copied_run.newest)
+    kept = read_predictions(copied_run.run)
     assert (kept.rows, sum(map(sum, kept.confusion))) == (30, 30)
     assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
 
@@ -163,7 +157,7 @@ def test_the_most_certain_mistakes_are_kept_and_right_ones_of_every_class() -> N
         certainties += probabilities.max(axis=1)[predictions != labels].tolist()
         part = {"row": np.arange(first, first + 1000), "label": labels, "image": np.zeros((1000, 3, 70, 4), np.uint8)}
         summary.add(part, predictions, probabilities)
-    found = summary.result(Checkpoint("step-00000001-attempt-0001", 1, 1, 1, 1, 1), [])
+    found = summary.result("step-00000001-attempt-0001", 1, [])
     assert [example.probability for example in found.mistakes] == sorted(certainties, reverse=True)[:48]
     assert [example.label for example in found.right] == [*(list(range(5)) * 4), 0, 1, 2, 3]
     assert found.accuracy == 1 - len(certainties) / 4000

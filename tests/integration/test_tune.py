@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-import sunspot.tune.concurrency
 import sunspot.tune.promotion
+import sunspot.tune.trials
 from sunspot.cli import main as command
 from sunspot.errors import ConflictError, DamageError, StorageError, SupersededError
 from sunspot.report.search import render_search
@@ -27,9 +27,18 @@ from sunspot.run.requests import clear_stop, request_stop, stop_requested
 from sunspot.run.search import Results, Trial, best_of, read_results, read_trial
 from sunspot.run.status import RunState, Status, read_status, restore_status
 from sunspot.settings import Settings
-from sunspot.tune.concurrency import allocate, await_nodes
 from sunspot.tune.promotion import begin_attempt, promote
-from sunspot.tune.trials import PART, SCORE, WHOLE, HistoryReplay, StoppingAsha, StopWhenIdle, has_ended
+from sunspot.tune.trials import (
+    PART,
+    SCORE,
+    WHOLE,
+    HistoryReplay,
+    StoppingAsha,
+    StopWhenIdle,
+    allocate,
+    await_nodes,
+    has_ended,
+)
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.program import Program
@@ -443,8 +452,8 @@ def test_trials_share_what_is_there(
 
 
 def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.tune.concurrency, "POLL_EVERY_S", 0.01)
-    monkeypatch.setattr(sunspot.tune.concurrency, "NODES_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sunspot.tune.trials, "NODES_POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.tune.trials, "NODES_TIMEOUT_S", 0.5)
     wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
 
     def at_once(nodes: Iterator[int], **settings: Any) -> int:

@@ -14,7 +14,7 @@ import torch
 from sunspot.checkpoint.files import load_weights
 from sunspot.data.source import EmptySource, read_rows
 from sunspot.errors import ConflictError, DataError, SettingsError
-from sunspot.predict.shown import to_parts
+from sunspot.predict.for_report import to_parts
 from sunspot.settings import Settings
 from sunspot.storage import open_storage
 from sunspot.tasks import finetune, load_task

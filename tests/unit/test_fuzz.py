@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sunspot.data.image_table import open_images
-from sunspot.data.images import decode_bytes, decode_images
+from sunspot.data.images import decode_images, decode_picture
 from sunspot.errors import SunspotError
 from sunspot.run import Run
 from sunspot.run.overview import list_runs
@@ -73,7 +73,7 @@ def test_images(content: bytes, channels: int) -> None:
     with mock.patch.object(EpsImagePlugin, "Ghostscript", side_effect=BaseException("ran Ghostscript")):
         for pixels in (
             ends_well(lambda: decode_images(content, shape, "the body")),
-            ends_well(lambda: decode_bytes(content, shape)),
+            ends_well(lambda: decode_picture(content, shape)),
         ):
             assert pixels is None or (pixels.dtype == np.uint8 and pixels.shape[-3:] == shape)
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sunspot.data import images
-from sunspot.data.images import decode_bytes, decode_images, open_image, read_images
+from sunspot.data.images import decode_images, decode_picture, open_image, read_images
 from sunspot.errors import DataError, SettingsError, SunspotError
 
 Decode = Callable[[bytes], np.ndarray]
@@ -47,7 +47,7 @@ def of_a_request(content: bytes) -> np.ndarray:
 
 
 def of_a_row(content: bytes) -> np.ndarray:
-    return decode_bytes(content, SHAPE)
+    return decode_picture(content, SHAPE)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

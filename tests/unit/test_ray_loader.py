@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.data.order import Order, Steps, locate_rows
-from sunspot.data.ray_loader import PieceReader, RayLoader, RoundPlanner, RoundReader, cut_evenly
+from sunspot.data.ray_loader import RayLoader, RoundPlanner, RoundReader, cut_evenly, read_pieces
 
 row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda groups: sum(groups) >= 2)
 
@@ -74,7 +74,7 @@ def test_held_out_rows_are_cut_evenly_however_large_a_group_is(groups: list[int]
     for rank in range(world_size):
         pieces = cut_evenly(groups, world_size, rank)
         index = {name: np.array([piece[name] for piece in pieces], int) for name in ("group", "first", "last")}
-        read = list(PieceReader(source)(index))
+        read = list(read_pieces(index, source))
         assert all((part["value"][:, 0] == 2 * part["row"]).all() for part in read)
         rows = [row for part in read for row in part["row"].tolist()]
         evaluated += rows

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sunspot.report import gather, render
 from sunspot.report.charts import BUCKETS, Point, downsample, linear_axis, log_axis
-from sunspot.report.history import MAX_RECORDS, Curves, Series
+from sunspot.report.history import History
 from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.failures import Failure, record_failure
@@ -109,8 +109,8 @@ def test_the_figures_are_those_of_the_run(run: Run) -> None:
     # 2 workers for 245 s; lost: the first 12 s, and from step 94 to the first step after it.
     assert figures["goodput"] == pytest.approx(1 - (12 + 51) / 245)
     assert figures["incidents"] == 1
-    assert "✓ Succeeded : held-out accuracy 98.05 % , 188 of 188 steps in 4 min 5 s" in page.text
-    assert "goodput 74 % , 1 incident." in page.text
+    for words in ("✓ Succeeded", "Held-out accuracy 98.05 %", "Steps 188 of 188", "Time 4 min 5 s", "Goodput 74 %"):
+        assert words in page.text
 
 
 def test_the_curves_are_over_steps_and_over_wall_clock_with_the_restart_marked(run: Run) -> None:
@@ -138,14 +138,15 @@ def test_a_window_of_one_step_is_no_spike(run: Run) -> None:
     rows = [{**one, "rows": 128 * steps, "accuracy": a} for one, (_, steps, a) in zip(times, windows, strict=True)]
     report(run, first, *rows)
     [steps] = [chart for chart in made(run).charts if chart.startswith("Accuracy in % over steps")]
-    assert f"lowest {100 * (0.9 * 80 + 0.5 + 0.4) / 82:.4g} at 82, highest 95.57 at 170" in steps
+    assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
 def test_windows_that_stay_short_are_drawn_as_they_are() -> None:
-    curves = Curves()
-    drawn = [curves.add(rows, {"loss": loss}) for rows, loss in [(100.0, 1.0), *[(10.0, 0.5)] * 5]]
-    assert [means["loss"] for means in drawn[-2:]] == [0.5, 0.5]
-    assert drawn[1]["loss"] == pytest.approx(105 / 110)
+    history = History()
+    for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
+        history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")
+    assert history.drawn("loss")[-2:] == [0.5, 0.5]
+    assert history.drawn("loss")[:2] == [1.0, None]
 
 
 def test_curves_are_interrupted_while_nothing_trained(run: Run) -> None:
@@ -195,7 +196,6 @@ def test_each_rank_and_the_spread_between_ranks(run: Run) -> None:
     assert [chart for chart in page.charts if chart.startswith("Rows per second of one rank over wall clock")]
     [spread] = [chart for chart in page.charts if chart.startswith("Seconds of a step on one rank")]
     assert re.search(r"Lowest to highest rank: 0\.3\d* to 0\.3\d*\.", spread)
-    assert len([chart for chart in page.charts if chart.startswith("Median step of a window")]) == 4
     assert "node-3" in page.text
 
 
@@ -265,7 +265,7 @@ def test_settings_and_versions_with_what_changed(run: Run) -> None:
 
 def test_a_run_that_no_worker_has_begun_has_no_empty_sections(run: Run) -> None:
     page = made(run, RunState.PENDING, "its driver has not begun")
-    for words in ("Pending : 0 steps", "its driver has not begun", "goodput not known", "No worker has begun yet"):
+    for words in ("Pending", "Steps 0", "its driver has not begun", "Goodput not known", "No worker has begun yet"):
         assert words in page.text
     assert [link["href"] for link in page.all("a")] == ["#incidents"]
 
@@ -386,20 +386,6 @@ def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> Non
     assert "lowest 0.001 at 7e+04, highest 9 at 5e+04" in steps_chart
     assert "Of 100,000 records, the lowest and the highest in each of 240 stretches are drawn." in page.text
     assert "Results, 40 of 100,000" in page.text
-
-
-def test_a_hundred_thousand_records_are_thinned_to_what_counts() -> None:
-    series = Series()
-    for number in range(100_000):
-        loss = {50_123: 9.0, 70_007: 0.001, 99_998: math.nan}.get(number, 1.0 + number % 7 / 10)
-        series.add({"step": number, "loss": loss, "other": -number % 1000})
-    assert series.count == 100_000
-    assert 2 * BUCKETS < len(series) <= MAX_RECORDS
-    steps, losses = series.column("step"), series.column("loss")
-    assert steps == sorted(set(steps))
-    assert (steps[0], steps[-1]) == (0, 99_999)
-    assert (losses[steps.index(50_123)], losses[steps.index(70_007)]) == (9.0, 0.001)
-    assert max(later - step for step, later in itertools.pairwise(steps)) < 100_000 / BUCKETS, "everywhere"
 
 
 def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:

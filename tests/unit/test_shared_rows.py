@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import sunspot.data.shared_rows
 from sunspot.data.order import Order, Steps
 from sunspot.data.shared_rows import LocalWorkers, load_shared
-from sunspot.data.torch_loader import EpochShares, Selections
+from sunspot.data.torch_loader import Selections, cut_shares
 from sunspot.errors import DataError
 from tests.harness.threads import load_in_threads
 
@@ -87,7 +87,7 @@ def test_a_worker_keeps_its_shares_of_an_epoch(rows: int, batch: int, world_size
     short = whole.permutation(2, whole.windows(2)[0], np.int32)
     assert short.dtype == np.int32
     assert short.tolist() == order.tolist()
-    shares = EpochShares.of(short, steps, world_size, rank).between(first, steps.per_epoch)
+    shares = cut_shares(short, steps, world_size, rank)[first:]
     expected = [order[slice(*steps.share(step, world_size, rank))] for step in range(first, steps.per_epoch)]
     assert [shares[number].tolist() for number in range(len(shares))] == [share.tolist() for share in expected]
     batches = Selections({"label": 2 * torch.arange(rows)}, shares)

@@ -15,7 +15,7 @@ from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
-from sunspot.predict.shown import show, to_parts
+from sunspot.predict.for_report import show, to_parts
 from sunspot.report import gather, render
 from sunspot.run import Run
 from sunspot.run.overview import read_state
@@ -118,7 +118,7 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     checkpoints.save(1, {})
     checkpoints.close(finished=True)
     assert checkpoints.newest
-    perplexity, texts = show(plan, run.name, checkpoints.newest.name, "")
+    perplexity, texts = show(plan, run.name, checkpoints.newest.name, "false")
     assert perplexity.title == "Perplexity of 40 held-out texts"
     assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # it has learned nothing
     losses = [row[0] for row in texts.rows]

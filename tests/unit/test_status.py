@@ -14,7 +14,7 @@ import pytest
 from sunspot.elastic.claim import begin_attempt
 from sunspot.elastic.copies import NodeInventory
 from sunspot.errors import StorageError, SupersededError, TrackingError
-from sunspot.predict.held_out import save_predictions
+from sunspot.predict.for_report import save_predictions
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
 from sunspot.run.claimant import Claimant
@@ -223,8 +223,8 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
             write_status(run, NEW)
         return made
 
-    for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("predict_held_out", predict)):
-        monkeypatch.setattr(f"sunspot.predict.held_out.{name}", act)
+    for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("call_in_task", predict)):
+        monkeypatch.setattr(f"sunspot.predict.for_report.{name}", act)
     plan: Any = SimpleNamespace(settings=Settings(), test=object(), total_steps=1, source=SimpleNamespace(classes=1))
     checkpoint: Any = SimpleNamespace(finished=True, step=1, name="step-00000001-attempt-0001")
     for taken_over, kept in ((True, None), (False, made)):
@@ -239,7 +239,7 @@ def test_predictions_that_storage_does_not_tell_of_are_only_warned_of(
         raise StorageError("away")
 
     for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("read_predictions", fail)):
-        monkeypatch.setattr(f"sunspot.predict.held_out.{name}", act)
+        monkeypatch.setattr(f"sunspot.predict.for_report.{name}", act)
     plan: Any = SimpleNamespace(settings=Settings(), test=object(), source=SimpleNamespace(classes=1))
     checkpoint: Any = SimpleNamespace(finished=True, step=1, name="step-00000001-attempt-0001")
     save_predictions(plan, run, checkpoint, NEW.driver)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.command_line import CommandParser
-from sunspot.data.image_columns import SCALED
+from sunspot.data.columns import SCALED
 from sunspot.data.images import FILE_FORMATS, SUFFIXES, USUAL_SIDE, fit_pixels, open_checked
 from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from sunspot.data.columns import Column, innermost
-from sunspot.data.image_columns import FORMS, SCALED, ImageColumn, encoded, is_bytes, is_encoded
+from sunspot.data.columns import FORMS, SCALED, Column, ImageColumn, encoded, innermost, is_bytes, is_encoded
 from sunspot.data.images import GREY_MODES, open_image
 from sunspot.data.labels import LABEL
 from sunspot.data.parquet_files import absolute, join, open_file, parquet_errors

@@ -55,7 +55,10 @@ def decode_images(content: bytes, shape: tuple[int, ...], place: str, scales: bo
     """Do as `read_images` for bytes; `place` names them in messages."""
     if content.startswith(NPY_MAGIC):
         return _from_array(content, shape, place)
-    return _from_image(content, shape, place, scales)
+    try:
+        return decode_picture(content, shape, scales)[None]
+    except DataError as error:
+        raise SettingsError(f"{place}: {error}") from error
 
 
 def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarray:
@@ -79,35 +82,36 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
     return values.reshape(found, order="F" if in_columns else "C").reshape(-1, *shape)
 
 
-def _from_image(content: bytes, shape: tuple[int, ...], place: str, scales: bool) -> np.ndarray:
-    try:
-        image = open_checked(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
-        grey = image.mode in GREY_MODES
-        fits = (image.height, image.width) == shape[1:] and (shape[0] == 3 or grey)
-        pixels = fit_pixels(image, *shape) if scales else to_pixels(image, shape[0]) if fits else None
-    except Exception as error:  # Pillow's decoders raise all kinds
-        raise SettingsError(
-            f"{place}: neither a PNG, a JPEG nor an .npy array, or damaged: {shorten(error)}"
-        ) from error
-    if pixels is None:
-        raise SettingsError(
-            f"{place}: an image of {image.height} x {image.width} (height x width), {'grey' if grey else 'in colour'}, "
-            f"but the model takes {shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}; convert it"
-        )
-    return pixels[None]
-
-
-def open_image(content: bytes) -> Any:
-    """Return a Pillow image whose header has been read; raises `DataError`."""
-    try:
-        return open_checked(io.BytesIO(content))
-    except Exception as error:  # Pillow's decoders raise all kinds
-        raise DataError(f"has bytes that are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
-
-
 def is_picture(name: str) -> bool:
     """Tell by its name whether a file is a picture."""
     return name.lower().endswith(SUFFIXES)
+
+
+def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
+    """Return uint8 [C, H, W] of an encoded picture; raises `DataError` that says what is wrong with it.
+
+    One of another size or colour is refused, or with `scales` scaled as those of a folder are.
+    """
+    image = open_image(content, FILE_FORMATS if scales else FORMATS)
+    grey = image.mode in GREY_MODES
+    if not scales and ((image.height, image.width) != shape[1:] or (shape[0] == 1 and not grey)):
+        raise DataError(
+            f"is {image.height} x {image.width} (height x width), {'grey' if grey else 'in colour'}, but the model "
+            f"takes {shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, as the first of its dataset; "
+            "convert it"
+        )
+    try:
+        return fit_pixels(image, *shape) if scales else to_pixels(image, shape[0])
+    except Exception as error:  # Pillow's decoders raise all kinds
+        raise DataError(f"is damaged: {shorten(error)}") from error
+
+
+def open_image(content: bytes, formats: tuple[str, ...] = FORMATS) -> Any:
+    """Return a Pillow image whose header has been read; raises `DataError`."""
+    try:
+        return open_checked(io.BytesIO(content), formats)
+    except Exception as error:  # Pillow's decoders raise all kinds
+        raise DataError(f"is no {', '.join(formats[:-1])} or {formats[-1]}, or damaged: {shorten(error)}") from error
 
 
 def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
@@ -123,22 +127,6 @@ def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
     if image.format == "PNG" and getattr(image, "is_animated", False):
         raise ValueError("an animation; give one image")
     return image
-
-
-def decode_bytes(content: bytes, shape: tuple[int, ...]) -> np.ndarray:
-    """Return uint8 [C, H, W] of encoded bytes; raises `DataError` that says what is wrong with the image."""
-    image = open_image(content)
-    if (image.height, image.width) != shape[1:]:
-        raise DataError(
-            f"is {image.height} x {image.width} (height x width), the first of the dataset {shape[1]} x {shape[2]}; "
-            "resize them all to one size"
-        )
-    if shape[0] == 1 and image.mode not in GREY_MODES:
-        raise DataError("is in colour, the first of the dataset is grey; write them all alike")
-    try:
-        return to_pixels(image, shape[0])
-    except Exception as error:
-        raise DataError(f"is damaged: {shorten(error)}") from error
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
@@ -176,6 +164,5 @@ class Resized:
         return f"resized to {self.shape}"
 
     def __call__(self, stored: Any) -> np.ndarray:
-        """Decode PNG or JPEG bytes, or a dictionary that has them as `bytes`, to uint8 [C, H, W]; raises all kinds."""
-        content = stored["bytes"] if isinstance(stored, dict) else stored
-        return fit_pixels(open_checked(io.BytesIO(content), FILE_FORMATS), *self.shape)
+        """Decode a file's bytes, or a dictionary that has them as `bytes`, to uint8 [C, H, W]; raises `DataError`."""
+        return decode_picture(stored["bytes"] if isinstance(stored, dict) else stored, self.shape, scales=True)

@@ -112,17 +112,11 @@ def _download(data_root: str) -> None:
     aside = Path(data_root) / ".mnist-download"
     try:
         os.makedirs(data_root, exist_ok=True)
-        lock = FileLock(os.path.join(data_root, ".mnist.lock"))
-        try:
-            held = lock.acquire(blocking=False)
-        except Timeout:
-            log.warning("waiting up to %d s for another process to download MNIST into %s", WAIT_S, data_root)
-            held = lock.acquire(timeout=WAIT_S)
-        with held:
+        log.warning("downloading MNIST into %s, or waiting %d s for another process that does", data_root, WAIT_S)
+        with FileLock(os.path.join(data_root, ".mnist.lock"), timeout=WAIT_S):
             missing = _find_missing(data_root)
             if not missing:
                 return
-            log.warning("downloading MNIST into %s", data_root)
             shutil.rmtree(aside, ignore_errors=True)
             try:
                 if _raw(data_root).exists():

@@ -129,16 +129,11 @@ class RoundReader:
         return columns
 
 
-@dataclass(frozen=True)
-class PieceReader:
-    """Reads pieces of row groups of held-out rows, in Ray Data's tasks."""
-
-    source: Source
-
-    def __call__(self, pieces: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        for group, first, last in zip(*(pieces[name].tolist() for name in ("group", "first", "last")), strict=True):
-            rows = np.arange(first, last)
-            yield {"row": sum(self.source.row_groups[:group]) + rows, **self.source.read(group, rows)}
+def read_pieces(pieces: dict[str, np.ndarray], source: Source) -> Iterator[dict[str, np.ndarray]]:
+    """Read pieces of row groups of held-out rows, in Ray Data's tasks."""
+    for group, first, last in zip(*(pieces[name].tolist() for name in ("group", "first", "last")), strict=True):
+        rows = np.arange(first, last)
+        yield {"row": sum(source.row_groups[:group]) + rows, **source.read(group, rows)}
 
 
 def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
@@ -188,11 +183,12 @@ class StepStreams(ray.train.DataConfig):
 
     def _test_streams(self, world_size: int) -> list[ray.data.DataIterator]:
         assert self._test
-        reader, streams = PieceReader(self._test), []
+        options = {"fn_kwargs": {"source": self._test}, "num_cpus": self._reading_cpus}
+        streams = []
         for rank in range(world_size):
             pieces = cut_evenly(self._test.row_groups, world_size, rank)
             stream = ray.data.from_items(pieces, override_num_blocks=max(1, min(len(pieces), MAX_BLOCKS)))
-            stream = stream.map_batches(reader, batch_size=None, num_cpus=self._reading_cpus)
+            stream = stream.map_batches(read_pieces, batch_size=None, **options)
             stream.context.execution_options.preserve_order = True
             streams.append(stream.iterator())
         return streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -10,12 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from sunspot.data.fingerprint import digest
 from sunspot.data.order import Steps
 from sunspot.errors import DataError
 from sunspot.settings import Settings
 
 if TYPE_CHECKING:
     import torch
+
+HELD_OUT = "held_out"
+"""The one column of `RowNumbers`, uint8 [n]: whether the ids are those of held-out rows."""
+
+LOOKED_AT = 64
+"""Rows, spread evenly over all, whose content is part of the fingerprint of `RowNumbers`."""
 
 
 class Source(Protocol):
@@ -58,20 +66,21 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class EmptySource:
-    """A `Source` without rows, to build a model where there is no dataset."""
+class RowNumbers:
+    """A `Source` of the ids of rows that are somewhere else."""
 
+    row_groups: tuple[int, ...]
     shape: tuple[int, ...]
-    classes: int
-    class_names: tuple[str, ...] = ()
-    row_groups: tuple[int, ...] = ()
-    fingerprint: str = ""
+    fingerprint: str
+    held_out: bool = False
+    classes: int = 0
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        raise DataError("a model is being built from its checkpoint alone: there are no rows to read")
+        count = self.row_groups[group] if rows is None else len(rows)
+        return {HELD_OUT: np.full(count, self.held_out, np.uint8)}
 
     def where(self, group: int, row: int) -> str:
-        return "no dataset"
+        return f"row {row} of the {'held-out' if self.held_out else 'training'} rows"
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,20 @@ class ModelData:
     def name(self, label: int) -> str:
         """Name a class."""
         return self.class_names[label] if label < len(self.class_names) else str(label)
+
+
+@dataclass(frozen=True)
+class EmptySource(ModelData):
+    """A `Source` without rows, to build a model where there is no dataset."""
+
+    row_groups: tuple[int, ...] = ()
+    fingerprint: str = ""
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        raise DataError("a model is being built from its checkpoint alone: there are no rows to read")
+
+    def where(self, group: int, row: int) -> str:
+        return "no dataset"
 
 
 PREDICTED_BY: ContextVar[ModelData | None] = ContextVar("PREDICTED_BY", default=None)
@@ -141,6 +164,16 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
         if start < last and first < end
     ]
     return {"row": np.arange(first, last), **{name: np.concatenate([p[name] for p in parts]) for name in parts[0]}}
+
+
+def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
+    """Number the rows of a dataset that has a length, and rows by number; its `shape` is how many columns they have."""
+    count = len(dataset)
+    chosen = [dataset[int(number)] for number in np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int)]
+    rows = [dict(row) if isinstance(row, Mapping) else row for row in chosen]
+    columns = sorted(rows[0]) if rows and isinstance(rows[0], dict) else []
+    layout, content = digest(repr((count, columns)).encode()), digest(*map(pickle.dumps, rows))
+    return RowNumbers((count,), (len(columns) or 1,), f"{layout}-{content}", held_out)
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:

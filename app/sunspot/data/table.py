@@ -14,9 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from sunspot.background import map_parallel
-from sunspot.data.columns import Column, Lists, Place
+from sunspot.data.columns import Column, ImageColumn, Lists, Place
 from sunspot.data.fingerprint import digest, sample_ranges
-from sunspot.data.image_columns import ImageColumn
 from sunspot.data.labels import LABEL, NO_LABELS, ClassLabels, TextLabels, merge_labels, read_labels
 from sunspot.data.parquet_files import (
     PICTURES,

@@ -23,7 +23,8 @@ GPU_SHARE = 0.2
 class TorchLoader:
     """This worker's batches."""
 
-    def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers) -> None:
+    def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers, full_batch: bool = False) -> None:
+        """Load the rows; with `full_batch`, all steps have the same, and each is an epoch."""
         every = load_shared([data.train, data.test] if data.test else [data.train], workers)
         self._device = device
         self.resident = fits_on(device, sum(column.nbytes for rows in every for column in rows.values()))
@@ -35,19 +36,25 @@ class TorchLoader:
         self._test_size = rows_in(data.test) if data.test else 0
         self._order = run_order("torch", data.train.row_groups, data.seed)
         self._steps, self._world_size, self._rank = data.steps, workers.world_size, workers.rank
-        self._ahead: tuple[int, Future[EpochShares]] | None = None
+        self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
+        self._full_batch = full_batch
+        self._batch: Batch = {}
+        "With a full batch, the rows of each step; empty before the first."
 
     def move(self, world_size: int, rank: int) -> None:
         """Take the share of another place in another group from now on."""
-        self._world_size, self._rank, self._ahead = world_size, rank, None
+        self._world_size, self._rank, self._ahead, self._batch = world_size, rank, None, {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """Return this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); it may have no rows."""
+        if self._full_batch:
+            self._batch = self._batch or next(self._batches(self._rows, self._shuffle(1)))
+            return iter([self._batch])
         ahead, self._ahead = self._ahead, None
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
         # The next epoch's order takes seconds for many rows.
         self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
-        return self._batches(self._rows, shares.between(first, last))
+        return self._batches(self._rows, shares[first:last])
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         """Return this worker's part of the held-out rows, each row on exactly one worker."""
@@ -56,13 +63,13 @@ class TorchLoader:
             self._test, [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
         )
 
-    def _shuffle(self, epoch: int) -> "EpochShares":
+    def _shuffle(self, epoch: int) -> list[np.ndarray]:
         # The smaller of two types that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
         dtype = np.int32 if self._steps.rows <= np.iinfo(np.int32).max else np.int64
         order = self._order.permutation(epoch, self._order.windows(epoch)[0], dtype)
-        return EpochShares.of(order, self._steps, self._world_size, self._rank)
+        return cut_shares(order, self._steps, self._world_size, self._rank)
 
-    def _batches(self, rows: Batch, selections: "list[np.ndarray] | EpochShares") -> Iterator[Batch]:
+    def _batches(self, rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
         taken = Selections(rows, selections, self._device if self.resident else None)
         if self.resident:
             return map(taken.__getitem__, range(len(taken)))
@@ -72,59 +79,10 @@ class TorchLoader:
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
 
-class FullBatchLoader:
-    """The batches of a worker that has the same rows in every step, which is an epoch."""
-
-    def __init__(self, loader: TorchLoader) -> None:
-        self._loader = loader
-        [self._batch] = loader.train(1, 0, 1)
-
-    def move(self, world_size: int, rank: int) -> None:
-        """Take the share of another place in another group from now on."""
-        self._loader.move(world_size, rank)
-        [self._batch] = self._loader.train(1, 0, 1)
-
-    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield this worker's rows, for the one step of the epoch."""
-        yield self._batch
-
-    def test(self, batch_size: int) -> Iterator[Batch]:
-        """Return this worker's part of the held-out rows."""
-        return self._loader.test(batch_size)
-
-
-class EpochShares:
-    """The rows that a worker takes in each step of an epoch, or of a part of it; no other worker's."""
-
-    def __init__(self, full: np.ndarray, last: np.ndarray, steps: range) -> None:
-        self._full, self._last, self._steps = full, last, steps
-
-    @classmethod
-    def of(cls, order: np.ndarray, steps: Steps, world_size: int, rank: int) -> "EpochShares":
-        """Cut the order of all rows into shares; all steps but the last are alike."""
-        full = steps.per_epoch - 1
-        mine, rest = slice(*steps.share(0, world_size, rank)), slice(*steps.share(full, world_size, rank))
-        alike = order[: full * steps.batch].reshape(full, steps.batch)[:, mine]
-        return cls(np.ascontiguousarray(alike), order[rest].copy(), range(steps.per_epoch))
-
-    def between(self, first: int, last: int) -> "EpochShares":
-        """Return the shares of the steps `first` .. `last` - 1."""
-        return EpochShares(self._full, self._last, range(first, last))
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        step = self._steps[index]
-        return self._full[step] if step < len(self._full) else self._last
-
-
 class Selections(Dataset[Batch]):
     """Item k is the rows of selection k."""
 
-    def __init__(
-        self, rows: Batch, selections: list[np.ndarray] | EpochShares, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, rows: Batch, selections: list[np.ndarray], device: torch.device | None = None) -> None:
         """Take rows that are on `device`, if not in the memory of this process."""
         self._rows, self._selections, self._device = rows, selections, device
 
@@ -137,6 +95,14 @@ class Selections(Dataset[Batch]):
             pinned = chosen.pin_memory() if self._device.type == "cuda" else chosen
             chosen = pinned.to(self._device, non_blocking=True)
         return {**{name: column.index_select(0, chosen) for name, column in self._rows.items()}, "row": chosen.long()}
+
+
+def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> list[np.ndarray]:
+    """Cut an epoch's order into what a worker takes in each step; nothing of it keeps the other workers' rows."""
+    full = steps.per_epoch - 1  # all steps but the last are alike
+    each, rest = (slice(*steps.share(step, world_size, rank)) for step in (0, full))
+    alike = order[: full * steps.batch].reshape(full, steps.batch)[:, each]
+    return [*np.ascontiguousarray(alike), order[rest].copy()]
 
 
 def fits_on(device: torch.device, size: int) -> bool:

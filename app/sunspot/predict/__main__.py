@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +33,23 @@ def main() -> int:
 
     settings = with_absolute_paths(settings)
     find_code(settings.code)
+    show: Callable[[dict[str, Any]], Iterator[str]]
     if arguments.prompt:
         from sunspot.predict.classifier import answer_prompts
 
+        show = show_answers
         result = answer_prompts(settings, arguments.run, arguments.checkpoint, arguments.prompt, arguments.tokens)
     elif arguments.output:
         from sunspot.predict.batch import predict_dataset
         from sunspot.predict.classifier import open_checkpoint
 
+        show = show_summary
         model = open_checkpoint(arguments.run, arguments.checkpoint, settings.storage_path)
         result = predict_dataset(settings, model, arguments.split, arguments.output, arguments.workers)
     else:
+        show = show_table
         result = predict_files(settings, arguments.run, arguments.checkpoint, [Path(file) for file in arguments.file])
-    if arguments.json:
-        print(json.dumps(result, indent=1))
-    elif arguments.prompt:
-        print_answers(result)
-    elif arguments.output:
-        print_summary(result)
-    else:
-        print_table(result)
+    print(json.dumps(result, indent=1) if arguments.json else "\n".join(show(result)))
     return 0
 
 
@@ -86,30 +84,29 @@ def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Pat
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """Print a line for each image, with its index if its file has several."""
+def show_table(result: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each image, with its index if its file has several."""
     counts = Counter(image["file"] for image in result["images"])
     rows = [["file", "prediction", "probability"]]
     for image in result["images"]:
         name = image["file"] + (f"[{image['index']}]" if counts[image["file"]] > 1 else "")
         rows.append([name, image["class"], f"{image['probability']:.4f}"])
-    for line in columns(rows):
-        print(visible(line))
+    yield from map(visible, columns(rows))
 
 
-def print_summary(result: dict[str, Any]) -> None:
-    """Print what was predicted, the accuracy, and where the predictions are."""
-    print(f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})")
+def show_summary(result: dict[str, Any]) -> Iterator[str]:
+    """Yield what was predicted, the accuracy, and where the predictions are."""
+    yield f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})"
     if result["accuracy"] is not None:
-        print(f"  accuracy: {result['accuracy']:.4f}")
+        yield f"  accuracy: {result['accuracy']:.4f}"
     kept = f", {result['kept']} of them were there already" if result["kept"] else ""
-    print(f"  predictions: {result['parts']} files in {result['output']}{kept}")
+    yield f"  predictions: {result['parts']} files in {result['output']}{kept}"
 
 
-def print_answers(result: dict[str, Any]) -> None:
-    """Print each prompt with its answer."""
+def show_answers(result: dict[str, Any]) -> Iterator[str]:
+    """Yield each prompt with its answer."""
     for each in result["answers"]:
-        print(f"{visible(each['prompt'])}: {visible(each['answer'])}")
+        yield visible(f"{each['prompt']}: {each['answer']}")
 
 
 def _parse() -> argparse.Namespace:

@@ -1,13 +1,14 @@
-"""A Ray actor with the model of a verified checkpoint: starting it, getting its results, ending it."""
+"""A checkpoint's model in other processes of Ray: an actor that keeps it, and a task that has it once."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 
 from sunspot.errors import GaveUpError, SettingsError, SunspotError, find_in, shorten
+from sunspot.plan import Plan, choose_resources
 from sunspot.predict.classifier import Classifier, print_warnings
 from sunspot.ray_session import enter_folder, ray_session
 from sunspot.settings import PREFIX
@@ -17,48 +18,59 @@ START_S = 600
 """Time for a worker to start: a free core, a process, importing torch, reading the checkpoint twice."""
 
 
-@ray.remote
-class ModelWorker(Classifier):
-    """A Ray actor with the model of a verified checkpoint: `ModelWorker.remote(run, checkpoint, storage, use_gpu)`.
+ModelWorker = ray.remote(Classifier)
+"""A Ray actor with the model of a verified checkpoint: `ModelWorker.remote(run, checkpoint, storage, use_gpu)`.
 
-    `storage`, and files to predict, are paths on the actor's node. `Classifier` documents its methods; `model_worker`
-    gives one that is cleaned up.
-    """
-
-    def __init__(self, run: str, checkpoint: str, storage: str, use_gpu: str = "auto", folder: str = "") -> None:
-        enter_folder(folder)
-        super().__init__(run, checkpoint, storage, use_gpu)
+`storage`, and files to predict, are paths on the actor's node. `Classifier` documents its methods; `model_worker` gives
+one that is cleaned up.
+"""
 
 
 @contextmanager
-def model_worker(
-    run: str,
-    checkpoint: str = "newest",
-    storage: str = "runs",
-    use_gpu: str = "auto",
-    resources: Mapping[str, float] | None = None,
-    limit_s: float = START_S,
-) -> Iterator[Any]:
+def model_worker(run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto") -> Iterator[Any]:
     """Start a `ModelWorker` with its model; it ends with the context, and so does Ray if it was started here.
 
-    It gets `resources`, by default one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier`
-    raises, and `GaveUpError` if it is not ready after `limit_s`.
+    It gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier` raises, and
+    `GaveUpError` if it is not ready after START_S.
     """
     with ray_session():
-        wanted = dict(resources) if resources else {"CPU": 1.0, "GPU": float(wants_gpu(use_gpu))}
-        cpus, gpus = wanted.pop("CPU", 0.0), wanted.pop("GPU", 0.0)
-        worker = ModelWorker.options(num_cpus=cpus, num_gpus=gpus, resources=wanted).remote(  # type: ignore[attr-defined]
+        gpu = wants_gpu(use_gpu)
+        worker = ModelWorker.options(num_cpus=1, num_gpus=int(gpu)).remote(  # type: ignore[attr-defined]
             absolute_path(run),
             absolute_path(checkpoint),
             absolute_path(storage, name=False),
-            "true" if gpus else "false",
+            "true" if gpu else "false",
             os.getcwd(),
         )
         try:
-            print_warnings(get_result(worker.describe.remote(), limit_s, "a worker with the model")["warnings"])
+            print_warnings(get_result(worker.describe.remote(), START_S, "a worker with the model")["warnings"])
             yield worker
         finally:
             ray.kill(worker)
+
+
+def call_in_task(
+    act: Callable[[Plan, str, str, str], Any], plan: Plan, run: str, checkpoint: str, limit_s: float
+) -> Any:
+    """Return what `act(plan, run, checkpoint, use_gpu)` returns in a task that has what a training worker has.
+
+    So it fits on a node. Raises what `act` raises, and `GaveUpError` if it has not returned after `limit_s`.
+    """
+    with ray_session():
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        wanted = dict(choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker)
+        cpus, gpus = wanted.pop("CPU", 0.0), wanted.pop("GPU", 0.0)
+        task = ray.remote(_call).options(num_cpus=cpus, num_gpus=gpus, resources=wanted)
+        reference = task.remote(os.getcwd(), act, plan, run, checkpoint, "true" if gpus else "false")
+        try:
+            return get_result(reference, limit_s, "a task with the model")
+        finally:
+            ray.cancel(reference, force=True)
+
+
+def _call(folder: str, act: Callable[..., Any], *words: Any) -> Any:
+    enter_folder(folder)
+    return act(*words)
 
 
 def wants_gpu(use_gpu: str) -> bool:

@@ -40,7 +40,7 @@ from sunspot.errors import (
 )
 from sunspot.predict.actor import absolute_path, wants_gpu
 from sunspot.predict.classifier import Classifier, ModelCheckpoint, print_warnings
-from sunspot.ray_session import enter_folder, ray_session
+from sunspot.ray_session import ray_session
 from sunspot.run import to_json
 from sunspot.run.objects import parse, read_content
 from sunspot.settings import Settings, differences
@@ -81,10 +81,6 @@ def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarr
 class PartPredictor(Classifier):
     """A model worker of the pool; predicts one part at a time."""
 
-    def __init__(self, folder: str, **arguments: str) -> None:
-        enter_folder(folder)
-        super().__init__(**arguments)
-
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
         predictions, probabilities = self.predict_rows(rows)
         columns: dict[str, Any] = {name: to_lists(rows[name]) for name in ("row", "label") if name in rows}
@@ -96,11 +92,7 @@ class PartPredictor(Classifier):
 
 def to_lists(values: np.ndarray) -> pa.Array:
     """Return numbers, [n], or lists of numbers, [n, ...], as a column."""
-    flat: pa.Array = pa.array(values.reshape(-1))
-    if values.ndim == 1:
-        return flat
-    each = math.prod(values.shape[1:])
-    return pa.ListArray.from_arrays(pa.array(range(0, values.size + 1, each), pa.int32()), flat)
+    return pa.array(values if values.ndim == 1 else list(values.reshape(len(values), -1)))
 
 
 def predict_dataset(

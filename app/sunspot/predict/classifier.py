@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to predict rows or to answer prompts, in this process. Knows nothing of Ray."""
+"""A checkpoint's model, ready to predict rows or to answer prompts, in this process."""
 
 import logging
 import os
@@ -15,6 +15,7 @@ from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
 from sunspot.data.source import Batch, EmptySource, ModelData, model_inputs
 from sunspot.errors import DamageError, SettingsError
+from sunspot.ray_session import enter_folder
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
 from sunspot.settings import PREFIX, Settings, recorded_settings
@@ -49,10 +50,15 @@ class ModelCheckpoint(NamedTuple):
 class Classifier:
     """The model of one verified checkpoint, in evaluation mode, on the GPU of this process or on its CPU."""
 
-    def __init__(self, run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto") -> None:
-        """Load the checkpoint that `open_checkpoint` finds; `use_gpu` is USE_GPU. Raises `SettingsError` for a task
-        without `predict`, and `ConflictError` if the weights do not fit the model that the task builds.
+    def __init__(
+        self, run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto", folder: str = ""
+    ) -> None:
+        """Load the checkpoint that `open_checkpoint` finds; `use_gpu` is USE_GPU.
+
+        A process of Ray goes to the `folder` of its caller first. Raises `SettingsError` for a task without `predict`,
+        and `ConflictError` if the weights do not fit the model that the task builds.
         """
+        enter_folder(folder)
         loaded = open_checkpoint(run, checkpoint, storage)
         self.name, self.step, self.metrics = loaded.checkpoint.name, loaded.checkpoint.step, loaded.checkpoint.metrics
         self.data, self._settings = loaded.data, loaded.settings
@@ -149,8 +155,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
     """Build a checkpoint's model, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
-    source = EmptySource(loaded.data.shape, loaded.data.classes, loaded.data.class_names)
-    model = load_task(loaded.settings).build_model(loaded.settings, source)
+    model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(**vars(loaded.data)))
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 

@@ -214,9 +214,7 @@ class Drawing:
 def key(style: str) -> str:
     """Return a sample of a line, a band or a mark for a legend."""
     shapes = {
-        "a": '<path class="line a" d="M1 6H23"/>',
         "b": '<path class="line b" d="M1 6H23"/><circle class="dot b" cx="12" cy="6" r="2.6"/>',
-        "c": '<path class="line c" d="M1 6H23"/>',
         "dot a": '<circle class="dot a" cx="12" cy="6" r="2.6"/>',
         "dot c": '<circle class="dot c" cx="12" cy="6" r="2.6"/>',
         "band": '<rect class="band" x="1" y="1" width="22" height="10"/>',

@@ -40,13 +40,13 @@ def show(report: Report) -> Html:
 def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any]:
     chosen = (("newest", report.checkpoint), ("best", report.best))
     which = " and ".join(role for role, checkpoint in chosen if checkpoint and checkpoint.name == kept.name)
-    state = element("span", "✓ verified", class_="good")
-    if kept.checkpoint is None:
-        state = element("span", "… incomplete: it has no manifest", class_="bad wide")
-    elif kept.faults:
-        state = element("span", f"✗ damaged: {'; '.join(kept.faults)}", class_="bad wide")
-    elif kept.unread:
-        state = element("span", "… copied, or written since its commit; its bytes are not read here", class_="wide")
+    words, kind = {
+        "verified": ("✓ verified", "good"),
+        "unread": ("… copied, or written since its commit; its bytes are not read here", "wide"),
+        "damaged": (f"✗ damaged: {'; '.join(kept.faults)}", "bad wide"),
+        "incomplete": ("… incomplete: it has no manifest", "bad wide"),
+    }[kept.state]
+    state = element("span", words, class_=kind)
     details: list[Any] = [None] * (len(names) + 3)
     if kept.checkpoint and not kept.checkpoint.damage:
         found = kept.checkpoint

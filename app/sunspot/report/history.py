@@ -1,60 +1,40 @@
-"""The metric history as a report shows it: of long ones, the highest and lowest values."""
+"""The metric history as a report shows it."""
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, TypeGuard
 
-from sunspot.run.history import HELD_OUT
-
-MAX_RECORDS = 20_000
-"""Records kept of a series: far more than a chart has room for."""
+from sunspot.run.history import HELD_OUT, to_rows
 
 MAX_DRAWN = 1e100
 """Numbers beyond have no place on an axis: their differences overflow floats."""
 
 
 class Series:
-    """Records in their order. Of many, those stay that have the lowest or the highest of any number in a stretch."""
+    """Records of numbers in their order, by columns, so that long histories take little memory."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, dict[str, Any]]] = []
-        "With their numbers, from 0."
-        self._stretch = 16
-        "Records of a stretch."
-        self.count = 0
-        "Records added."
+        self._columns: dict[str, array[float]] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of those that are kept."""
-        return len(self._kept)
+        return self._count
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: Mapping[str, float | None]) -> None:
         """Add one; numbers of names that others have may be None, or left out."""
-        self._kept.append((self.count, record))
-        self.count += 1
-        if len(self._kept) > MAX_RECORDS:
-            self._downsample()
+        for name in record.keys() - self._columns.keys():
+            self._columns[name] = array("d", [math.nan]) * self._count
+        for name, column in self._columns.items():
+            value = record.get(name)
+            column.append(math.nan if value is None else value)
+        self._count += 1
 
     def column(self, name: str) -> list[Any]:
-        """Return the values of a name in the records that are kept; None where one lacks it."""
-        return [record.get(name) for _, record in self._kept]
-
-    def _downsample(self) -> None:
-        while len(self._kept) > MAX_RECORDS // 2:
-            stretches = groupby(self._kept, lambda each: each[0] // self._stretch)
-            self._kept = [each for _, stretch in stretches for each in _extremes([*stretch])]
-            self._stretch *= 2
-
-
-def _extremes(stretch: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    """Return the first and the last, and those with the lowest and the highest value of each name."""
-    chosen = {0, len(stretch) - 1}
-    for name in {name for _, record in stretch for name in record}:
-        values = [(value, at) for at, (_, record) in enumerate(stretch) if can_draw(value := record.get(name))]
-        chosen |= {min(values)[1], max(values)[1]} if values else set()
-    return [stretch[at] for at in sorted(chosen)]
+        """Return the values of a name; None where a record lacks it, or where it is NaN."""
+        values = self._columns.get(name, [math.nan] * self._count)
+        return [None if math.isnan(value) else value for value in values]
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
@@ -71,11 +51,7 @@ class RankTotal:
     steps: int = 0
     step_seconds: float = 0.0
     "Sum over its windows of steps x the median step."
-    fastest: float = math.inf
-    "The lowest median of a window."
-    slowest: float = -math.inf
-    "The highest median of a window."
-    p95: float = -math.inf
+    p95: float | None = None
     "The highest 95th percentile of a window."
     data_wait: float = 0.0
     forward: float = 0.0
@@ -83,18 +59,9 @@ class RankTotal:
     memory_mib: float = 0.0
 
     @property
-    def rows_per_s(self) -> float | None:
-        return self.rows / self.seconds if self.seconds else None
-
-    @property
     def step_time(self) -> float | None:
         """Mean over all windows, by their steps, of the median step time."""
         return self.step_seconds / self.steps if self.steps else None
-
-    @property
-    def forward_time(self) -> float | None:
-        """Seconds of a step in the forward pass; None when not measured."""
-        return self.forward / self.steps if self.steps and self.forward else None
 
     def add(self, steps: int, numbers: dict[str, float | None]) -> None:
         """Add this rank's numbers in a window of so many steps."""
@@ -107,55 +74,7 @@ class RankTotal:
         if median is not None:
             self.steps += steps
             self.step_seconds += steps * median
-            self.fastest, self.slowest = min(self.fastest, median), max(self.slowest, median)
-            self.p95 = max(self.p95, numbers.get("step_time_p95_s") or median)
-
-
-class Curves:
-    """Means over windows of rows, as they are drawn.
-
-    Each checkpoint ends a window, and the next may have few rows. Alone, their mean would be a spike: a window of less
-    than half the rows that those before had is drawn with the rows before it.
-    """
-
-    def __init__(self) -> None:
-        self._usual = self._rows = 0.0
-        self._means: dict[str, float | None] = {}
-
-    def add(self, rows: float, means: dict[str, float | None]) -> dict[str, float | None]:
-        """Return the means to draw for a window of so many rows."""
-        drawn = dict(means)
-        if rows < self._usual / 2:
-            self._usual /= 2  # they may stay as short
-            for name, mean in means.items():
-                before = self._means.get(name)
-                if can_draw(before) and can_draw(mean):
-                    drawn[name] = (before * self._rows + mean * rows) / (self._rows + rows)
-            self._rows += rows
-        else:
-            self._usual = self._rows = rows
-        self._means = drawn
-        return drawn
-
-
-class RankSpeeds:
-    """What the ranks did, over the run and each as a whole."""
-
-    def __init__(self) -> None:
-        self.series = Series()
-        "`attempt`, `time`, and the lowest, mean and highest of the ranks' `rows_per_s` and `step_time` (median, s)."
-        self.totals: dict[int, RankTotal] = {}
-        "By rank."
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add a record with the numbers of each rank by name (`sunspot.run.history`)."""
-        ranks, steps = record["ranks"], record.get("steps") or 1
-        rows, seconds = ranks.get("rows", []), ranks.get("seconds", [])
-        speeds = [done / took for done, took in zip(rows, seconds, strict=False) if done is not None and took]
-        spreads = _spread("rows_per_s", speeds) | _spread("step_time", ranks.get("step_time_median_s", []))
-        self.series.add({"attempt": record["attempt"], "time": record.get("time"), **spreads})
-        for rank, numbers in enumerate(zip(*ranks.values(), strict=True)):
-            self.totals.setdefault(rank, RankTotal()).add(steps, dict(zip(ranks, numbers, strict=True)))
+            self.p95 = max(self.p95 or 0.0, numbers.get("step_time_p95_s") or median)
 
 
 def _spread(name: str, values: Sequence[float | None]) -> dict[str, float]:
@@ -170,56 +89,68 @@ class History:
 
     def __init__(self) -> None:
         self.series = Series()
-        "`attempt`, `step`, `epoch`, `time` (seconds since the epoch), `rows_per_s` (all ranks together), `results`."
-        self.ranks = RankSpeeds()
+        "`attempt`, `step`, `epoch`, `time`, `rows_per_s` (all ranks together), `results`, `few` (None: rows enough)."
+        self.speeds = Series()
+        "`attempt`, `time`, and the lowest, mean and highest of the ranks' `rows_per_s` and `step_time` (median, s)."
+        self.ranks: dict[int, RankTotal] = {}
+        "What each rank did over the whole run."
         self.attempts: set[int] = set()
         "Those with a record."
         self.results: list[str] = []
         "Names of numbers that tell the model's quality: losses, accuracies, and all that are of held-out rows."
-        self.evaluations = 0
-        "Records with results on held-out rows."
         self.undrawable: dict[str, tuple[int, int]] = {}
         "Results that are NaN, infinite or huge: by name, the number of records, and the step of the first."
         self.last: dict[str, Any] = {}
         "Step and time of the newest record; empty before there is one."
-        self._latest: dict[str, tuple[float, int]] = {}
-        self._named: dict[tuple[Any, ...], list[str]] = {}
-        "Those that may be results, by the names of a record."
-        self._curves = Curves()
+        self.latest: dict[str, tuple[float, int]] = {}
+        "The newest value of each number, and its step."
+        self._usual_rows = 0.0
+        "Of a window of the newest attempt."
 
-    def __len__(self) -> int:
-        """Return the number of records, also of those that are not kept."""
-        return self.series.count
+    def drawn(self, name: str) -> list[Any]:
+        """Return the values of a result as curves show them: without training rows' means over few rows.
 
-    def latest(self, name: str) -> tuple[float, int] | None:
-        """Return the newest value of a number, and its step."""
-        return self._latest.get(name)
+        Each checkpoint ends a window, and the next may have few rows: their mean would be a spike.
+        """
+        values = self.series.column(name)
+        if name.startswith(HELD_OUT):
+            return values
+        return [None if few else value for value, few in zip(values, self.series.column("few"), strict=True)]
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
         """Add a record, in the form that `each_record` checks."""
-        step, shape = record["step"], (*record, len(self.results))
-        if shape not in self._named:  # most records have the same names
-            self._named[shape] = [name for name in record if name in self.results or is_result(name, record, best_by)]
-        results = [name for name in self._named[shape] if _number(record, name) is not None]
+        step = record["step"]
+        numbers = {name: value for name in record if (value := _number(record, name)) is not None}
+        results = [name for name in numbers if name in self.results or is_result(name, record, best_by)]
         self.results += [name for name in results if name not in self.results]
-        kept = {name: _number(record, name) for name in (*results, "time", "rows_per_s")}
+        kept = {name: numbers.get(name) for name in (*results, "time", "rows_per_s")}
         if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
             del kept["rows_per_s"]
         if record["attempt"] not in self.attempts:
-            self._curves = Curves()
-        if rows := _number(record, "rows"):
-            of_training = {name: kept[name] for name in results if not name.startswith(HELD_OUT)}
-            kept |= self._curves.add(rows, of_training)
-        self.series.add({"attempt": record["attempt"], "step": step, "epoch": record.get("epoch"), **kept})
+            self._usual_rows = 0.0
+        rows = numbers.get("rows") or self._usual_rows
+        few = rows < self._usual_rows / 2
+        self._usual_rows = self._usual_rows / 2 if few else rows  # the next ones may stay as short
+        placed = {"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch"), "few": few or None}
+        self.series.add(placed | kept)
         self.attempts.add(record["attempt"])
-        self.evaluations += any(name.startswith(HELD_OUT) for name in results)
         self.last = {"step": step, "time": kept["time"]}
         for name, value in kept.items():
             if value is not None:
-                self._latest[name] = value, step
+                self.latest[name] = value, step
                 if name in results and not can_draw(value):
                     times, first = self.undrawable.get(name, (0, step))
                     self.undrawable[name] = times + 1, first
+
+    def add_ranks(self, record: dict[str, Any]) -> None:
+        """Add a record with the numbers of each rank by name (`sunspot.run.history`)."""
+        ranks, steps = record["ranks"], record.get("steps") or 1
+        rows, seconds = ranks.get("rows", []), ranks.get("seconds", [])
+        speeds = [done / took for done, took in zip(rows, seconds, strict=False) if done is not None and took]
+        spreads = _spread("rows_per_s", speeds) | _spread("step_time", ranks.get("step_time_median_s", []))
+        self.speeds.add({"attempt": record["attempt"], "time": record.get("time"), **spreads})
+        for rank, numbers in enumerate(to_rows(ranks)):
+            self.ranks.setdefault(rank, RankTotal()).add(steps, numbers)
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:

@@ -104,9 +104,7 @@ def percent(share: float, digits: int = 2) -> Number:
 
 def result(name: str, value: Any) -> Any:
     """Return a metric: accuracies in percent, all others with four digits."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return value
-    return percent(value) if name.endswith("accuracy") else Number(f"{value:.4g}", value)
+    return percent(value) if name.endswith("accuracy") and isinstance(value, int | float) else value
 
 
 def whole(number: float) -> Number:

@@ -17,7 +17,7 @@ MAX_NUMBERS = 40
 def show(report: Report) -> Html:
     """Return the learning curves over steps and over the wall clock, with the restarts, and the numbers."""
     history = report.history
-    if not history:
+    if not history.series:
         return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")
     bases = list(dict.fromkeys(name.removeprefix(HELD_OUT) for name in sorted(history.results, key=results_first)))
     parts: list[Html] = [_curves(report, base) for base in bases[:MAX_CURVES]]
@@ -28,8 +28,9 @@ def show(report: Report) -> Html:
         parts.append(paragraph(f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ", command, " has them."))
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
         parts.append(paragraph("Nothing was evaluated on held-out rows so far.", kind="note"))
-    if len(history) > 2 * BUCKETS:
-        drawn = f"Of {len(history):,} records, the lowest and the highest in each of {BUCKETS} stretches are drawn."
+    records = len(history.series)
+    if records > 2 * BUCKETS:
+        drawn = f"Of {records:,} records, the lowest and the highest in each of {BUCKETS} stretches are drawn."
         parts.append(paragraph(drawn, kind="note"))
     return join([*parts, _numbers(report)])
 
@@ -45,7 +46,7 @@ def _curves(report: Report, base: str) -> Html:
     factor = 100.0 if base.endswith("accuracy") else 1.0
     rows = [("training rows", base, "a"), ("held-out rows", HELD_OUT + base, "b")]
     values = {
-        name: [value * factor if value is not None else None for value in history.series.column(name)]
+        name: [value * factor if value is not None else None for value in history.drawn(name)]
         for _, name, _ in rows
         if name in history.results
     }
@@ -79,15 +80,15 @@ def _numbers(report: Report) -> Html:
         for step, epoch, time, *values in zip(*columns, strict=True)
         if not held_out or any(v is not None for v, name in zip(values, names, strict=True) if name in held_out)
     ]
-    total, shown = history.evaluations if held_out else len(history), lines
+    shown = lines
     if len(lines) > MAX_NUMBERS:
         shown = [lines[round(n * (len(lines) - 1) / (MAX_NUMBERS - 1))] for n in range(MAX_NUMBERS)]
     begun = report.begun
     rows = []
     for step, epoch, time, values in shown:
         passed = duration(time - begun) if time is not None and begun is not None else None
-        rows.append([Number(str(step), step), epoch, passed, *map(result, names, values)])
-    of = f", {len(shown)} of {total:,}" if len(shown) < total else ""
+        rows.append([Number(f"{step:.0f}", step), epoch, passed, *map(result, names, values)])
+    of = f", {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
     what = "Results where held-out rows were evaluated" if held_out else "Results"
     numbers = table(f"{what}{of}", ["step", "epoch", "time", *names], rows)
     return element("details", join([element("summary", "The numbers as a table"), numbers]))

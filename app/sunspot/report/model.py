@@ -91,11 +91,6 @@ class Report(RunView):
         return max(0.0, self.ended - self.begun) if self.begun is not None else None
 
     @property
-    def paused_s(self) -> float:
-        """Seconds in which nothing was there to train."""
-        return sum(receipt.paused_s for receipt in self.receipts)
-
-    @property
     def whole(self) -> list[Checkpoint]:
         """The usable checkpoints, by step."""
         return [kept.checkpoint for kept in self.checkpoints if kept.checkpoint and kept.usable]
@@ -113,7 +108,7 @@ class Report(RunView):
 
     def result(self, name: str) -> tuple[float, int] | None:
         """Return the newest value of a result and its step, from the newest checkpoint or from a later record."""
-        found, checkpoint = self.history.latest(name), self.checkpoint
+        found, checkpoint = self.history.latest.get(name), self.checkpoint
         if not checkpoint or (found and found[1] > checkpoint.step):
             return found
         value = checkpoint.metrics.get(name)
@@ -148,7 +143,7 @@ def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> R
     for record in each_record(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
         history.add(record, best_by)
     for record in each_rank_record(run, spans, damaged["a part of the numbers of each rank"]):
-        history.ranks.add(record)
+        history.add_ranks(record)
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
     checkpoints, not_shown = tried(
         lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"

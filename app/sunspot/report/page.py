@@ -1,6 +1,6 @@
 """The page of a report: self-contained HTML without scripts, the same offline and in ten years."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ SECTIONS: Sections = {
 
 STATES = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
 """A sign and a colour beside the state."""
-
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -63,28 +62,13 @@ def whole_page(title: str, body: Html, head: str = "") -> bytes:
 
 
 def _header(report: Report) -> Html:
-    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), _summary(report)]
+    state = paragraph(in_colour(report.state, str(report.state).capitalize()), kind="lead")
+    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), state]
     if report.reason and report.state is not RunState.SUCCEEDED:
         parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
     parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in report.troubles]
-    figures = [_figure(*figure) for figure in _figures(report)]
-    parts.append(element("dl", join(figures), class_="figures"))
+    parts.append(element("dl", join(_figures(report)), class_="figures"))
     return element("header", join(parts))
-
-
-def _summary(report: Report) -> Html:
-    """Return a line: state, accuracy, steps, time, goodput, incidents."""
-    state = in_colour(report.state, str(report.state).capitalize())
-    facts: list[Any] = []
-    name = _headline(report)
-    if name and (found := report.result(name)):
-        facts.append(join([f"{_in_words(name)} ", result(name, found[0])]))
-    of = join([" of ", whole(report.total_steps)]) if report.total_steps else ""
-    time = join([" in ", duration(report.seconds)]) if report.seconds is not None else ""
-    facts.append(join([whole(report.step), of, " steps", time]))
-    facts.append(join(["goodput ", percent(report.goodput, 0)]) if report.goodput is not None else "goodput not known")
-    facts.append(plural(len(report.incidents), "incident") if report.incidents else "no incidents")
-    return paragraph(state, ": ", join(facts, ", "), ".", kind="lead")
 
 
 def in_colour(state: RunState, word: str) -> Html:
@@ -93,41 +77,33 @@ def in_colour(state: RunState, word: str) -> Html:
     return element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
 
 
-def _headline(report: Report) -> str | None:
-    """Return the result that says most: how good it is on rows that it has not seen."""
+def _figures(report: Report) -> Iterator[Html]:
     _, metric, _ = report.retention
-    names = ["test_accuracy", "accuracy", f"test_{metric}", metric, "test_loss", "loss"]
-    return next((name for name in names if report.result(name)), None)
-
-
-def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
-    """Return name, anchor, value and remark of each figure."""
-    found: list[tuple[str, str, Any, Any]] = []
-    for name in dict.fromkeys(("test_accuracy", "accuracy", "test_loss", "loss", _headline(report) or "loss")):
+    for name in dict.fromkeys(("test_accuracy", "accuracy", "test_loss", "loss", f"test_{metric}", metric)):
         if newest := report.result(name):
             value, step = newest
             at = f"at step {step}" if step != report.step else None
-            found.append((_in_words(name).capitalize(), name, result(name, value), at))
+            yield _figure(_in_words(name).capitalize(), name, result(name, value), at)
     of = f"of {report.total_steps:,}" if report.total_steps else "of a number not known yet"
-    found.append(("Steps", "steps", whole(report.step), of))
+    yield _figure("Steps", "steps", whole(report.step), of)
     if report.seconds is None:
-        found.append(("Time", "time", "none", "no worker has begun"))
+        yield _figure("Time", "time", "none", "no worker has begun")
     else:
-        paused = f"stood still for {duration(report.paused_s).text} of it" if report.paused_s else None
-        found.append(("Time", "time", duration(report.seconds), paused))
-    newest = report.history.latest("rows_per_s")
+        paused_s = sum(receipt.paused_s for receipt in report.receipts)
+        paused = f"stood still for {duration(paused_s).text} of it" if paused_s else None
+        yield _figure("Time", "time", duration(report.seconds), paused)
+    newest = report.history.latest.get("rows_per_s")
     speed = (rate(newest[0], " rows/s"), "in the newest record") if newest else ("not known", None)
-    found.append(("Throughput", "throughput", *speed))
+    yield _figure("Throughput", "throughput", *speed)
     goodput = (percent(report.goodput, 0), None) if report.goodput is not None else ("not known", "no receipt yet")
-    found.append(("Goodput", "goodput", *goodput))
+    yield _figure("Goodput", "goodput", *goodput)
     cost = report.spending
     if cost.cost is not None:
-        found.append(("Cost", "cost", money(cost.cost), f"{money(cost.lost or 0.0)} of it lost to incidents"))
-    found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart")))
-    return found
+        yield _figure("Cost", "cost", money(cost.cost), f"{money(cost.lost or 0.0)} of it lost to incidents")
+    yield _figure("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart"))
 
 
-def _figure(name: str, anchor: str, value: Any, remark: Any) -> Html:
+def _figure(name: str, anchor: str, value: Any, remark: str | None) -> Html:
     shown = join([value, element("small", remark) if remark else ""])
     return element("div", join([element("dt", name), element("dd", shown, id=f"figure-{anchor}")]))
 

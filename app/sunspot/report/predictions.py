@@ -47,18 +47,17 @@ def show(report: Report) -> Html:
     if report.checkpoint and found.checkpoint != report.checkpoint.name:
         parts.append(paragraph(f"The run has gone on since: its newest checkpoint is {report.checkpoint.name}."))
     most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
-    mistakes, room = _fit(found.mistakes, MAX_IMAGE_BYTES)
-    rights, room = _fit(found.right, room)
-    samples, room = _fit(found.samples, room)
-    title = f"Mistakes, the most certain first{most}"
-    shows = [
-        _examples(title, mistakes, "None is kept." if wrong else "There is none.", found),
-        _examples("Right predictions", rights, "None is kept.", found),
-        _examples("Sample rows that it trained on", samples, "None is kept.", found),
-    ]
-    has_images = found.mistakes or found.right or found.samples
-    parts += [shows[0], _confusion(found), *shows[1:]] if has_images else [_confusion(found)]
-    left_out = len(found.mistakes + found.right + found.samples) - len(mistakes + rights + samples)
+    kinds = {
+        f"Mistakes, the most certain first{most}": found.mistakes,
+        "Right predictions": found.right,
+        "Sample rows that it trained on": found.samples,
+    }
+    shows, room, left_out = list[Html](), MAX_IMAGE_BYTES, 0
+    for title, examples in kinds.items():
+        fitting, room = _fit(examples, room)
+        left_out += len(examples) - len(fitting)
+        shows.append(_examples(title, fitting, found))
+    parts += [shows[0], _confusion(found), *shows[1:]] if any(kinds.values()) else [_confusion(found)]
     if left_out:
         said = f"Left out: {plural(left_out, 'image')}, no PNG or too large for this page."
         parts.append(paragraph(said, kind="trouble"))
@@ -76,9 +75,9 @@ def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
     return fitting, room
 
 
-def _examples(title: str, examples: Sequence[Example], none: str, found: Predictions) -> Html:
+def _examples(title: str, examples: Sequence[Example], found: Predictions) -> Html:
     items = join(element("li", _example(example, found)) for example in examples)
-    return join([element("h3", title), element("ul", items, class_="examples") if examples else paragraph(none)])
+    return join([element("h3", title), element("ul", items, class_="examples") if examples else paragraph("None.")])
 
 
 def _example(example: Example, found: Predictions) -> Html:

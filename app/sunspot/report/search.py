@@ -6,9 +6,9 @@ from typing import Any
 
 from sunspot.errors import NotFoundError
 from sunspot.formatting import plural
-from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, linear_axis, log_axis
+from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, fitting_axis, linear_axis, log_axis
 from sunspot.report.history import can_draw
-from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
+from sunspot.report.html import Html, element, join, paragraph, result, table, whole
 from sunspot.report.model import gather
 from sunspot.report.page import footer, in_colour, render, whole_page
 from sunspot.run import Run
@@ -88,7 +88,7 @@ def _trials(results: Results, link: str) -> Html:
         run = element("a", trial.run, href=link.format(trial.run)) if link else trial.run
         run = element("strong", join([run, " (best)"])) if trial.run == results.promoted else run
         steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else whole(trial.step)
-        values = [Number(_shown(v), v) if isinstance(v, float) else v for v in map(trial.settings.get, results.space)]
+        values = map(trial.settings.get, results.space)
         why = element("span", trial.reason, class_="wide") if trial.reason else None
         rows.append([run, in_colour(trial.state, trial.state), steps, result(results.metric, trial.best), *values, why])
     columns = ["trial", "state", "steps", f"best {results.metric}", *results.space, "why"]
@@ -107,17 +107,19 @@ def _charts(results: Results, curves: Curves) -> Html:
 def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> Html:
     values = [trial.settings[name] for trial in trials]
     x, places = _axis_of(results.space[name], values)
-    points = {
-        trial.run: Point(place, float(trial.best or 0.0), group)
-        for group, (trial, place) in enumerate(zip(trials, places, strict=True))
-    }
-    best = [point for run, point in points.items() if run == results.promoted]
-    others = [point for run, point in points.items() if run != results.promoted]
-    drawn = zip(trials, values, strict=True)
-    said = "; ".join(f"{trial.run}: {_shown(value)}, {trial.best:.4g}" for trial, value in drawn)
+    drawn = list(zip(trials, values, places, strict=True))
+    points = {trial.run: [Point(place, float(trial.best or 0.0))] for trial, _, place in drawn}
+    said = "; ".join(f"{trial.run}: {_shown(value)}, {trial.best:.4g}" for trial, value, _ in drawn)
     title = f"{_name(results)} over {name}"
-    drawing = Drawing(f"{title}. {said}.", x, name, y, [Line("others", others, "c"), Line("best", best, "a")]).svg()
-    return figure(title, [("dot c", "trial")] + [("dot a", "best") for _ in best], drawing)
+    drawing = Drawing(f"{title}. {said}.", x, name, y, _best_in_front(results, points)).svg()
+    legend = [("dot c", "trial"), *([("dot a", "best")] if results.promoted in points else [])]
+    return figure(title, legend, drawing)
+
+
+def _best_in_front(results: Results, points: dict[str, list[Point]]) -> list[Line]:
+    """Return a line for each trial, that of the best one last."""
+    order = sorted(points, key=lambda run: run == results.promoted)
+    return [Line(run, points[run], "a" if run == results.promoted else "c") for run in order]
 
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
@@ -138,16 +140,12 @@ def _learning(results: Results, curves: Curves) -> Html:
     if not drawn:
         return paragraph("No trial has recorded the metric.")
     every = [point for points in drawn.values() for point in points]
-    lowest, highest = min(p.y for p in every), max(p.y for p in every)
-    log = lowest > 0 and highest / lowest >= 100
-    y = (log_axis if log else linear_axis)([point.y for point in every])
-    lines = [Line(run, points, "c") for run, points in drawn.items() if run != results.promoted]
-    best = [Line(run, points, "a") for run, points in drawn.items() if run == results.promoted]
-    last = "; ".join(f"{run}: {points[-1].y:.4g} at step {points[-1].x:.0f}" for run, points in drawn.items())
     x = linear_axis([point.x for point in every], from_zero=True, tight=True)
-    title = f"{_name(results)} over steps{' on a logarithmic axis' if log else ''}"
-    drawing = Drawing(f"{title}. {last}.", x, "steps", y, [*lines, *best]).svg()
-    legend = [("c", "trial")] + [("a", f"best: {line.name}") for line in best]
+    y = fitting_axis(results.metric, [point.y for point in every])
+    last = "; ".join(f"{run}: {points[-1].y:.4g} at step {points[-1].x:.0f}" for run, points in drawn.items())
+    title = f"{_name(results)} over steps{' on a logarithmic axis' if y.log else ''}"
+    drawing = Drawing(f"{title}. {last}.", x, "steps", y, _best_in_front(results, drawn)).svg()
+    legend = [("c", "trial"), *([("a", f"best: {results.promoted}")] if results.promoted in drawn else [])]
     return figure(title, legend, drawing)
 
 

@@ -1,12 +1,11 @@
 """Settings, data and versions of the run, and what changed between attempts."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from sunspot.report.html import Html, element, join, paragraph, table
 from sunspot.report.model import Report
-from sunspot.run.attempts import Attempt
 from sunspot.settings import PREFIX, Settings, differences
 
 MAX_CHANGES = 100
@@ -15,19 +14,26 @@ MAX_CHANGES = 100
 
 def show(report: Report) -> Html:
     """Return the newest attempt's settings and versions, their changes, and the data."""
-    return join([_settings(report), _data(report), _versions(report)])
-
-
-def _settings(report: Report) -> Html:
-    recorded = _recorded(report.attempts, "settings")
-    if not recorded:
-        return paragraph("No settings are recorded yet.")
-    number, values = recorded[-1]
     defaults = Settings.model_construct().environment()
-    known = sorted(values.items())
-    rows = [[name.removeprefix(PREFIX), _code(value), _default(name, value, defaults)] for name, value in known]
-    caption = f"Settings of attempt {number}, without their prefix {PREFIX}"
-    return join([table(caption, ["setting", "value", "default"], rows), _changes("settings", recorded)])
+
+    def describe(name: str, value: str) -> list[Any]:
+        return [name.removeprefix(PREFIX), _code(value), _default(name, value, defaults)]
+
+    settings = _newest(report, "settings", [f"{PREFIX}…", "value", "default"], describe)
+    versions = _newest(report, "versions", ["what", "version"], lambda name, version: [name, _code(version)])
+    return join([settings, _data(report), versions])
+
+
+def _newest(
+    report: Report, what: Literal["settings", "versions"], columns: list[str], describe: Callable[[str, str], list[Any]]
+) -> Html:
+    """Return a table of what the newest attempt has recorded, and what has changed from attempt to attempt."""
+    recorded = [(each.number, found) for each in report.attempts if (found := getattr(each.metadata, what))]
+    if not recorded:
+        return paragraph(f"No {what} are recorded yet.")
+    number, values = recorded[-1]
+    rows = [describe(*each) for each in sorted(values.items())]
+    return join([table(f"{what.capitalize()} of attempt {number}", columns, rows), _changes(what, recorded)])
 
 
 def _data(report: Report) -> Html:
@@ -38,31 +44,15 @@ def _data(report: Report) -> Html:
     return table("Data", ["what", "is"], [*counts, ["fingerprint", _code(rows.data)]])
 
 
-def _versions(report: Report) -> Html:
-    recorded = _recorded(report.attempts, "versions")
-    if not recorded:
-        return paragraph("No versions are recorded yet.")
-    number, values = recorded[-1]
-    rows = [[name, _code(version)] for name, version in sorted(values.items())]
-    caption = f"Versions of attempt {number}"
-    return join([table(caption, ["what", "version"], rows), _changes("versions", recorded)])
-
-
 def _code(value: Any) -> Html:
     return element("code", value, class_="wide") if value != "" else Html("(empty)")
 
 
-def _recorded(attempts: Sequence[Attempt], what: Literal["settings", "versions"]) -> list[tuple[int, dict[str, str]]]:
-    """Return what each attempt has recorded of its settings or versions, if anything."""
-    return [(attempt.number, found) for attempt in attempts if (found := getattr(attempt.metadata, what))]
-
-
 def _default(name: str, value: str, defaults: dict[str, str]) -> Any:
-    if name not in defaults:
+    default = defaults.get(name)
+    if default is None:
         return "not known to this version"
-    if _equal(value, defaults[name]):
-        return "the same"
-    return _code(defaults[name])
+    return "the same" if _equal(value, default) else _code(default)
 
 
 def _equal(one: str, other: str) -> bool:

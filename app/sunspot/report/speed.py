@@ -1,11 +1,10 @@
 """Throughput and step time: over the wall clock, and of each rank."""
 
-import math
 from typing import Any
 
-from sunspot.report.charts import Line, Point, chart, linear_axis, over_time, points_of
+from sunspot.report.charts import Line, chart, linear_axis, over_time, points_of
 from sunspot.report.history import RankTotal
-from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
+from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, whole
 from sunspot.report.model import Report
 
 MAX_RANKS = 64
@@ -15,7 +14,7 @@ MAX_RANKS = 64
 def show(report: Report) -> Html:
     """Show throughput and step time: over the wall clock, and of each rank."""
     history = report.history
-    if not history.ranks.totals:
+    if not history.ranks:
         return paragraph("No numbers of single ranks are recorded.")
     across = over_time(report, history.series)
     throughput = points_of(across, history.series.column("rows_per_s"))
@@ -32,55 +31,30 @@ def show(report: Report) -> Html:
 
 
 def _spread(title: str, report: Report, name: str) -> Html:
-    series = report.history.ranks.series
+    series = report.history.speeds
     across = over_time(report, series)
-    columns = [series.column(each) for each in (f"{name}_low", name, f"{name}_high")]
-    known = [
-        (x, *values, group)
-        for x, *values, group in zip(across.places, *columns, across.groups, strict=True)
-        if x is not None and None not in values
-    ]
-    low, mean, high = ([Point(x, values[at], group) for x, *values, group in known] for at in range(3))
+    low, mean, high = (points_of(across, series.column(each)) for each in (f"{name}_low", name, f"{name}_high"))
     y = linear_axis((point.y for point in low + high), from_zero=True)
     return chart(title, across, y, [Line("mean of the ranks", mean)], (low, high))
 
 
 def _ranks(report: Report) -> Html:
-    every = report.history.ranks.totals
+    every = report.history.ranks
     nodes = report.attempts[-1].metadata.nodes if report.attempts else {}
     slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MAX_RANKS]
-    limits = [edge for rank in slowest for edge in (every[rank].fastest, every[rank].slowest) if math.isfinite(edge)]
-    low, high = min(limits, default=0.0), max(limits, default=1.0)
-    rows = [
-        [str(rank), nodes.get(str(rank)) or "not recorded", *_rank(every[rank], low, high)] for rank in sorted(slowest)
-    ]
+    rows = [[str(rank), nodes.get(str(rank)) or "not recorded", *_rank(every[rank])] for rank in sorted(slowest)]
     some = f", the {len(slowest)} slowest of {len(every):,}" if len(slowest) < len(every) else ""
-    columns = ["rank", "last node", "rows", "rows/s", "median step", "its range", "worst 95 %", "forward pass"]
+    columns = ["rank", "last node", "rows", "rows/s", "median step", "worst 95 %", "forward pass"]
     return table(f"Each rank over the whole run{some}", [*columns, "waits for rows", "most memory"], rows)
 
 
-def _rank(total: RankTotal, low: float, high: float) -> list[Any]:
+def _rank(total: RankTotal) -> list[Any]:
     return [
         whole(total.rows),
-        rate(total.rows_per_s) if total.rows_per_s is not None else None,
+        rate(total.rows / total.seconds) if total.seconds else None,
         duration(total.step_time) if total.step_time is not None else None,
-        _range(total, low, high),
-        duration(total.p95) if math.isfinite(total.p95) else None,
-        duration(total.forward_time) if total.forward_time is not None else "not measured",
+        duration(total.p95) if total.p95 is not None else None,
+        duration(total.forward / total.steps) if total.forward and total.steps else "not measured",
         percent(total.data_wait / total.seconds, 1) if total.seconds else None,
         size(total.memory_mib * 2**20) if total.memory_mib else None,
     ]
-
-
-def _range(total: RankTotal, low: float, high: float) -> Html | None:
-    """Return a rank's step times on the scale from the lowest to the highest of all ranks."""
-    if total.step_time is None:
-        return None
-    width = (high - low) or 1.0
-    first, mean, last = (4 + 136 * (value - low) / width for value in (total.fastest, total.step_time, total.slowest))
-    said = f"Median step of a window: {total.fastest:.3g} to {total.slowest:.3g} s, mean {total.step_time:.3g} s"
-    return Html(
-        f'<svg class="range" viewBox="0 0 144 14" role="img" aria-label="{text(said)}">'
-        f'<path class="whole" d="M{first:.1f} 3v8M{first:.1f} 7H{last:.1f}M{last:.1f} 3v8"/>'
-        f'<circle class="mean" cx="{mean:.1f}" cy="7" r="3.2"/></svg>'
-    )

@@ -19,8 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from sunspot.data.row_numbers import HELD_OUT, RowNumbers, number_rows
-from sunspot.data.source import Batch, Source, rows_in
+from sunspot.data.source import HELD_OUT, Batch, RowNumbers, Source, number_rows, rows_in
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks.adapted import ADAPTER, PretrainedModel

@@ -23,7 +23,7 @@ from sunspot.checkpoint.files import load_weights
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
-from sunspot.data.torch_loader import FullBatchLoader, TorchLoader
+from sunspot.data.torch_loader import TorchLoader
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import CommandPoller, ControlClient
 from sunspot.elastic.receipts import Phases
@@ -228,10 +228,10 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
         gather=lambda mine: gather_objects(mine, place.group),
         finish=lambda act: run_on_all_ranks(place.group, act),
     )
-    loader = TorchLoader(plan.data, device, workers)
+    loader = TorchLoader(plan.data, device, workers, hasattr(task, "full_batch"))
     if device.type == "cuda":
         print(f"rows: on {device}" if loader.resident else f"rows: in memory, as {device} has too little room for them")
-    return FullBatchLoader(loader) if hasattr(task, "full_batch") else loader
+    return loader
 
 
 # ------------------------------------------------------------------------------------------- what differs from before

@@ -125,8 +125,7 @@ def train(
 ) -> RunState:
     """Train to the end of the plan, and predict with the last checkpoint; `outcome` shows how that goes."""
     # Here, as torch and Ray take seconds to import.
-    from sunspot.predict.held_out import save_predictions
-    from sunspot.predict.shown import save_exhibit
+    from sunspot.predict.for_report import save_exhibit, save_predictions
     from sunspot.ray_session import ray_session
     from sunspot.train.trainer import fit
 

@@ -6,11 +6,25 @@ called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from sunspot.background import Background, map_parallel
 from sunspot.code_archive import enter_code
-from sunspot.errors import DamageError, NotFoundError, SettingsError, SunspotError, SupersededError
+from sunspot.errors import (
+    DamageError,
+    NotFoundError,
+    SettingsError,
+    StorageError,
+    SunspotError,
+    SupersededError,
+    shorten,
+)
+from sunspot.formatting import columns, visible
+from sunspot.report import FILE
+from sunspot.report.search import gather_search, render_search
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
@@ -18,12 +32,12 @@ from sunspot.run.claimant import Claimant
 from sunspot.run.history import HELD_OUT
 from sunspot.run.identity import keep_identity
 from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
-from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, read_status, write_status
-from sunspot.search_space import Search, load_search
+from sunspot.run.search import Results, Trial, read_trial, write_results
+from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, own_status, read_status, write_status
+from sunspot.search_space import Search, in_words, load_search
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.prove import prove
 from sunspot.tracking.process import refuse_unusable
-from sunspot.tune.results import Progress, collect_results, print_plan, print_trial, publish_results
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +69,7 @@ def main() -> int:
     running = RunningSearch(search, Claimant(run, new_owner(run, settings.job_id), new_driver()))
     with (
         shipped_driver_output(run),
-        on_exit(lambda _: publish_results(running.search, run, running.claimant.driver, running.progress)),
+        on_exit(lambda _: running.publish_results()),
     ):
         attempts = read_attempts(run)
         refuse_if_superseded(attempts, running.claimant.owner)
@@ -76,13 +90,21 @@ class RunningSearch:
 
     search: Search
     claimant: Claimant
-    progress: Progress = field(default_factory=Progress)
+    errors: dict[int, str] = field(default_factory=dict)
+    "The error of each trial that has ended, by its number; empty if it had none."
+    promoted: str | None = None
+    "The run whose best checkpoint has become the search's."
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     def end_trial(self, number: int, error: str) -> None:
-        """Note and print how a trial has ended."""
-        self.progress.errors[number] = error
-        print_trial(self.search, number, error)
+        """Note and print how a trial has ended; nothing is printed while storage fails, as the results have it too."""
+        self.errors[number] = error
+        with suppress(StorageError):
+            trial = self.read_trial(number)
+            reason = f": {trial.reason}" if trial.reason else ""
+            best = f", {self.search.settings.checkpoint_metric} {trial.best:.4g}" if trial.best is not None else ""
+            line = f"{trial.run}  step {trial.step}{best}  {in_words(trial.settings)}  {trial.state}{reason}"
+            print(visible(line), flush=True)
 
     def update_status(self, attempt: Attempt) -> None:
         """Write how far the search is; raises `StorageError`, or `SupersededError` if another process has it."""
@@ -90,23 +112,59 @@ class RunningSearch:
         ensure_owner(run, attempt)
         status = read_status(run, self.claimant.driver)
         if status:
-            reason = f"{len(self.progress.errors)} of {len(self.search.trials)} trials have ended"
+            reason = f"{len(self.errors)} of {len(self.search.trials)} trials have ended"
             write_status(run, replace(status, state=RunState.RUNNING, attempt=attempt.number, reason=reason))
+
+    def read_trial(self, number: int) -> Trial:
+        """Read a trial's results from its run; raises `StorageError`."""
+        search, settings, error = self.search, self.search.settings, self.errors.get(number, "")
+        run = open_run(settings.storage_path, search.trials[number - 1].run_name)
+        return read_trial(run, search.samples[number - 1], settings.checkpoint_metric, settings.checkpoint_order, error)
+
+    def read_results(self) -> Results:
+        """Read the results of all trials from their runs; raises `StorageError`."""
+        settings = self.search.settings
+        trials = map_parallel(self.read_trial, range(1, settings.trials + 1))
+        space = {dimension.name: dimension.text for dimension in self.search.dimensions}
+        return Results(settings.checkpoint_metric, settings.checkpoint_order, space, tuple(trials), self.promoted)
+
+    def publish_results(self) -> None:
+        """Print the results as a table, and write them and the report into the run; a failure is only a warning."""
+        run = self.claimant.run
+        try:
+            results = self.read_results()
+            for line in columns(list(_table(results))):
+                print(visible(line))
+            if not own_status(run, self.claimant.driver):
+                return  # another process has taken the search over while this one was frozen
+            write_results(run, results)
+            run.storage.write(run.key(FILE), render_search(*gather_search(run), link=f"../{{}}/{FILE}"))
+            print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)
+        except Exception as error:
+            log.warning(f"the results could not be written: {shorten(error)}")
+
+
+def _table(results: Results) -> Iterator[list[str]]:
+    yield ["trial", "state", "steps", results.metric, *results.space]
+    for trial in results.ranking:
+        steps = f"{trial.step} of {trial.total_steps}" if trial.total_steps else str(trial.step)
+        best = "" if trial.best is None else f"{trial.best:.4g}"
+        mark = "  <- best" if trial.run == results.promoted else ""
+        values = [str(trial.settings[name]) for name in results.space]
+        yield [trial.run, str(trial.state), steps, best, *values[:-1], values[-1] + mark]
 
 
 def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> RunState:
     """Train the trials that have not ended, and promote the best one's checkpoint."""
     import ray
 
-    from sunspot.background import Background
     from sunspot.elastic.control import ControlChannel, open_control
     from sunspot.elastic.supervisor import supervised
     from sunspot.ray_internals.nodes import reachable_nodes
     from sunspot.ray_session import ray_session
     from sunspot.run.attempts import fatal_error
-    from sunspot.tune.concurrency import await_nodes
     from sunspot.tune.promotion import begin_attempt
-    from sunspot.tune.trials import Trials, run_trials
+    from sunspot.tune.trials import Trials, await_nodes, run_trials
 
     run, owner = running.claimant.run, running.claimant.owner
     fatal = fatal_error(running.claimant)
@@ -155,6 +213,18 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     return RunState.SUCCEEDED
 
 
+def print_plan(search: Search, concurrency: str) -> None:
+    """Print the dimensions, the metric, and how many trials train at once."""
+    settings = search.settings
+    metric = settings.checkpoint_metric
+    goal = f"{'lowest' if settings.checkpoint_order == 'min' else 'highest'} {metric}"
+    for dimension in search.dimensions:
+        print(f"  {dimension.name}: {dimension.text}")
+    print(f"  trials: {settings.trials}, for the {goal}; {concurrency}", flush=True)
+    if not metric.startswith(HELD_OUT):
+        log.warning(f"no rows are held out, and to rank trials by the {metric} of training rows rewards overfitting")
+
+
 def ranked_by_held_out(search: Search) -> Search:
     """Have the metric of held-out rows rank the trials, if any are evaluated, as it ranks a run's checkpoints."""
     from sunspot.plan import make_plan
@@ -172,15 +242,14 @@ def promote_best(running: RunningSearch) -> None:
     """Copy the best checkpoint of all trials into the search; raises `SunspotError` when there is none."""
     from sunspot.tune.promotion import promote
 
-    search, run, progress = running.search, running.claimant.run, running.progress
-    settings = search.settings
+    run, settings = running.claimant.run, running.search.settings
     metric, limit_s = settings.checkpoint_metric, settings.storage_timeout_s
-    ranking = retry_storage(lambda: collect_results(search, progress), limit_s, "reading the trials").ranking
+    ranking = retry_storage(running.read_results, limit_s, "reading the trials").ranking
     if not any(trial.state is RunState.SUCCEEDED for trial in ranking):
         lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
         raise SunspotError(f"no trial succeeded:\n{lines}")
     for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
-        environment = next(s for s in search.trials if s.run_name == trial.run).environment()
+        environment = next(s for s in running.search.trials if s.run_name == trial.run).environment()
         copy = partial(
             promote, run, running.claimant.owner, environment, Run(run.storage, trial.run), str(trial.checkpoint)
         )
@@ -192,7 +261,7 @@ def promote_best(running: RunningSearch) -> None:
         status = read_status(run, running.claimant.driver)
         if status:
             write_status(run, _promoted_status(status, checkpoint))
-        progress.promoted = trial.run
+        running.promoted = trial.run
         print(f"  checkpoint: {run.storage.locate(run.key('checkpoints', checkpoint.name))}, the best of {trial.run}")
         return
     raise SunspotError(

@@ -89,7 +89,7 @@ def _compared_curves(reports: Sequence[Report]) -> Html:
 
 
 def _compared_curve(name: str, reports: Sequence[Report]) -> Html:
-    columns = [points_of(over_steps(report), report.history.series.column(name)) for report in reports]
+    columns = [points_of(over_steps(report), report.history.drawn(name)) for report in reports]
     lines = [Line(reports[n].run.name, points, f"s{n}") for n, points in enumerate(columns)]
     y = fitting_axis(name, [point.y for points in columns for point in points])
     title = f"{name.replace('_', ' ').capitalize()}{' on a logarithmic axis' if y.log else ''}"
