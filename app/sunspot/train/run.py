@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,29 +15,7 @@ from sunspot.tasks.defaults import optimizers_in
 from sunspot.train.augment import augment
 from sunspot.train.forward import in_precision, row_losses
 from sunspot.train.seeds import DRAW_STREAM, seed_generators, seed_of
-from sunspot.train.worker import StepTaken, Worker
-
-
-@dataclass
-class OpenStep:
-    """A step that is being taken."""
-
-    share: Batch
-    "This worker's rows; maybe none."
-    rows: int
-    "Rows of all workers."
-    began: float
-    "When the wait for its rows began (`perf_counter`)."
-    data_wait_s: float
-    values: list[Batch] = field(default_factory=list)
-    "What the loop has logged of its rows."
-    learning_rate: float = 0.0
-    random: torch.Generator | None = None
-    "Of `TrainingRun.draw`."
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.share and len(self.share["row"]))
+from sunspot.train.worker import Step, Worker
 
 
 class TrainingRun:
@@ -60,8 +37,10 @@ class TrainingRun:
         self.weight = 0.0
         self.pass_rows = 0
         "Rows of the batch or part that is computed now."
-        self._open: OpenStep | None = None
+        self._open: Step | None = None
         "None between two steps."
+        self._random: torch.Generator | None = None
+        "Of `draw` in the open step, once it was called."
         self._finite = FiniteGradients(self.model)
 
     def prepare_model(self) -> torch.nn.Module:
@@ -87,20 +66,20 @@ class TrainingRun:
             last = min(steps.per_epoch, first + self.total_steps - self.position)
             for share_of_step, data_wait_s, began in timed(self._learner.loader.train(self.epoch, first, last)):
                 begin, end = steps.bounds(self.position % steps.per_epoch)
-                yield self._begin(OpenStep(share_of_step, end - begin, began, data_wait_s))
+                yield self._begin(Step(self.position + 1, share_of_step, end - begin, began, data_wait_s))
                 if self.in_step:
                     raise self._error("took a batch and did not call run.step() after it")
                 if self.stopped:
                     return
 
-    def _begin(self, step: OpenStep) -> Batch:
+    def _begin(self, step: Step) -> Batch:
         """Make the batch of a step, and all that is a function of the step's number."""
-        self._open = step
+        self._open, self._random = step, None
         self.set_learning_rates()
         step.learning_rate = self._learning_rate()
-        self._worker.begin_step(step.share.get("row"), step.rows)
+        self._worker.begin_step(step)
         batch = step.share if step.has_rows else self._learner.padding_batch
-        self._begin_pass(len(batch["row"]), self.world_size / step.rows if step.has_rows else 0.0)
+        self._begin_pass(len(batch["row"]), self.world_size / step.size if step.has_rows else 0.0)
         batch = augment(self._learner.task, batch, self.settings.seed, self.epoch, self.draw)
         seed_generators(self.settings.seed, self.position, self.rank)
         return batch
@@ -123,14 +102,14 @@ class TrainingRun:
         """Yield the rows of each pass over the batch, and what one of them counts."""
         step, limit = self._step(), self._learner.plan.pass_limit
         own_rows = len(step.share["row"]) if step.has_rows else 0
-        return passes(self.model, own_rows, step.rows, self.world_size, limit)
+        return passes(self.model, own_rows, step.size, self.world_size, limit)
 
     def draw(self, *shape: int) -> torch.Tensor:
         step = self._step()
-        if step.random is None:
-            step.random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, DRAW_STREAM))
-        every = torch.rand(step.rows, *shape, generator=step.random)
-        own = share(step.rows, self.world_size, self.rank) if step.has_rows else (0, MIN_ROWS)
+        if self._random is None:
+            self._random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, DRAW_STREAM))
+        every = torch.rand(step.size, *shape, generator=self._random)
+        own = share(step.size, self.world_size, self.rank) if step.has_rows else (0, MIN_ROWS)
         return every[slice(*own)].to(self.device, non_blocking=True)
 
     @contextmanager
@@ -168,10 +147,8 @@ class TrainingRun:
             raise self._error("""logged nothing of a batch; call run.log({"loss": losses}) before run.step()""")
         step, self._open = self._open, None
         self.position += 1
-        seconds = time.perf_counter() - step.began
-        self.stopped = self._worker.finish_step(
-            StepTaken(self.position, step.share.get("row"), step.values, seconds, step.data_wait_s, step.learning_rate)
-        )
+        step.seconds = time.perf_counter() - step.began
+        self.stopped = self._worker.finish_step(step)
 
     def close(self) -> None:
         """Leave model and optimizers as they were found: this process may train on in another group."""
@@ -185,7 +162,7 @@ class TrainingRun:
         if self.position < self.total_steps and not self.stopped:
             raise self._error(f"returned at step {self.position} of {self.total_steps}; take all of run.batches()")
 
-    def _step(self) -> OpenStep:
+    def _step(self) -> Step:
         if self._open is None:
             raise self._error("used run between two steps; take a batch of run.batches() first")
         return self._open

@@ -51,7 +51,7 @@ from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.forward import row_losses
 from sunspot.train.learner import Learner
 from sunspot.train.loop import train
-from sunspot.train.worker import Beginning, StepTaken, Worker
+from sunspot.train.worker import Beginning, Step, Worker
 
 GROUPS_READ, MAX_ROWS = 4, 4096
 """Row groups that rows come from, spread over all, as they may be sorted by label; and most rows of a step."""
@@ -211,7 +211,7 @@ class CheckedWorker(Worker):
         idle = {name for name, each in named if each.requires_grad and each.grad is None}
         self._idle = idle if self._idle is None else self._idle & idle
 
-    def finish_step(self, taken: StepTaken) -> bool:
+    def finish_step(self, taken: Step) -> bool:
         settings = self.learner.plan.settings
         if self._idle and settings.num_workers.most > 1:
             raise SettingsError(
@@ -260,7 +260,7 @@ class FewRows:
 # --------------------------------------------------------------------------------------------------- what is looked for
 
 
-def refuse_infinite(learner: Learner, taken: StepTaken) -> None:
+def refuse_infinite(learner: Learner, taken: Step) -> None:
     """Raise `SunspotError` for a loss that is not finite, with the first row that has one."""
     losses = torch.cat([values["loss"] for values in taken.values if "loss" in values] or [torch.empty(0)])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
@@ -268,7 +268,7 @@ def refuse_infinite(learner: Learner, taken: StepTaken) -> None:
         source, row = learner.plan.source, int(taken.rows[bad[0]])
         [group], [position] = locate_rows(source.row_groups, np.array([row]))
         raise SunspotError(
-            f"{PREFIX}TASK={learner.plan.settings.task}: step {taken.step}: the loss of {plural(len(bad), 'row')} of "
+            f"{PREFIX}TASK={learner.plan.settings.task}: step {taken.number}: the loss of {plural(len(bad), 'row')} of "
             f"{len(losses)} is not finite: {losses[bad[0]]} for {source.where(int(group), int(position))}; look at its "
             f"values, or lower {PREFIX}LEARNING_RATE={learner.plan.settings.learning_rate:g}"
         )

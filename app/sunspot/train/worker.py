@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import ray.train
@@ -62,20 +62,33 @@ class RegroupError(Exception):
     """Ends this worker's part in its group: the processes stay, and form the next one."""
 
 
-@dataclass(frozen=True)
-class StepTaken:
-    """A step that this worker has just taken with the others."""
+@dataclass
+class Step:
+    """A step that this worker takes with the others."""
 
-    step: int
-    "Number of optimizer steps taken, with this one."
-    rows: torch.Tensor | None
-    "Ids of the rows that this worker consumed in it, int64 [B]."
-    values: list[Batch]
-    "Each row's loss and metrics, by pass."
-    seconds: float
+    number: int
+    "Optimizer steps taken, with this one."
+    share: Batch
+    "This worker's rows; maybe none."
+    size: int
+    "Rows of all workers."
+    began: float
+    "When the wait for its rows began (`perf_counter`)."
     data_wait_s: float
-    "Seconds of these spent waiting for rows."
-    learning_rate: float
+    values: list[Batch] = field(default_factory=list)
+    "What the loop has logged of each row, by pass."
+    learning_rate: float = 0.0
+    seconds: float = 0.0
+    "How long it took, with the wait."
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """Ids of this worker's rows, int64 [B]."""
+        return self.share.get("row")
+
+    @property
+    def has_rows(self) -> bool:
+        return self.rows is not None and len(self.rows) > 0
 
 
 class Worker:
@@ -121,12 +134,12 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------ after a step
 
-    def finish_step(self, taken: StepTaken) -> bool:
+    def finish_step(self, taken: Step) -> bool:
         """Record a step and do what is due after it; all workers call this together. Returns whether the run stops.
 
         Raises to end the group when it restarts.
         """
-        plan, step = self.learner.plan, taken.step
+        plan, step = self.learner.plan, taken.number
         self.step, self.taken = step, time.time()
         self._stepping = self._changing = False
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
@@ -164,12 +177,12 @@ class Worker:
             raise RegroupError
         return stop
 
-    def begin_step(self, rows: torch.Tensor | None, step_rows: int) -> None:
-        """Note that a step begins, of whose `step_rows` rows this worker takes those of these ids, int64 [B]."""
+    def begin_step(self, step: Step) -> None:
+        """Note that a step begins."""
         self._stepping = True
         if self.outlives:
             self.learner.buffers.keep()
-            self.checkpoints.begin_step(self.step + 1, rows, step_rows)
+            self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def begin_change(self) -> None:
         """Return when parameters may change by the step that has begun."""
@@ -190,14 +203,14 @@ class Worker:
         """Return what a checkpoint has of a record; a copy without one hands on the means."""
         return {**record, **self.window.recent.newest, **self._patience.state}
 
-    def _record_step(self, taken: StepTaken, epoch_ends: bool) -> None:
-        self.learner.average.update(taken.step)
+    def _record_step(self, taken: Step, epoch_ends: bool) -> None:
+        self.learner.average.update(taken.number)
         self.window.add_step(taken.values, taken.seconds, taken.data_wait_s)
-        self.watchdog.heartbeat(taken.step)
-        self.telemetry.took_step(taken.step, taken.seconds)
-        self.checkpoints.took_step(taken.step, taken.rows)
+        self.watchdog.heartbeat(taken.number)
+        self.telemetry.took_step(taken.number, taken.seconds)
+        self.checkpoints.took_step(taken.number, taken.rows)
         if self.reporter:
-            self.reporter.took_step(taken.step, self.window, epoch_ends)
+            self.reporter.took_step(taken.number, self.window, epoch_ends)
 
     def wanted(self, step: int) -> StepActions:
         """Return what rank 0 wants done after `step`; nothing on other ranks."""
