@@ -46,8 +46,7 @@ from sunspot.train.build import (
     record_left_out,
     refuse_small_micro_batches,
 )
-from sunspot.train.config import WorkerConfig
-from sunspot.train.join import round_products
+from sunspot.train.join import WorkerConfig, round_products
 from sunspot.train.probe import probe_here
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, Worker
 from tests.harness.control import LocalControl

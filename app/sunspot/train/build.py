@@ -78,8 +78,9 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
     attempt = start.attempt
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
-        finish = partial(run_on_all_ranks, place.group)
-        await_device_memory(place.device, place.nodes[place.rank], joined.control, finish)
+        if place.device.type == "cuda":  # on all workers, before any of them allocates
+            awaits = partial(await_device_memory, place.device, place.nodes[place.rank], joined.control)
+            run_on_all_ranks(place.group, awaits)
         learner = joined.survivor.learner if joined.survivor else None
         if learner:
             learner.move(place)

@@ -9,10 +9,8 @@ import gc
 import os
 import socket
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import ray
@@ -33,7 +31,6 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, GroupSockets, form_group, leave_group
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Run
-from sunspot.run.claimant import Claimant
 from sunspot.run.failures import LOST_PEER
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner
@@ -41,7 +38,6 @@ from sunspot.train.worker import RegroupError, Worker
 
 CLOSED_WITHIN_S = 3.0
 """How soon after an error in a collective a member hears that the group is closed, if a loss was the reason."""
-
 
 CUT_EVERY_S = 0.1
 """Between two looks whether the group that forms has lost a member."""
@@ -70,15 +66,13 @@ class Survivor:
         self._client.connect()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._client.close()
 
-    @property
-    def joins(self) -> bool:
-        """Whether others train already."""
-        return self._client.others_train
+    def prepare(self, build: Callable[[], Learner]) -> None:
+        """Build what this process will train with before it has the others' state, if they train already."""
+        if self._client.others_train and not self.learner:
+            self.learner = build()
 
     def form(self) -> WorkerPlace | None:
         """Stand for the next group, and form it with the others, however long they take; None: there is no next one."""
@@ -115,18 +109,6 @@ class Survivor:
     def regroups(self) -> bool:
         """Whether the group is to change once a step is done."""
         return self._client.changing
-
-    def prepare(self, learner: Learner) -> None:
-        """Note what this process will train with, once it has the others' state."""
-        self.learner = learner
-
-    @contextmanager
-    def in_group(self, claimant: Claimant) -> Iterator[None]:
-        """While the context lasts, this process is in the group that it has formed."""
-        try:
-            yield
-        finally:
-            claimant.given_up.set()
 
     def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
         """Where copies outlive this process, if it is the first of its node."""

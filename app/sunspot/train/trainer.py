@@ -53,7 +53,7 @@ from sunspot.settings import Settings, WorkerRange
 from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
-from sunspot.train.config import WorkerConfig
+from sunspot.train.join import WorkerConfig
 from sunspot.train.library import choose_trainer
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes

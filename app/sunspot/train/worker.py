@@ -291,17 +291,12 @@ class Worker:
             restart = GroupRestartError()
             print(restart)  # how its log ends
             left_s = broadcast_from_rank0(self._group, self._drain_limit_s)  # which alone knows of a notice
-            run_on_all_ranks(self._group, lambda: self._close_outputs(left_s))
+            output_s = CLOSE_TIMEOUT_S if left_s is None else min(left_s, CLOSE_TIMEOUT_S)
+            run_on_all_ranks(self._group, lambda: close_outputs(self._outputs, output_s))
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
         raise restart
-
-    def _close_outputs(self, limit_s: float | None) -> None:
-        """Bring to storage what is not there yet, as far as that takes no longer than a background task may."""
-        with suppress(TimeoutError):
-            closed = start_thread(self._outputs.pop_all().close, "outputs")
-            closed.result(CLOSE_TIMEOUT_S if limit_s is None else min(limit_s, CLOSE_TIMEOUT_S))
 
     def _drain_limit_s(self) -> float | None:
         """Return the seconds that the last commit may take, and then the last output; None: no limit."""
@@ -311,3 +306,9 @@ class Worker:
             # A clock that was set back would wait for hours.
             return min(left_s, self.learner.plan.settings.notice_s or left_s)
         return DRAIN_S if self.checkpoints.in_memory and not command.moves else None
+
+
+def close_outputs(outputs: ExitStack, limit_s: float) -> None:
+    """Bring to storage what is not there yet of a worker's outputs, as far as that takes no longer than `limit_s`."""
+    with suppress(TimeoutError):
+        start_thread(outputs.pop_all().close, "outputs").result(limit_s)
