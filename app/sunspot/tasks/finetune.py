@@ -31,8 +31,7 @@ from sunspot.data.table import open_table
 from sunspot.data.tokens import Tokenizer, load_tokenizer
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.adapted import ADAPTER, PretrainedModel
-from sunspot.tasks.pretrained import Base, open_base, refuse_base
+from sunspot.tasks.pretrained import ADAPTER, Base, PretrainedModel, open_base, refuse_base
 from sunspot.tasks.texts import by_loss
 
 for package in ("peft", "tokenizers", "transformers"):  # of the extra: what is missing is said here, not by a worker

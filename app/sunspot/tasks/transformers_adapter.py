@@ -23,8 +23,8 @@ from sunspot.data.row_numbers import HELD_OUT, RowNumbers, number_rows
 from sunspot.data.source import Batch, Source, rows_in
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.adapted import ADAPTER, PretrainedModel
 from sunspot.tasks.defaults import refuse_given, refuse_unused
+from sunspot.tasks.pretrained import ADAPTER, PretrainedModel
 
 UNREAD = ("clip_norm", "compile", "gradient_precision", "loader", "parallel")
 """Settings that a Trainer does not read."""
