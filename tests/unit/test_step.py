@@ -31,8 +31,8 @@ from sunspot.settings import Settings
 from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
 from sunspot.train.loop import take_step
+from sunspot.train.randomness import seed_generators
 from sunspot.train.run import TrainingRun
-from sunspot.train.seeds import seed_generators
 from sunspot.train.worker import Beginning, Step, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes

@@ -12,8 +12,7 @@ from sunspot.elastic.messages import Command
 from sunspot.observe.metrics import Sums, mean_over_workers
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
-from sunspot.train.forward import row_losses
-from sunspot.train.learner import Learner
+from sunspot.train.learner import Learner, row_losses
 
 
 class Evaluation(NamedTuple):

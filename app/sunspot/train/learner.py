@@ -1,9 +1,10 @@
-"""What computes a step on one worker: its model, its optimizer and its rows."""
+"""What computes a step on one worker: its model, its optimizer and its rows, and the forward pass over these."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import MIN_ROWS
 from sunspot.data.source import Batch, Source
 from sunspot.data.torch_loader import TorchLoader
+from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
@@ -38,27 +40,17 @@ class StepBuffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._buffers = list(model.buffers())
-        self._moving = set(range(len(self._buffers)))
-        "Numbers of those that steps change: after the first one, only what has been seen to change."
-        self._kept: dict[int, torch.Tensor] = {}
-        self._versions: list[int] = []
+        self._kept: list[torch.Tensor] = []
 
     def keep(self) -> None:
         """Note their values, as a step begins."""
-        versions = [buffer._version for buffer in self._buffers]  # autograd's count of changes has no public name
-        if self._versions:
-            changed = {number for number, version in enumerate(versions) if version != self._versions[number]}
-            self._moving = changed | (self._moving if len(self._moving) < len(versions) else set())
-        self._versions = versions
-        self._kept = {number: self._buffers[number].detach().clone() for number in self._moving}
+        self._kept = [buffer.detach().clone() for buffer in self._buffers]
 
     def put_back(self) -> None:
         """Set them to what they were."""
         with torch.no_grad():
-            for number, values in self._kept.items():
-                self._buffers[number].copy_(values)
-        self._versions = []
-        self._moving = set(range(len(self._buffers)))
+            for buffer, values in zip(self._buffers, self._kept, strict=True):
+                buffer.copy_(values)
 
 
 @dataclass
@@ -96,3 +88,42 @@ def make_padding_batch(source: Source, device: torch.device) -> Batch:
     first = np.zeros(MIN_ROWS, np.int64)
     columns = {"row": first, **source.read(group, first)}
     return {name: torch.tensor(values, device=device) for name, values in columns.items()}
+
+
+def in_precision(learner: Learner) -> AbstractContextManager[None]:
+    """Autocast, as PRECISION says."""
+    bf16 = learner.plan.settings.precision == "bf16"
+    return torch.autocast(learner.place.device.type, torch.bfloat16, enabled=bf16)
+
+
+def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """Compute the task's loss of each row of a batch, [B], and its metrics, [B] each.
+
+    Under COMPILE every pass has the same number of rows, so that one graph serves all: short passes are padded by
+    repeating rows, of which no loss is returned. Only where rows see each other (batch norm) do these count.
+    """
+    rows = len(batch["row"])
+    missing = learner.plan.pass_rows(learner.place.world_size) - rows
+    if missing > 0:
+        again = torch.arange(rows + missing, device=batch["row"].device) % rows
+        batch = {name: column[again] for name, column in batch.items()}
+    with in_precision(learner):
+        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), rows + max(0, missing))
+    if missing > 0:
+        losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
+    return losses, metrics
+
+
+def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
+    """Return the loss and the metrics of each row; raises `SettingsError` for anything else, such as their means."""
+    losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.shape != (rows,):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise SettingsError(
+                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss: {name}: a {type(value).__name__}{shape}; return "
+                f'the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a dict of '
+                "metrics of that shape"
+            )
+    return losses, metrics

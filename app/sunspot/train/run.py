@@ -12,9 +12,8 @@ from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
 from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare, release
 from sunspot.tasks.defaults import optimizers_in
-from sunspot.train.augment import augment
-from sunspot.train.forward import in_precision, row_losses
-from sunspot.train.seeds import DRAW_STREAM, seed_generators, seed_of
+from sunspot.train.learner import in_precision, row_losses
+from sunspot.train.randomness import DRAW_STREAM, augment, seed_generators, seed_of
 from sunspot.train.worker import Step, Worker
 
 
@@ -64,13 +63,15 @@ class TrainingRun:
         while self.position < self.total_steps and not self.stopped:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
-            for share_of_step, data_wait_s, began in timed(self._learner.loader.train(self.epoch, first, last)):
+            began = time.perf_counter()
+            for own in self._learner.loader.train(self.epoch, first, last):
                 begin, end = steps.bounds(self.position % steps.per_epoch)
-                yield self._begin(Step(self.position + 1, share_of_step, end - begin, began, data_wait_s))
+                yield self._begin(Step(self.position + 1, own, end - begin, began, time.perf_counter() - began))
                 if self.in_step:
                     raise self._error("took a batch and did not call run.step() after it")
                 if self.stopped:
                     return
+                began = time.perf_counter()
 
     def _begin(self, step: Step) -> Batch:
         """Make the batch of a step, and all that is a function of the step's number."""
@@ -233,16 +234,6 @@ def passes(
     for number, rows in enumerate(slices):
         with gradient_sync(model, now=number == len(slices) - 1):
             yield rows, world_size / step_rows if number >= idle else 0.0
-
-
-def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float, float]]:
-    """Yield each batch with the seconds waited for it, and when that wait began (`perf_counter`)."""
-    while True:
-        began = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch, time.perf_counter() - began, began
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

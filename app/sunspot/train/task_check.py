@@ -48,8 +48,7 @@ from sunspot.tasks.defaults import optimizers_in
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.build import build_learner
 from sunspot.train.evaluate import evaluation_mode
-from sunspot.train.forward import row_losses
-from sunspot.train.learner import Learner
+from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
 from sunspot.train.worker import Beginning, Step, Worker
 
