@@ -142,12 +142,9 @@ class XGBoostTrees(Trees):
     _matrix: Any = None
 
     def _check(self) -> None:
-        kind = (
-            {"objective": "multi:softprob", "num_class": self.classes}
-            if self.classes
-            else {"objective": "reg:squarederror"}
-        )
-        self._options |= {**kind, "nthread": torch.get_num_threads()}
+        kind = {"objective": "multi:softprob" if self.classes else "reg:squarederror"}
+        classes = {"num_class": self.classes} if self.classes else {}
+        self._options |= {**kind, **classes, "nthread": torch.get_num_threads()}
         matrix = self._library.DMatrix(np.zeros((4, 2), np.float32), label=np.zeros(4))
         self._library.train(self._options, matrix, 1)
 

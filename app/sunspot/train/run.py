@@ -86,8 +86,10 @@ class TrainingRun:
         return batch
 
     def set_learning_rates(self) -> None:
-        """Set the rates of the step to take, as the task's schedule says."""
-        set_learning_rate(self.optimizer, self._learner.task.schedule(self.position, self.total_steps))
+        """Scale each group's peak rate by the task's schedule: a function of the step, so nothing has to be stored."""
+        factor = float(self._learner.task.schedule(self.position, self.total_steps))  # maybe of NumPy
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         for rows in self.passes():
@@ -234,12 +236,3 @@ def passes(
     for number, rows in enumerate(slices):
         with gradient_sync(model, now=number == len(slices) - 1):
             yield rows, world_size / step_rows if number >= idle else 0.0
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale each group's peak rate. It is a function of the step, so nothing has to be stored.
-
-    A task's schedule may compute `factor` with NumPy, whose numbers no checkpoint could bring back.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * float(factor)

@@ -23,8 +23,7 @@ from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.train.early_stop import Patience
-from sunspot.train.evaluate import Evaluation, evaluate
+from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.reporter import Reporter
 
@@ -151,26 +150,24 @@ class Worker:
         stop, restart, regroup = agreed.stop, agreed.restart and has_more, agreed.regroup and has_more
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
-        evaluated = self._evaluated = not (epoch_ends and plan.test)
+        self._evaluated = not (epoch_ends and plan.test)
 
         # Measure and evaluate.
         record: dict[str, Any] = {}
         if save or agreed.report:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
         self._record = record
-        if not (evaluated or stop or restart or regroup):
+        if not (self._evaluated or stop or restart or regroup):
             # A loss meanwhile costs the evaluation, and no step.
             self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
             results, stop, restart = self._evaluate()
-            evaluated = self._evaluated = results is not None
             record |= results or {}
-            stop |= evaluated and self._patience.ends(record)
 
         # Act.
         if record:
             self.report(record)
         if save or agreed.copy:
-            self.checkpoints.save(step, self._metrics(record), evaluated=evaluated, to_storage=save)
+            self.checkpoints.save(step, self._metrics(record), evaluated=self._evaluated, to_storage=save)
         if restart:
             self.restart_group()
         if regroup:
@@ -250,11 +247,9 @@ class Worker:
         self._makes_up = False
         step, metrics = self.beginning.step, self.beginning.metrics
         results, stop, restart = self._evaluate()
-        self._evaluated = results is not None
         if results is None:
             self.checkpoints.save(step, metrics, evaluated=False)  # it may be in memory only
         else:
-            stop |= self._patience.ends(results)
             metrics = {**metrics, **results, **self._patience.state, "time": time.time()}
             if self.reporter:
                 self.reporter.add_evaluation(metrics)
@@ -264,9 +259,12 @@ class Worker:
         return stop
 
     def _evaluate(self) -> Evaluation:
+        """Evaluate, and stop if that is no better than those before."""
         if self.learner.plan.settings.ema:
             self.checkpoints.wait_for_copy()  # the average takes the weights' place
-        return evaluate(self.learner, self.commands.poll, self._heartbeat)
+        results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
+        self._evaluated = results is not None
+        return Evaluation(results, stop or (results is not None and self._patience.ends(results)), restart)
 
     def _heartbeat(self, evaluated: bool) -> None:
         """Record that this worker is alive in an evaluation, and whether it has `evaluated` a batch."""
