@@ -24,9 +24,8 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
     if scheduled & vars(module).keys():
         raise SettingsError(f"{PREFIX}TASK={settings.task}: has both schedule and build_scheduler; keep one")
-    default: Callable[[int, int], float] = partial(learning_rate_factor, settings)
-    if scheduled:
-        default = schedule_from_scheduler(module.build_scheduler, settings)
+    by_settings = partial(learning_rate_factor, settings)
+    default = schedule_from_scheduler(module.build_scheduler, settings) if scheduled else by_settings
 
     def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         built = getattr(module, "build_optimizer", build_optimizer)(model, settings)

@@ -99,9 +99,8 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
         raise SettingsError(
             f"{PREFIX}WEIGHTS={settings.weights}: each checkpoint of LoRA has its weights as {ADAPTER}; set it to pt"
         )
-    model = _load(
-        base, arguments, source.classes, torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
-    )
+    dtype = torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
+    model = _load(base, arguments, source.classes, dtype)
     if lora:
         model = _adapt(model, base, arguments)
     if arguments.recompute:
@@ -148,11 +147,8 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
     tokens = [row[:length] for row, length in zip(rows["tokens"].tolist(), rows["tokens_length"].tolist(), strict=True)]
     texts = [decode(row) for row in tokens]
     if "label" in rows:
-        return {
-            "Texts by their loss": by_loss(
-                losses, text=texts, label=[model.data.name(label) for label in rows["label"].tolist()]
-            )
-        }
+        labels = [model.data.name(label) for label in rows["label"].tolist()]
+        return {"Texts by their loss": by_loss(losses, text=texts, label=labels)}
     beginnings = [decode(row[: len(row) // 2]) for row in tokens[:WRITTEN]]
     written = answer(model, beginnings, WRITTEN_TOKENS)
     return {
@@ -238,7 +234,7 @@ def _adapt(model: Any, base: Base, arguments: Arguments) -> Any:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks transformers by an old name
             return get_peft_model(model, config)
     except ValueError as error:
-        raise SettingsError(f"{PREFIX}TASK_ARGS: targets={arguments['targets']!r}: {error}") from error
+        raise SettingsError(f"{PREFIX}TASK_ARGS: targets={arguments.targets!r}: {error}") from error
 
 
 def _first(ids: Any) -> int | None:

@@ -109,15 +109,9 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         change = describe_new_length(learner.task, attempt.step, state.total_steps, plan.total_steps)
         if change:
             log.warning(change)
+    saved, windows, memory = learner.saved(), state.ledger, joined.memory
     checkpoints = CheckpointManager(
-        joined.run,
-        attempt,
-        plan,
-        learner.saved(),
-        place=place,
-        memory=joined.memory,
-        windows=state.ledger,
-        journals=journals,
+        joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
     )
     reporter, gauges = None, None
     if journals:

@@ -124,7 +124,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     group = cast(dist.ProcessGroup, place.group)
     with ExitStack() as stack:
         if survivor:
-            stack.callback(claimant.given_up.set)
+            stack.callback(claimant.given_up.set)  # once it has left the group
         stack.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
         watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang)
         stack.enter_context(watchdog)
@@ -132,9 +132,10 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
 
         # Claim the run with the others, from the newest state there is.
         memory = survivor.open_memory(run, settings, place) if survivor else open_memory(run, settings)
+        live = survivor.kept[0] if survivor and survivor.kept else None
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
-            start, found = agree_on_start(claimant, settings, group, survivor.live if survivor else None)
+            start, found = agree_on_start(claimant, settings, group, live)
         except SunspotError as error:
             control.try_ask(ControlChannel.set_fatal_error, error)
             raise

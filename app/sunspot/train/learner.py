@@ -12,7 +12,7 @@ import torch
 from sunspot.checkpoint import SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import MIN_ROWS
-from sunspot.data.source import Batch, Source
+from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
@@ -32,27 +32,6 @@ class Loader(Protocol):
         ...
 
 
-class StepBuffers:
-    """A model's buffers as they were when the newest step began, for when it is to be taken again.
-
-    Batch norm's averages move with each forward pass.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._buffers = list(model.buffers())
-        self._kept: list[torch.Tensor] = []
-
-    def keep(self) -> None:
-        """Note their values, as a step begins."""
-        self._kept = [buffer.detach().clone() for buffer in self._buffers]
-
-    def put_back(self) -> None:
-        """Set them to what they were."""
-        with torch.no_grad():
-            for buffer, values in zip(self._buffers, self._kept, strict=True):
-                buffer.copy_(values)
-
-
 @dataclass
 class Learner:
     """All that computes a step on this worker; nothing of what is saved or reported."""
@@ -66,8 +45,12 @@ class Learner:
     loader: Loader
 
     def __post_init__(self) -> None:
-        self.padding_batch = make_padding_batch(self.plan.source, self.place.device)
-        self.buffers = StepBuffers(self.model)
+        source, first = self.plan.source, np.zeros(MIN_ROWS, np.int64)
+        group = next(number for number, rows in enumerate(source.row_groups) if rows)
+        columns = {"row": first, **source.read(group, first)}
+        self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
+        "The batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."
+        self._buffers: list[torch.Tensor] = []
 
     def move(self, place: WorkerPlace) -> None:
         """Train on in another group: its model, its optimizer and its rows stay."""
@@ -76,18 +59,20 @@ class Learner:
         for parameter in self.model.parameters():
             parameter.grad = None  # of a step that others could not end
 
+    def keep_buffers(self) -> None:
+        """Note the model's buffers, as a step begins: batch norm's averages move with each forward pass."""
+        self._buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+
+    def put_back_buffers(self) -> None:
+        """Set them to what they were, as the step is to be taken again."""
+        with torch.no_grad():
+            for buffer, values in zip(self.model.buffers(), self._buffers, strict=True):
+                buffer.copy_(values)
+
     def saved(self) -> SavedObjects:
         """Return what its checkpoints hold, with the files that the task adds."""
         files = getattr(self.task, "checkpoint_files", None)
         return SavedObjects(self.model, self.optimizer, self.average, partial(files, self.model) if files else None)
-
-
-def make_padding_batch(source: Source, device: torch.device) -> Batch:
-    """Make the batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."""
-    group = next(number for number, rows in enumerate(source.row_groups) if rows)
-    first = np.zeros(MIN_ROWS, np.int64)
-    columns = {"row": first, **source.read(group, first)}
-    return {name: torch.tensor(values, device=device) for name, values in columns.items()}
 
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:

@@ -87,7 +87,8 @@ class TrainingRun:
 
     def set_learning_rates(self) -> None:
         """Scale each group's peak rate by the task's schedule: a function of the step, so nothing has to be stored."""
-        factor = float(self._learner.task.schedule(self.position, self.total_steps))  # maybe of NumPy
+        # A task may compute it with NumPy, whose numbers no checkpoint could bring back.
+        factor = float(self._learner.task.schedule(self.position, self.total_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 

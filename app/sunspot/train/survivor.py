@@ -57,10 +57,8 @@ class Survivor:
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
-        self.live: LiveState | None = None
-        "The state that it has, if that is whole."
-        self.position: Position | None = None
-        "Where that state stands."
+        self.kept: tuple[LiveState, Position] | None = None
+        "The state that it has, if that is whole, and where that stands."
 
     def __enter__(self) -> Self:
         self._client.connect()
@@ -119,10 +117,10 @@ class Survivor:
 
     def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
         """Return the state to go on from, from those who have it; all workers of the group call this together."""
-        saved = self.learner.saved() if self.learner and self.live else None
-        state = hand_over(place, holders, saved, self.position if self.live else None, total_steps)
+        saved = self.learner.saved() if self.learner and self.kept else None
+        state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
         if place.rank not in holders.ranks:  # that state takes the place of its own, which has another name
-            self.live = self.position = None
+            self.kept = None
         return state
 
     def begin(self, worker: Worker) -> None:
@@ -145,8 +143,7 @@ class Survivor:
                 traceback.clear_frames(each.__traceback__)  # which hold the last step's batch and graph
         gc.collect()
         if self._worker:
-            left = self._worker.leave()
-            self.live, self.position = left or (None, None)
+            self.kept = self._worker.leave()
             self.window = self._worker.window
             self._worker = None
 

@@ -37,7 +37,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_session import RAY_ENVIRONMENT
-from sunspot.run import Run, open_run
+from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, claim
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure
@@ -156,7 +156,9 @@ def check_plan(plan: Plan, checked: Check) -> None:
             before = find_losses(worker.learner)
         with checked.part("restore"):
             last = min(plan.total_steps, max(2, plan.steps.per_epoch)) - 1
-            restored = build(rows, replace(attempt, starts_from=saved.name, step=last), load(rows.run, saved))
+            model, optimizer = (load_state(rows.run, saved, file) for file in ("model.pt", "optimizer.pt"))
+            state = TrainingState(model=model, optimizer=optimizer, tier="storage")
+            restored = build(rows, replace(attempt, starts_from=saved.name, step=last), state)
             refuse_other_losses(before, find_losses(restored.learner), checked.task)
         with checked.part("last step" + (" and evaluation" if plan.test else "")):
             saved = take_step(restored)
@@ -189,12 +191,6 @@ def take_step(worker: Worker) -> Checkpoint:
     train(worker)
     worker.checkpoints.close(finished=True)
     return cast(Checkpoint, worker.checkpoints.newest)
-
-
-def load(run: Run, saved: Checkpoint) -> TrainingState:
-    """Load the state in a checkpoint."""
-    model, optimizer = (load_state(run, saved, file) for file in ("model.pt", "optimizer.pt"))
-    return TrainingState(model=model, optimizer=optimizer, tier="storage")
 
 
 class CheckedWorker(Worker):
@@ -248,10 +244,8 @@ class FewRows:
         groups = filled[np.unique(np.linspace(0, len(filled) - 1, GROUPS_READ).astype(int))]
         there = np.concatenate([np.arange(starts[group], starts[group + 1]) for group in groups])
         chosen = there[np.linspace(0, len(there) - 1, rows).astype(int)]
-        parts = []
-        for group in groups:
-            mine = chosen[(chosen >= starts[group]) & (chosen < starts[group + 1])]
-            parts.append({"row": mine, **source.read(int(group), mine - starts[group])})
+        found, places = locate_rows(source.row_groups, chosen)
+        parts = [{"row": chosen[found == group], **source.read(int(group), places[found == group])} for group in groups]
         self._checked.batch = {name: torch.tensor(np.concatenate([part[name] for part in parts])) for name in parts[0]}
         return {name: column.to(self.place.device) for name, column in self._checked.batch.items()}
 

@@ -178,7 +178,7 @@ class Worker:
         """Note that a step begins."""
         self._stepping = True
         if self.outlives:
-            self.learner.buffers.keep()
+            self.learner.keep_buffers()
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def begin_change(self) -> None:
@@ -192,7 +192,7 @@ class Worker:
         if self._changing:
             return None
         if self._stepping:
-            self.learner.buffers.put_back()
+            self.learner.put_back_buffers()
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
         return live, Position(self._metrics(self._record), self.taken, windows)
 
