@@ -161,11 +161,8 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
             worker = build_worker(joined, state, phases)
             if survivor:
                 survivor.begin(worker)
-            where = f"{place.device} of {socket.gethostname()}"
-            print(
-                f"attempt {attempt.number}: rank {place.rank} of {place.world_size} on {where}, from step "
-                f"{attempt.step}, {state.tier}"
-            )
+            rank = f"rank {place.rank} of {place.world_size} on {place.device} of {socket.gethostname()}"
+            print(f"attempt {attempt.number}: {rank}, from step {attempt.step}, {state.tier}")
             del state, found  # as large as the model and its optimizer
 
             # Report as long as it trains.

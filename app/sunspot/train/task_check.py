@@ -156,9 +156,11 @@ def check_plan(plan: Plan, checked: Check) -> None:
             before = find_losses(worker.learner)
         with checked.part("restore"):
             last = min(plan.total_steps, max(2, plan.steps.per_epoch)) - 1
-            model, optimizer = (load_state(rows.run, saved, file) for file in ("model.pt", "optimizer.pt"))
-            state = TrainingState(model=model, optimizer=optimizer, tier="storage")
-            restored = build(rows, replace(attempt, starts_from=saved.name, step=last), state)
+            restored = build(
+                rows,
+                replace(attempt, starts_from=saved.name, step=last),
+                TrainingState(**{name: load_state(rows.run, saved, f"{name}.pt") for name in ("model", "optimizer")}),
+            )
             refuse_other_losses(before, find_losses(restored.learner), checked.task)
         with checked.part("last step" + (" and evaluation" if plan.test else "")):
             saved = take_step(restored)

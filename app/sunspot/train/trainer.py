@@ -79,7 +79,7 @@ NO_RESIZE_S = 1e9
 """Ray would resize a worker group without telling it, and lose the steps since its last checkpoint: we scale up."""
 
 LIBRARIES = {"xgboost": "XGBoost", "lightgbm": "LightGBM", "tensorflow": "Tensorflow"}
-"""How the trainers of Ray's module for a library begin, and their configurations."""
+"""By library, how the names of Ray's trainer for it and of its configuration begin."""
 
 
 def first_step(storage_path: str, run_name: str) -> int:
@@ -335,9 +335,5 @@ def choose_warm_key(settings: Settings) -> str:
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:
     """Make what gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
     settings = plan.settings
-    return StepStreams(
-        plan.data,
-        plan.total_steps,
-        functools.partial(first_step, settings.storage_path, settings.run_name),
-        resources.reading_cpus,
-    )
+    begins_at = functools.partial(first_step, settings.storage_path, settings.run_name)
+    return StepStreams(plan.data, plan.total_steps, begins_at, resources.reading_cpus)
