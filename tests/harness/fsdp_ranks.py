@@ -35,7 +35,7 @@ from sunspot.run.attempts import Attempt, checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
 from sunspot.tasks import gpt
-from sunspot.train.forward import row_losses
+from sunspot.train.learner import row_losses
 from sunspot.train.run import passes
 from tests.harness.loop import plan_without_evaluation, train_group
 from tests.harness.process_group import fork_ranks

@@ -19,7 +19,7 @@ from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train import trainer
-from sunspot.train.config import WorkerConfig
+from sunspot.train.join import WorkerConfig
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sunspot.errors import SettingsError
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
-from sunspot.train.augment import augment
+from sunspot.train.randomness import augment
 from sunspot.train.run import TrainingRun
 from tests.harness.documentation import find_example
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation

@@ -64,7 +64,7 @@ from sunspot.settings import Settings
 from sunspot.storage.base import Writer
 from sunspot.storage.limits import CURRENT
 from sunspot.storage.local import LocalStorage
-from sunspot.train.run import set_learning_rate
+from sunspot.train.run import TrainingRun
 from tests.harness import REPOSITORY, s3
 from tests.harness.logs import keep_warnings
 from tests.harness.process_group import in_processes
@@ -161,7 +161,10 @@ def test_a_rate_computed_with_numpy_comes_back(run: Run) -> None:
     trainee = Trainee(run)
     for group in trainee.optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    set_learning_rate(trainee.optimizer, 0.5 * (1 + np.cos(np.pi * 1 / 3)))
+    task = SimpleNamespace(schedule=lambda step, total_steps: 0.5 * (1 + np.cos(np.pi * step / total_steps)))
+    learner = SimpleNamespace(task=task)
+    at_step: Any = SimpleNamespace(optimizer=trainee.optimizer, position=1, total_steps=3, _learner=learner)
+    TrainingRun.set_learning_rates(at_step)
     trainee.train()
     trainee.save()
     trainee.checkpoints.close(finished=True)

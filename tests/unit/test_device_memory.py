@@ -33,10 +33,10 @@ class Gpu:
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def begin_group(self, taken: Callable[[float], float], device: str = "cuda:0") -> float:
+    def begin_group(self, taken: Callable[[float], float]) -> float:
         """How long it waits, when others have so many GB after so many seconds."""
         self.taken, self._began = taken, self.now
-        await_device_memory(torch.device(device), "node", self.control, lambda act: act())
+        await_device_memory(torch.device("cuda:0"), "node", self.control)
         return self.now - self._began
 
 
@@ -63,8 +63,3 @@ def test_what_another_program_keeps_is_waited_for_once(gpu: Gpu) -> None:
     assert gpu.begin_group(lambda waited_s: 30) == 0, "it had it before"
     assert gpu.begin_group(lambda waited_s: 50) == pytest.approx(DEVICE_WAIT_S, abs=0.5)
     assert gpu.begin_group(lambda waited_s: 50) == 0
-
-
-def test_on_a_cpu_nothing_is_waited_for(gpu: Gpu) -> None:
-    assert gpu.begin_group(lambda waited_s: pytest.fail("asked"), "cpu") == 0
-    assert not gpu.control.told

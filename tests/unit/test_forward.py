@@ -20,7 +20,8 @@ from sunspot.errors import SettingsError
 from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
-from sunspot.train.forward import compile_model, row_losses
+from sunspot.train.build import compile_model
+from sunspot.train.learner import row_losses
 from sunspot.train.loop import train
 from tests.harness.loop import make_worker, plan_without_evaluation, train_rank
 

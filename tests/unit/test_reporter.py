@@ -35,7 +35,7 @@ from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
 from sunspot.train.reporter import Reporter
-from sunspot.train.worker import Beginning, StepTaken, Worker
+from sunspot.train.worker import Beginning, Step, Worker
 from tests.harness.control import LocalControl
 from tests.harness.runs import begin, consumed, record_audit, start
 
@@ -74,7 +74,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     worker = make_worker(plan, group, checkpoints, commands, telemetry, reporter)
     with reporter.publisher:
         for step in range(1, 13):
-            worker.finish_step(StepTaken(step, None, [{name: torch.tensor([step, step + 1.0])}], 0.25, 0.125, 0.1))
+            worker.finish_step(Step(step, {}, 2, 0.0, 0.125, [{name: torch.tensor([step, step + 1.0])}], 0.1, 0.25))
         reporter.end()
     spans = lineage([attempt])
     records = read_journal(run, "metrics", spans)
@@ -125,7 +125,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     with reporter.publisher:
         for step in range(1, 5):
             agree.return_value = StepActions(report=step == 3)
-            worker.finish_step(StepTaken(step, None, [{"loss": torch.tensor([step, step + 1.0])}], 0.25, 0.125, 0.1))
+            worker.finish_step(Step(step, {}, 2, 0.0, 0.125, [{"loss": torch.tensor([step, step + 1.0])}], 0.1, 0.25))
     assert [(one["step"], one["loss"]) for one in read_journal(run, "metrics")] == [(3, 2.5), (4, 4.5)]
     status = read_status(run)
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]

@@ -31,9 +31,9 @@ from sunspot.settings import Settings
 from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
 from sunspot.train.loop import take_step
+from sunspot.train.randomness import seed_generators
 from sunspot.train.run import TrainingRun
-from sunspot.train.seeds import seed_generators
-from sunspot.train.worker import Beginning, StepTaken, Worker
+from sunspot.train.worker import Beginning, Step, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
@@ -178,7 +178,7 @@ class Recorded(Worker):
         super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
 
     def take_step(self, step: int) -> bool:
-        return self.finish_step(StepTaken(step, None, [{"loss": torch.ones(2)}], 0.1, 0.1, 0.1))
+        return self.finish_step(Step(step, {}, 2, 0.0, 0.1, [{"loss": torch.ones(2)}], 0.1, 0.1))
 
     def report(self, record: dict[str, Any]) -> None:
         self.records.append(record)

@@ -32,10 +32,11 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
         model = torch.nn.Linear(2, 2)
         with patch("ray.get_runtime_context"):
             survivor = Survivor(MembershipAddress("nowhere", 0, 0, b""), 30.0)
-        survivor.prepare(Mock(saved=lambda: SavedObjects(model, torch.optim.SGD(model.parameters()))))
-        survivor.live, survivor.position = (FURTHEST, BEHIND)[rank], Position({}, 0.0, ())
+        survivor._client = Mock(others_train=True)
+        survivor.prepare(lambda: Mock(saved=lambda: SavedObjects(model, torch.optim.SGD(model.parameters()))))
+        survivor.kept = (FURTHEST, BEHIND)[rank], Position({}, 0.0, ())
         survivor.hand_over(WorkerPlace(group, rank, 2), Holders(FURTHEST.checkpoint, True, (0,)), 10)
-        return survivor.live
+        return survivor.kept[0] if survivor.kept else None
 
     assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
 

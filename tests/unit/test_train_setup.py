@@ -46,8 +46,7 @@ from sunspot.train.build import (
     record_left_out,
     refuse_small_micro_batches,
 )
-from sunspot.train.config import WorkerConfig
-from sunspot.train.join import round_products
+from sunspot.train.join import WorkerConfig, round_products
 from sunspot.train.probe import probe_here
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, Worker
 from tests.harness.control import LocalControl
@@ -220,7 +219,7 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={0: "node"})
     nothing: Any = None
-    place = WorkerPlace(nodes=["node"])
+    place = WorkerPlace(device=torch.device("cuda"), nodes=["node"])
     joined = Joined(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
     build.build_worker(joined, TrainingState(), Phases())
     assert paused == dict.fromkeys(slow, True)

@@ -16,9 +16,6 @@ from sunspot.extras import how_to_install
 from sunspot.settings import Settings
 from sunspot.tasks.defaults import fill_in
 
-TASK_FUNCTIONS = ("build_model", "loss")
-"""What a task has to define, unless it defines `train`, or the function of another library (ADAPTERS)."""
-
 HOOKS = ("train", "augment", "augment_row")
 """What loops over batches call; those of some libraries do not."""
 
@@ -194,7 +191,7 @@ def load_task(settings: Settings) -> Task:
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {UNCALLED[function]}")
     if adapter:
         return cast(Task, adapter(module, settings))
-    needed = ("build_model",) if hasattr(module, "train") else TASK_FUNCTIONS
+    needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")
     if missing := [name for name in needed if not hasattr(module, name)]:
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor "

@@ -18,9 +18,10 @@ import json
 import math
 import warnings
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn import functional
 
@@ -31,24 +32,12 @@ from sunspot.data.table import open_table
 from sunspot.data.tokens import Tokenizer, load_tokenizer
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.adapted import ADAPTER, PretrainedModel
-from sunspot.tasks.pretrained import Base, open_base, refuse_base
+from sunspot.tasks.pretrained import ADAPTER, Base, PretrainedModel, open_base, refuse_base
 from sunspot.tasks.texts import by_loss
 
 for package in ("peft", "tokenizers", "transformers"):  # of the extra: what is missing is said here, not by a worker
     if not find_spec(package):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-DEFAULTS: dict[str, Any] = {
-    "base": "",
-    "head": "text",
-    "column": "text",
-    "context": 512,
-    "rank": 0,
-    "alpha": 0,
-    "targets": "all-linear",
-    "recompute": False,
-}
 
 HEADS = {"text": "AutoModelForCausalLM", "classes": "AutoModelForSequenceClassification"}
 
@@ -59,11 +48,26 @@ WRITTEN, WRITTEN_TOKENS = 3, 32
 """Texts that the report has written on, and by how many tokens."""
 
 
+class Arguments(BaseModel):
+    """TASK_ARGS."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    base: str = ""
+    head: Literal["text", "classes"] = "text"
+    column: str = "text"
+    context: int = Field(512, ge=2)
+    rank: int = Field(0, ge=0)
+    alpha: int = Field(0, ge=0)
+    targets: Literal["all-linear"] | Annotated[list[Any], Field(min_length=1)] = "all-linear"
+    recompute: bool = False
+
+
 class FineTuned(PretrainedModel):
     """A pretrained model of text, and what it was made of."""
 
-    def __init__(self, model: Any, base: Base, arguments: dict[str, Any], data: ModelData) -> None:
-        sha256 = base.sha256 if arguments["rank"] > 0 else ""  # here, as it reads every byte
+    def __init__(self, model: Any, base: Base, arguments: Arguments, data: ModelData) -> None:
+        sha256 = base.sha256 if arguments.rank > 0 else ""  # here, as it reads every byte
         super().__init__(model, f"{PREFIX}TASK_ARGS: base={base.location!r}", sha256)
         self.base, self.arguments, self.data = base, arguments, data
         self.config = model.config
@@ -77,32 +81,29 @@ class FineTuned(PretrainedModel):
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     arguments = read_arguments(settings)
-    base = open_base(arguments["base"])
+    base = open_base(arguments.base)
     content = (base.folder / "tokenizer.json").read_bytes()
     load_tokenizer(content)  # a damaged one is named before any row is
-    if arguments["head"] == "classes":
+    if arguments.head == "classes":
         decode = Tokenizer(content)
-        tokens = Column("int32", longest=arguments["context"], cut=True, decode=decode, of=arguments["column"])
+        tokens = Column("int32", longest=arguments.context, cut=True, decode=decode, of=arguments.column)
         return open_table(settings, {"tokens": tokens, "label": Column("int64")})
     decode = Tokenizer(content, end=_first(base.config.get("eos_token_id")))
-    return open_packed(
-        settings, {"tokens": Column("int32", decode=decode, of=arguments["column"])}, arguments["context"]
-    )
+    return open_packed(settings, {"tokens": Column("int32", decode=decode, of=arguments.column)}, arguments.context)
 
 
 def build_model(settings: Settings, source: Source) -> nn.Module:
     arguments = read_arguments(settings)
-    base, lora = open_base(arguments["base"]), arguments["rank"] > 0
+    base, lora = open_base(arguments.base), arguments.rank > 0
     if lora and settings.weights != "pt":
         raise SettingsError(
             f"{PREFIX}WEIGHTS={settings.weights}: each checkpoint of LoRA has its weights as {ADAPTER}; set it to pt"
         )
-    model = _load(
-        base, arguments, source.classes, torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
-    )
+    dtype = torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
+    model = _load(base, arguments, source.classes, dtype)
     if lora:
         model = _adapt(model, base, arguments)
-    if arguments["recompute"]:
+    if arguments.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return FineTuned(model, base, arguments, ModelData.of(source))
 
@@ -131,7 +132,7 @@ def find_tokens(batch: Batch) -> torch.Tensor:
 
 def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
     """Return the scores of the classes of texts."""
-    if model.arguments["head"] != "classes":
+    if model.arguments.head != "classes":
         raise SettingsError("a language model predicts no rows; ask it with --prompt")
     return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
 
@@ -146,11 +147,8 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
     tokens = [row[:length] for row, length in zip(rows["tokens"].tolist(), rows["tokens_length"].tolist(), strict=True)]
     texts = [decode(row) for row in tokens]
     if "label" in rows:
-        return {
-            "Texts by their loss": by_loss(
-                losses, text=texts, label=[model.data.name(label) for label in rows["label"].tolist()]
-            )
-        }
+        labels = [model.data.name(label) for label in rows["label"].tolist()]
+        return {"Texts by their loss": by_loss(losses, text=texts, label=labels)}
     beginnings = [decode(row[: len(row) // 2]) for row in tokens[:WRITTEN]]
     written = answer(model, beginnings, WRITTEN_TOKENS)
     return {
@@ -178,7 +176,7 @@ def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
         ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
         if not ids.numel():
             raise SettingsError(f"the prompt {prompt!r} has no tokens; give it a text")
-        if model.arguments["head"] == "classes":
+        if model.arguments.head == "classes":
             shares = model(ids).float().softmax(dim=1)[0]
             answers.append(f"{model.data.name(int(shares.argmax()))} ({float(shares.max()):.4f})")
         else:
@@ -188,41 +186,33 @@ def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
     return answers
 
 
-def read_arguments(settings: Settings) -> dict[str, Any]:
+def read_arguments(settings: Settings) -> Arguments:
     """Read TASK_ARGS with the defaults filled in; raises `SettingsError`."""
-    given = {**DEFAULTS, **settings.task_args}
-    wrong = [
-        f"{name}={value!r}"
-        for name, value in given.items()
-        if name not in DEFAULTS
-        or (name != "targets" and type(value) is not type(DEFAULTS[name]))
-        or (name == "targets" and value != "all-linear" and not (isinstance(value, list) and value))
-        or (name == "head" and value not in HEADS)
-        or (name in ("rank", "alpha") and value < 0)
-        or (name == "context" and value < 2)
-    ]
-    if wrong:
+    try:
+        given = Arguments(**settings.task_args)
+    except ValidationError as error:
+        names = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
+        wrong = ", ".join(f"{name}={settings.task_args[name]!r}" for name in names)
         raise SettingsError(
-            f"{PREFIX}TASK_ARGS: {', '.join(wrong)}; sunspot.tasks.finetune takes base and column (text), "
-            "head (text or classes), context (from 2), rank and alpha (from 0), targets (all-linear or a list), "
-            "and recompute (true or false)"
-        )
-    return {**given, "alpha": given["alpha"] or 2 * given["rank"]}
+            f"{PREFIX}TASK_ARGS: {wrong}; sunspot.tasks.finetune takes base and column (text), head (text or classes), "
+            "context (from 2), rank and alpha (from 0), targets (all-linear or a list), and recompute (true or false)"
+        ) from error
+    return given.model_copy(update={"alpha": given.alpha or 2 * given.rank})
 
 
-def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtype) -> Any:
+def _load(base: Base, arguments: Arguments, classes: int, dtype: torch.dtype) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it reports what is missing, which is asked for below
-    more = {"num_labels": classes} if arguments["head"] == "classes" else {}
+    more = {"num_labels": classes} if arguments.head == "classes" else {}
     try:
-        model, loaded = getattr(transformers, HEADS[arguments["head"]]).from_pretrained(
+        model, loaded = getattr(transformers, HEADS[arguments.head]).from_pretrained(
             base.folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **more
         )
     except Exception as error:  # of foreign and damaged files, all kinds
         raise refuse_base(base.location, f"transformers cannot load it: {shorten(error)}") from error
-    if arguments["head"] == "text" and loaded["missing_keys"]:  # they would be random; a classifier's head has to be
+    if arguments.head == "text" and loaded["missing_keys"]:  # they would be random; a classifier's head has to be
         raise refuse_base(base.location, f"its weights lack {min(loaded['missing_keys'])}")
     model.train()  # transformers leaves a model that it has loaded in evaluation mode
     if model.config.pad_token_id is None:
@@ -230,21 +220,21 @@ def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtyp
     return model
 
 
-def _adapt(model: Any, base: Base, arguments: dict[str, Any]) -> Any:
+def _adapt(model: Any, base: Base, arguments: Arguments) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
     config = LoraConfig(
-        r=arguments["rank"],
-        lora_alpha=arguments["alpha"],
-        target_modules=arguments["targets"],
-        task_type=TaskType.CAUSAL_LM if arguments["head"] == "text" else TaskType.SEQ_CLS,
+        r=arguments.rank,
+        lora_alpha=arguments.alpha,
+        target_modules=arguments.targets,
+        task_type=TaskType.CAUSAL_LM if arguments.head == "text" else TaskType.SEQ_CLS,
     )
     model.name_or_path = base.location  # in adapter_config.json; where it was fetched to is nobody else's
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks transformers by an old name
             return get_peft_model(model, config)
     except ValueError as error:
-        raise SettingsError(f"{PREFIX}TASK_ARGS: targets={arguments['targets']!r}: {error}") from error
+        raise SettingsError(f"{PREFIX}TASK_ARGS: targets={arguments.targets!r}: {error}") from error
 
 
 def _first(ids: Any) -> int | None:

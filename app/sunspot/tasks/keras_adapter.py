@@ -30,10 +30,7 @@ from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor, 
 # Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
 sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
-WITHOUT_USE = (
-    *("micro_batch_size", "weight_decay", "clip_norm"),
-    *("precision", "parallel", "compile", "ema", "weights"),
-)
+WITHOUT_USE = ("micro_batch_size", "weight_decay", "clip_norm", "precision", "parallel", "compile", "ema", "weights")
 """Settings that Keras does not read."""
 
 

@@ -130,8 +130,8 @@ class LightningTask:
         log.take()
         output, logged = step(), log.take()
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        loss = logged.pop("loss", None) if loss is None else loss
-        logged.pop("loss", None)
+        logged_loss = logged.pop("loss", None)
+        loss = logged_loss if loss is None else loss
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise self._error(

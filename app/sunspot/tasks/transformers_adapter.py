@@ -22,8 +22,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from sunspot.data.source import HELD_OUT, Batch, RowNumbers, Source, number_rows, rows_in
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.adapted import ADAPTER, PretrainedModel
 from sunspot.tasks.defaults import refuse_given, refuse_unused
+from sunspot.tasks.pretrained import ADAPTER, PretrainedModel
 
 UNREAD = ("clip_norm", "compile", "gradient_precision", "loader", "parallel")
 """Settings that a Trainer does not read."""

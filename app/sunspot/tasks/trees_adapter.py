@@ -57,25 +57,23 @@ class Trees(torch.nn.Module, ABC):
     def __init__(self, library: str, options: Mapping[str, Any], settings: Settings, source: Source) -> None:
         """Raises `SettingsError` if the library is not installed or refuses the options."""
         super().__init__()
+        task = f"{PREFIX}TASK={settings.task}"
         if taken := [name for name in SET_HERE[library] if name in options]:
             raise SettingsError(
-                f"{PREFIX}TASK={settings.task}: {library} is given {', '.join(taken)}, which follow from the data, the "
-                "settings and the workers; leave them out"
+                f"{task}: {library} is given {', '.join(taken)}, which follow from the data, the settings and the "
+                "workers; leave them out"
             )
         try:
             self._library = importlib.import_module(library)
         except ModuleNotFoundError as error:
-            raise SettingsError(
-                f"{PREFIX}TASK={settings.task}: {error.name} is not installed; {how_to_install('trees')}"
-            ) from error
+            raise SettingsError(f"{task}: {error.name} is not installed; {how_to_install('trees')}") from error
         self.library, self.classes = library, source.classes
         self._options = {**options, "seed": settings.seed}
         try:
             self._check()
         except Exception as error:
-            raise SettingsError(
-                f"{PREFIX}TASK={settings.task}: {library} refuses {dict(options)}: {shorten(without_stack(error))}"
-            ) from error
+            refused = f"{library} refuses {dict(options)}: {shorten(without_stack(error))}"
+            raise SettingsError(f"{task}: {refused}") from error
 
     @property
     def learning_rate(self) -> float:
@@ -142,12 +140,9 @@ class XGBoostTrees(Trees):
     _matrix: Any = None
 
     def _check(self) -> None:
-        kind = (
-            {"objective": "multi:softprob", "num_class": self.classes}
-            if self.classes
-            else {"objective": "reg:squarederror"}
-        )
-        self._options |= {**kind, "nthread": torch.get_num_threads()}
+        kind = {"objective": "multi:softprob" if self.classes else "reg:squarederror"}
+        classes = {"num_class": self.classes} if self.classes else {}
+        self._options |= {**kind, **classes, "nthread": torch.get_num_threads()}
         matrix = self._library.DMatrix(np.zeros((4, 2), np.float32), label=np.zeros(4))
         self._library.train(self._options, matrix, 1)
 
@@ -273,16 +268,15 @@ class TreesTask:
 
     def train(self, run: TrainingRun) -> None:
         """Boost from the run's first round to the last, or until the run is stopped."""
-        trees, begun = run.model, False
-        for batch in run.batches():
+        trees = run.model
+        for number, batch in enumerate(run.batches()):
             if not run.weight:
                 raise SettingsError(
                     f"{PREFIX}NUM_WORKERS={run.settings.num_workers}: the data have too few rows for {run.world_size} "
                     "workers, and trees need some on each; start fewer"
                 )
-            if not begun:
+            if number == 0:
                 trees.begin(batch, run.world_size)
-                begun = True
             run.optimizer.step()  # waits for the copy of the state: from here on the trees change
             losses, metrics = rate(trees.boost(), batch["label"])
             run.log({"loss": losses, **metrics})
@@ -301,11 +295,8 @@ class TreesTask:
         """Return the features that gained most, for the report."""
         gains = sorted(model.importance().items(), key=lambda feature: -feature[1])
         names, whole = names_of(rows), sum(gain for _, gain in gains)
-        return {
-            "Features by gain": [
-                {"feature": names[number], "share": gain / whole} for number, gain in gains[:MAX_FEATURES_SHOWN]
-            ]
-        }
+        table = [{"feature": names[number], "share": gain / whole} for number, gain in gains[:MAX_FEATURES_SHOWN]]
+        return {"Features by gain": table}
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:

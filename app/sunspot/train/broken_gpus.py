@@ -20,7 +20,7 @@ from sunspot.errors import SunspotError
 from sunspot.formatting import plural
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes, staying_nodes
 from sunspot.train.gpu import find_gpu_problem
-from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, count_nodes, list_problems
+from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, list_problems
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> li
     if not problems:
         return []
     promising = sum(bool(node["Resources"].get("GPU")) for node in nodes)
-    told = f"{count_nodes(problems)} of {plural(promising, 'node')} with GPUs cannot compute on them"
-    needed.refuse_loss(_nodes_in(problems), nodes, f"{told}: {list_problems(problems)}")
-    verb = "are" if count_nodes(problems) > 1 else "is"
+    told = f"{len(problems)} of {plural(promising, 'node')} with GPUs cannot compute on them"
+    needed.refuse_loss(list(problems), nodes, f"{told}: {list_problems(problems)}")
+    verb = "are" if len(problems) > 1 else "is"
     log.warning(f"{told}, and {verb} left out: {list_problems(problems)}")
     return _leave_out(problems)
 
@@ -122,24 +122,17 @@ class BrokenInTraining:
         and cannot be used any more. One that still answers is tried again, and so is one that does not answer, whose
         node may be going.
         """
-        told = {
-            id: f"its GPU had {HARDWARE_ERRORS[code]}"
-            for id, code in suspects.items()
-            if code and code in HARDWARE_ERRORS
-        }
+        known = {id: HARDWARE_ERRORS.get(code or 0) for id, code in suspects.items()}
+        told = {id: f"its GPU had {error}" for id, error in known.items() if error}
         nodes, draining = ray.nodes(), draining_nodes()
         asked = [node for node in nodes if node["NodeID"] in suspects and node["NodeID"] not in draining]
         asked = reachable_nodes([node for node in asked if node["Resources"].get("GPU") or node["NodeID"] in told])
-        problems = find_broken_gpus(asked, SUSPECT_TIMEOUT_S)
-        dead = _nodes_in(problems)
-        for node in asked:
-            id = node["NodeID"]
-            if id in told and id not in dead:
-                problems.setdefault(told[id], []).append(id)
+        dead = find_broken_gpus(asked, SUSPECT_TIMEOUT_S)
+        problems = {node["NodeID"]: told[node["NodeID"]] for node in asked if node["NodeID"] in told} | dead
         if not problems:
             return []
         try:
-            self.needed.refuse_loss(_nodes_in(problems), staying_nodes(), f"a GPU broke: {list_problems(problems)}")
+            self.needed.refuse_loss(list(problems), staying_nodes(), f"a GPU broke: {list_problems(problems)}")
         except SunspotError:
             if any(suspects[id] is not None for id in dead):
                 raise
@@ -150,9 +143,5 @@ class BrokenInTraining:
 
 
 def _leave_out(problems: Problems) -> list[str]:
-    drain_nodes(_nodes_in(problems), "its GPU cannot be used")
-    return [f"node {node[:12]} left out: {problem}" for problem, nodes in problems.items() for node in nodes]
-
-
-def _nodes_in(problems: Problems) -> list[str]:
-    return [node for nodes in problems.values() for node in nodes]
+    drain_nodes(list(problems), "its GPU cannot be used")
+    return [f"node {node[:12]} left out: {problem}" for node, problem in problems.items()]

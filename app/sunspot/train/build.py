@@ -2,6 +2,8 @@
 
 import logging
 import math
+import os
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -32,7 +34,14 @@ from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks
-from sunspot.parallel.sharding import build_without_values, has_several, shard_model, shard_optimizer_state
+from sunspot.parallel.sharding import (
+    build_without_values,
+    find_blocks,
+    has_several,
+    is_fsdp,
+    shard_model,
+    shard_optimizer_state,
+)
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import IN_PLACE, Attempt
@@ -41,7 +50,6 @@ from sunspot.run.history import Journal, Journals
 from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
 from sunspot.train.device_memory import await_device_memory
-from sunspot.train.forward import compile_model
 from sunspot.train.learner import Learner, Loader
 from sunspot.train.reporter import Reporter
 from sunspot.train.survivor import Survivor
@@ -51,6 +59,9 @@ log = logging.getLogger(__name__)
 
 RECOMPUTED_OPTIONS = ("lr", "initial_lr", "weight_decay", "fused")
 """Options of an optimizer's groups that settings or the device decide anew at each start of a run."""
+
+COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
+"""By kind of device: the variable that names the compiler for what torch.compile writes, and where else to look."""
 
 EVALUATION_TRIES = 3
 """Worker groups that begin an evaluation before it is left out: it may take longer than there is between notices."""
@@ -78,8 +89,9 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
     attempt = start.attempt
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
-        finish = partial(run_on_all_ranks, place.group)
-        await_device_memory(place.device, place.nodes[place.rank], joined.control, finish)
+        if place.device.type == "cuda":  # on all workers, before any of them allocates
+            awaits = partial(await_device_memory, place.device, place.nodes[place.rank], joined.control)
+            run_on_all_ranks(place.group, awaits)
         learner = joined.survivor.learner if joined.survivor else None
         if learner:
             learner.move(place)
@@ -97,15 +109,9 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         change = describe_new_length(learner.task, attempt.step, state.total_steps, plan.total_steps)
         if change:
             log.warning(change)
+    saved, windows, memory = learner.saved(), state.ledger, joined.memory
     checkpoints = CheckpointManager(
-        joined.run,
-        attempt,
-        plan,
-        learner.saved(),
-        place=place,
-        memory=joined.memory,
-        windows=state.ledger,
-        journals=journals,
+        joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
     )
     reporter, gauges = None, None
     if journals:
@@ -209,6 +215,37 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
             f"SUNSPOT_MICRO_BATCH_SIZE={settings.micro_batch_size}: the model has batch norm, which needs two rows in "
             "every forward pass; set it to 3 or more, or to 0"
         )
+
+
+def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
+    """Have a model compile itself in its first passes, as COMPILE says; in place, so that its names stay as they are.
+
+    Under fsdp each block does so by itself: between them parameters are gathered. Raises `SettingsError` where there
+    is no compiler.
+    """
+    settings = plan.settings
+    if settings.compile == "off":
+        return
+    if problem := find_compiler_problem(device):
+        raise SettingsError(f"SUNSPOT_COMPILE={settings.compile}: {problem}")
+    mode: str = settings.compile
+    if mode == "max-autotune" and (is_fsdp(model) or plan.passes(world_size) > 1):
+        # CUDA graphs want parameters to stay where they are, and gradients to be used before the next pass.
+        mode = "max-autotune-no-cudagraphs"
+    blocks = list(find_blocks(model)) if is_fsdp(model) else list(model.children()) if has_several(model) else []
+    for module in blocks or [model]:
+        module.compile(mode=mode, dynamic=False)
+
+
+def find_compiler_problem(device: torch.device) -> str:
+    """Say why torch.compile would fail here; empty if it would not."""
+    variable, *names = COMPILERS[device.type]
+    if any(map(shutil.which, filter(None, (os.environ.get(variable), *names)))):
+        return ""
+    return (
+        f"torch.compile needs {' or '.join(names)}, and {socket.gethostname()} has none; install it in the image (or "
+        f"name one in {variable}), or set it to off"
+    )
 
 
 def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:

@@ -1,7 +1,6 @@
 """Waits until the worker group before has given back the memory of a GPU."""
 
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -19,33 +18,22 @@ SLACK = 0.02
 """Share of a GPU's memory that need not come back: contexts of CUDA and buffers of NCCL are not always alike."""
 
 
-def await_device_memory(
-    device: torch.device, node: str, control: ControlClient, finish: Callable[[Callable[[], None]], None]
-) -> None:
+def await_device_memory(device: torch.device, node: str, control: ControlClient) -> None:
     """Return once as much of the GPU is free as when the group before began on it, or DEVICE_WAIT_S later.
 
-    All workers call this together, before any of them allocates: `finish` runs a function, and returns once it has
-    returned on all. The first group waits for nothing. What another program keeps is waited for once: the next group
-    expects no more than this one has found.
+    The first group waits for nothing. What another program keeps is waited for once: the next group expects no more
+    than this one has found.
     """
-    if device.type == "cuda":
-        finish(lambda: _await(device, node, control))
-
-
-def _await(device: torch.device, node: str, control: ControlClient) -> None:
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
     before = control.ask(ControlChannel.free_memory, gpu)
     free, total = torch.cuda.mem_get_info(device)
-    until, told = time.monotonic() + DEVICE_WAIT_S, False
+    if lacks := free < before - SLACK * total:
+        there = f"{as_bytes(free)} of its memory are free, {as_bytes(before)} were when the group before began"
+        print(f"{device}: {there}; waiting up to {in_words(DEVICE_WAIT_S)} for the old processes' memory", flush=True)
+    until = time.monotonic() + DEVICE_WAIT_S
     while free < before - SLACK * total and time.monotonic() < until:
-        if not told:
-            told = True
-            there = f"{as_bytes(free)} of its memory are free, {as_bytes(before)} were when the group before began"
-            print(
-                f"{device}: {there}; waiting up to {in_words(DEVICE_WAIT_S)} for the old processes' memory", flush=True
-            )
         time.sleep(LOOK_EVERY_S)
         free, _ = torch.cuda.mem_get_info(device)
-    if told:
+    if lacks:
         print(f"{device}: {as_bytes(free)} of its memory are free", flush=True)
     control.tell(ControlChannel.set_free_memory, gpu, free)

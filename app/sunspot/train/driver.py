@@ -170,7 +170,14 @@ def identify_rows(plan: Plan) -> Rows:
 
 def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
     """Print the result of the run, and write its report, when the context ends (`on_exit`)."""
-    return on_exit(lambda error: _report(run, driver, error))
+
+    def report(error: Exception | None) -> None:
+        try:
+            with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver, error))
+        except Exception as trouble:  # how the run ended does not depend on its report
+            log.warning(f"the report could not be written: {shorten(trouble)}")
+
+    return on_exit(report)
 
 
 @contextmanager
@@ -187,13 +194,6 @@ def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
         report(error)
         raise
     report(None)
-
-
-def _report(run: Run, driver: str, error: Exception | None) -> None:
-    try:
-        with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver, error))
-    except Exception as trouble:  # how the run ended does not depend on its report
-        log.warning(f"the report could not be written: {shorten(trouble)}")
 
 
 def _write_report(run: Run, driver: str, error: Exception | None) -> None:

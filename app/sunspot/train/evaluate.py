@@ -1,19 +1,25 @@
-"""Evaluates the held-out rows, on all workers together, and ends early for a notice."""
+"""Evaluates the held-out rows, on all workers together, and tells when a run ends as it improves no more."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sunspot.data.order import largest_pass
-from sunspot.data.source import Batch
 from sunspot.elastic.messages import Command
+from sunspot.errors import SettingsError
 from sunspot.observe.metrics import Sums, mean_over_workers
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
-from sunspot.train.forward import row_losses
-from sunspot.train.learner import Learner
+from sunspot.run.checkpoints import SINCE_BEST, is_out_of_patience
+from sunspot.run.history import HELD_OUT
+from sunspot.settings import PREFIX, Settings
+from sunspot.train.learner import Learner, row_losses
+
+BEST = "best_evaluation"
+"""In the metrics of a checkpoint: the best result so far, beside SINCE_BEST."""
 
 
 class Evaluation(NamedTuple):
@@ -35,37 +41,27 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
         return Evaluation({})
     model, group, sums = learner.model, learner.place.group, Sums()
     assert group
-    end = EvaluationEnd(group, together=learner.plan.settings.parallel == "fsdp")
+    settings = learner.plan.settings
+    together = settings.parallel == "fsdp"
+    end = EvaluationEnd(group, together=together)
+    # No more rows at once than it trains on.
+    rows = largest_pass(settings.global_batch_size, learner.place.world_size, learner.plan.pass_limit)
+    batches = learner.loader.test(rows)
     sync_buffers(model)  # a checkpoint has rank 0's
     # Not inference_mode: training cannot use what a model keeps of it, such as a table that it made there.
     with learner.average.in_place(model), evaluation_mode(model), torch.no_grad():
-        for batch in _batches(learner, end, poll, heartbeat):
-            losses, metrics = row_losses(learner, model, batch or learner.padding_batch)
-            if batch:
-                sums.add({"loss": losses, **metrics})
-            heartbeat(True)
+        while True:
+            batch, command = next(batches, {}), poll()
+            if end.reached(command.stop, command.restart, bool(batch)):
+                break
+            if batch or together:  # under FSDP, workers make each forward pass together, with rows or without
+                losses, metrics = row_losses(learner, model, batch or learner.padding_batch)
+                if batch:
+                    sums.add({"loss": losses, **metrics})
+            heartbeat(bool(batch) or together)
     if end.stop or end.restart:
         return Evaluation(None, end.stop, end.restart)
     return Evaluation({f"test_{name}": mean for name, mean in mean_over_workers(sums, group).items()})
-
-
-def _batches(
-    learner: Learner, end: EvaluationEnd, poll: Callable[[], Command], heartbeat: Callable[[bool], None]
-) -> Iterator[Batch]:
-    """Yield this worker's held-out rows, no more at once than it trains on, until all had theirs or are to leave.
-
-    Under FSDP workers make each forward pass together: all get the same number of batches, {} when they have no rows.
-    """
-    settings, limit = learner.plan.settings, learner.plan.pass_limit
-    batches = learner.loader.test(largest_pass(settings.global_batch_size, learner.place.world_size, limit))
-    while True:
-        batch, command = next(batches, {}), poll()
-        if end.reached(command.stop, command.restart, bool(batch)):
-            return
-        if batch or settings.parallel == "fsdp":
-            yield batch
-        else:
-            heartbeat(False)
 
 
 @contextmanager
@@ -78,3 +74,34 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
+
+
+class Patience:
+    """Ends a run after evaluations in a row that were no better than the best before them.
+
+    All workers know the same results, and so count alike.
+    """
+
+    def __init__(self, settings: Settings, before: Mapping[str, Any]) -> None:
+        """`before` are the metrics of the state that training goes on from."""
+        self._limit, self._order = settings.early_stop_evaluations, settings.checkpoint_order
+        self._metric = HELD_OUT + settings.checkpoint_metric.removeprefix(HELD_OUT)
+        self.state = {name: before[name] for name in (BEST, SINCE_BEST) if self._limit and name in before}
+        "For the metrics of each checkpoint, so that a restart goes on counting."
+
+    def ends(self, results: Mapping[str, float]) -> bool:
+        """Count the results of an evaluation, and return whether the run ends by them."""
+        if not self._limit:
+            return False
+        if self._metric not in results:
+            raise SettingsError(
+                f"{PREFIX}EARLY_STOP_EVALUATIONS={self._limit}: no {self._metric} among {', '.join(sorted(results))}; "
+                f"set {PREFIX}CHECKPOINT_METRIC to one of them, or this to 0"
+            )
+        sign, result = 1 if self._order == "min" else -1, results[self._metric]
+        best = self.state.get(BEST, sign * math.inf)
+        if sign * result < sign * best:
+            self.state = {BEST: result, SINCE_BEST: 0}
+        else:
+            self.state = {BEST: best, SINCE_BEST: self.state.get(SINCE_BEST, 0) + 1}
+        return is_out_of_patience(self.state, self._limit)

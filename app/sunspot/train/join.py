@@ -4,8 +4,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import ray.train
@@ -17,8 +18,9 @@ from sunspot.background import Background, start_thread
 from sunspot.checkpoint import NodeMemory
 from sunspot.code_archive import find_code
 from sunspot.elastic.claim import agree_on_start
-from sunspot.elastic.control import ControlChannel
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_end
+from sunspot.elastic.membership_server import MembershipAddress
 from sunspot.elastic.receipts import Phases, first_incident
 from sunspot.elastic.restore import load_start
 from sunspot.elastic.watchdog import Watchdog
@@ -27,21 +29,22 @@ from sunspot.log import print_logs, sent_warnings
 from sunspot.observe.output import shipped_worker_output
 from sunspot.observe.prometheus import EXPORT_EVERY_S
 from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
+from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_internals.workers import launch_time, raylet_process
 from sunspot.ray_session import enter_folder
-from sunspot.run import Run
+from sunspot.run import Run, open_run
 from sunspot.run.attempts import record_error
+from sunspot.run.claimant import Claimant
 from sunspot.run.failures import record_failure
 from sunspot.run.hangs import Hang
 from sunspot.settings import Settings
 from sunspot.train.build import Joined, build_worker, prepare_learner
-from sunspot.train.config import WorkerConfig
 from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import RegroupError, Worker
+from sunspot.train.worker import RegroupError, Worker, close_outputs
 from sunspot.warm.fork_server import fork_server_running
 
 OUTPUTS_S = 1.0
@@ -49,6 +52,34 @@ OUTPUTS_S = 1.0
 
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What the driver gives each worker, to join the run."""
+
+    plan: Plan
+    owner: str
+    driver: str
+    control: ControlClient
+    threads: int
+    warm_key: str
+    "Identifies the nodes' servers of this training (sunspot/warm); empty: workers are not forked."
+    collective_timeout_s: float
+    membership: MembershipAddress | None = None
+    "Where workers that outlive each other form their groups; None: Ray Train forms them, and ends them together."
+    folder: str = ""
+    "The driver's working directory, which relative paths in TASK_ARGS mean."
+
+    @property
+    def limit_s(self) -> float:
+        """The longest wait in one collective: one that waits for storage in a step keeps the others waiting."""
+        return self.plan.settings.storage_timeout_s + self.collective_timeout_s
+
+    def claimant(self) -> Claimant:
+        """Who claims the run, with a connection of this process to its storage."""
+        run = open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
+        return Claimant(run, self.owner, self.driver)
 
 
 @contextmanager
@@ -72,8 +103,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     round_products(settings.precision == "tf32")
     quiet_ray_train()
     if survivor:
-        if survivor.joins and not survivor.learner:
-            survivor.prepare(prepare_learner(plan))
+        survivor.prepare(partial(prepare_learner, plan))
         formed = survivor.form()
         if not formed:
             yield None
@@ -94,7 +124,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     group = cast(dist.ProcessGroup, place.group)
     with ExitStack() as stack:
         if survivor:
-            stack.enter_context(survivor.in_group(claimant))
+            stack.callback(claimant.given_up.set)  # once it has left the group
         stack.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
         watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang)
         stack.enter_context(watchdog)
@@ -102,9 +132,10 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
 
         # Claim the run with the others, from the newest state there is.
         memory = survivor.open_memory(run, settings, place) if survivor else open_memory(run, settings)
+        live = survivor.kept[0] if survivor and survivor.kept else None
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
-            start, found = agree_on_start(claimant, settings, group, survivor.live if survivor else None)
+            start, found = agree_on_start(claimant, settings, group, live)
         except SunspotError as error:
             control.try_ask(ControlChannel.set_fatal_error, error)
             raise
@@ -130,11 +161,8 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
             worker = build_worker(joined, state, phases)
             if survivor:
                 survivor.begin(worker)
-            where = f"{place.device} of {socket.gethostname()}"
-            print(
-                f"attempt {attempt.number}: rank {place.rank} of {place.world_size} on {where}, from step "
-                f"{attempt.step}, {state.tier}"
-            )
+            rank = f"rank {place.rank} of {place.world_size} on {place.device} of {socket.gethostname()}"
+            print(f"attempt {attempt.number}: {rank}, from step {attempt.step}, {state.tier}")
             del state, found  # as large as the model and its optimizer
 
             # Report as long as it trains.
@@ -151,8 +179,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
             raise  # training goes on with the next group
         except Exception as error:
             if survivor and survivor.outlives(error):
-                with suppress(TimeoutError):
-                    start_thread(outputs.pop_all().close, "outputs").result(OUTPUTS_S)
+                close_outputs(outputs, OUTPUTS_S)
                 raise RegroupError from error
             record_end(error, joined)
             raise

@@ -1,9 +1,10 @@
-"""What computes a step on one worker: its model, its optimizer and its rows."""
+"""What computes a step on one worker: its model, its optimizer and its rows, and the forward pass over these."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -11,12 +12,12 @@ import torch
 from sunspot.checkpoint import SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import MIN_ROWS
-from sunspot.data.source import Batch, Source
+from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
+from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
-from sunspot.train.buffers import StepBuffers
 
 
 class Loader(Protocol):
@@ -44,8 +45,12 @@ class Learner:
     loader: Loader
 
     def __post_init__(self) -> None:
-        self.padding_batch = make_padding_batch(self.plan.source, self.place.device)
-        self.buffers = StepBuffers(self.model)
+        source, first = self.plan.source, np.zeros(MIN_ROWS, np.int64)
+        group = next(number for number, rows in enumerate(source.row_groups) if rows)
+        columns = {"row": first, **source.read(group, first)}
+        self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
+        "The batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."
+        self._buffers: list[torch.Tensor] = []
 
     def move(self, place: WorkerPlace) -> None:
         """Train on in another group: its model, its optimizer and its rows stay."""
@@ -54,15 +59,56 @@ class Learner:
         for parameter in self.model.parameters():
             parameter.grad = None  # of a step that others could not end
 
+    def keep_buffers(self) -> None:
+        """Note the model's buffers, as a step begins: batch norm's averages move with each forward pass."""
+        self._buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+
+    def put_back_buffers(self) -> None:
+        """Set them to what they were, as the step is to be taken again."""
+        with torch.no_grad():
+            for buffer, values in zip(self.model.buffers(), self._buffers, strict=True):
+                buffer.copy_(values)
+
     def saved(self) -> SavedObjects:
         """Return what its checkpoints hold, with the files that the task adds."""
         files = getattr(self.task, "checkpoint_files", None)
         return SavedObjects(self.model, self.optimizer, self.average, partial(files, self.model) if files else None)
 
 
-def make_padding_batch(source: Source, device: torch.device) -> Batch:
-    """Make the batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."""
-    group = next(number for number, rows in enumerate(source.row_groups) if rows)
-    first = np.zeros(MIN_ROWS, np.int64)
-    columns = {"row": first, **source.read(group, first)}
-    return {name: torch.tensor(values, device=device) for name, values in columns.items()}
+def in_precision(learner: Learner) -> AbstractContextManager[None]:
+    """Autocast, as PRECISION says."""
+    bf16 = learner.plan.settings.precision == "bf16"
+    return torch.autocast(learner.place.device.type, torch.bfloat16, enabled=bf16)
+
+
+def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """Compute the task's loss of each row of a batch, [B], and its metrics, [B] each.
+
+    Under COMPILE every pass has the same number of rows, so that one graph serves all: short passes are padded by
+    repeating rows, of which no loss is returned. Only where rows see each other (batch norm) do these count.
+    """
+    rows = len(batch["row"])
+    missing = learner.plan.pass_rows(learner.place.world_size) - rows
+    if missing > 0:
+        again = torch.arange(rows + missing, device=batch["row"].device) % rows
+        batch = {name: column[again] for name, column in batch.items()}
+    with in_precision(learner):
+        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), rows + max(0, missing))
+    if missing > 0:
+        losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
+    return losses, metrics
+
+
+def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
+    """Return the loss and the metrics of each row; raises `SettingsError` for anything else, such as their means."""
+    losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.shape != (rows,):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise SettingsError(
+                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss: {name}: a {type(value).__name__}{shape}; return "
+                f'the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a dict of '
+                "metrics of that shape"
+            )
+    return losses, metrics

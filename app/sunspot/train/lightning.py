@@ -12,7 +12,7 @@ from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.source import Batch
 from sunspot.parallel.gradients import prepare
 from sunspot.tasks.lightning_adapter import LightningTask, defines, make_trainer
-from sunspot.train.library_run import LibraryRun
+from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
 
 BETWEEN_STEPS = (
@@ -41,7 +41,7 @@ def train(worker: Worker) -> None:
         callbacks=[StepCallback(run, task)],
     )
     count_from(trainer, step, run.steps_per_epoch)
-    prepare_trainer(trainer).fit(module, Shares(run))
+    prepare_trainer(trainer).fit(module, run)
 
 
 def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
@@ -56,7 +56,7 @@ def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
 
 
 class LightningRun(LibraryRun):
-    """A run whose precision, schedulers and hooks are Lightning's.
+    """A run whose precision, schedulers and hooks are Lightning's; to its Trainer, the batches of an epoch.
 
     The module is wrapped once its `setup` has run. Lightning makes the passes within the optimizer's step, too early to
     wait for the copy of the state before: `StepCallback` waits.
@@ -65,6 +65,17 @@ class LightningRun(LibraryRun):
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self._hooks_between_steps = any(defines(cast(LightningModule, self.model), hook) for hook in BETWEEN_STEPS)
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch. With a length, the Trainer fetches no batch ahead."""
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rest of the epoch. Nothing happens before the first `next`: the Trainer makes iterators it does not use.
+
+        The Trainer asks for the next batch when all hooks of a step are done, the module's too.
+        """
+        return self.rest_of_epoch()
 
     def wrap_model(self) -> torch.nn.Module:
         """Have the module's gradients averaged over the workers."""
@@ -75,24 +86,6 @@ class LightningRun(LibraryRun):
         super().step()
         if self._hooks_between_steps:
             self._worker.checkpoints.wait_for_copy()
-
-
-class Shares:
-    """This worker's share of each step, as the Trainer's batches."""
-
-    def __init__(self, run: LightningRun) -> None:
-        self._run = run
-
-    def __len__(self) -> int:
-        """Steps of a whole epoch. With a length, the Trainer fetches no batch ahead."""
-        return self._run.steps_per_epoch
-
-    def __iter__(self) -> Iterator[Batch]:
-        """The rest of the epoch. Nothing happens before the first `next`: the Trainer makes iterators it does not use.
-
-        The Trainer asks for the next batch when all hooks of a step are done, the module's too.
-        """
-        return self._run.rest_of_epoch()
 
 
 class RowWeightedDDPStrategy(RayDDPStrategy):
@@ -116,9 +109,8 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         """Make the first forward pass; the others are made in `backward`, before which gradients are zeroed."""
         self._batch, self._whole = batch, slice(0, self._run.pass_rows)
         self._passes = self._run.passes()
-        self._index = (
-            (self._run.position % self._run.steps_per_epoch,) if index else ()
-        )  # not the Trainer's own, from 0
+        in_epoch = self._run.position % self._run.steps_per_epoch  # unlike the Trainer's own, from 0
+        self._index = (in_epoch,) if index else ()
         return self._forward(next(self._passes))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **options: Any) -> torch.Tensor:

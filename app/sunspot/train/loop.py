@@ -3,8 +3,7 @@
 from contextlib import closing
 
 from sunspot.data.source import Batch
-from sunspot.train.config import WorkerConfig
-from sunspot.train.join import join_run
+from sunspot.train.join import WorkerConfig, join_run
 from sunspot.train.run import TrainingRun
 from sunspot.train.survivor import Survivor
 from sunspot.train.worker import Worker

@@ -45,14 +45,14 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
         run.storage.delete(key)
     if problems:
         raise StorageError(
-            f"{run.location}: {count_nodes(problems)} of {plural(len(others), 'other node')} cannot use it: "
+            f"{run.location}: {len(problems)} of {plural(len(others), 'other node')} cannot use it: "
             f"{list_problems(problems)}. With workers on several nodes, SUNSPOT_STORAGE_PATH must be s3://..., "
             "gs://... or az://..., or a file system that all nodes share"
         )
 
 
-Problems = dict[str, list[str]]
-"""The nodes that have each problem."""
+Problems = dict[str, str]
+"""What is wrong on each node that has a problem."""
 
 
 def ask_nodes(
@@ -83,21 +83,13 @@ def ask_nodes(
     if silent:
         why = answers[silent[0]][1]
         log.warning(f"{plural(len(silent), 'node')} did not answer, asked about {what}: {_name(silent)}: {why}")
-    problems: Problems = {}
-    for node, (problem, _) in answers.items():
-        if problem:
-            problems.setdefault(PROBE_KEY.sub("probe-...", problem), []).append(node)
-    return problems
-
-
-def count_nodes(problems: Problems) -> int:
-    """Count the nodes that have a problem."""
-    return sum(map(len, problems.values()))
+    return {node: PROBE_KEY.sub("probe-...", problem) for node, (problem, _) in answers.items() if problem}
 
 
 def list_problems(problems: Problems) -> str:
     """Write the problems as `1a2b, 3c4d: this; 5e6f: that`."""
-    return "; ".join(f"{_name(nodes)}: {problem}" for problem, nodes in list(problems.items())[:MAX_PROBLEMS_NAMED])
+    named = list(dict.fromkeys(problems.values()))[:MAX_PROBLEMS_NAMED]
+    return "; ".join(f"{_name([node for node in problems if problems[node] == each])}: {each}" for each in named)
 
 
 def _name(nodes: list[str]) -> str:

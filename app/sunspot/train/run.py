@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -13,32 +12,9 @@ from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
 from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare, release
 from sunspot.tasks.defaults import optimizers_in
-from sunspot.train.augment import augment
-from sunspot.train.forward import in_precision, row_losses
-from sunspot.train.seeds import DRAW_STREAM, seed_generators, seed_of
-from sunspot.train.worker import StepTaken, Worker
-
-
-@dataclass
-class OpenStep:
-    """A step that is being taken."""
-
-    share: Batch
-    "This worker's rows; maybe none."
-    rows: int
-    "Rows of all workers."
-    began: float
-    "When the wait for its rows began (`perf_counter`)."
-    data_wait_s: float
-    values: list[Batch] = field(default_factory=list)
-    "What the loop has logged of its rows."
-    learning_rate: float = 0.0
-    random: torch.Generator | None = None
-    "Of `TrainingRun.draw`."
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.share and len(self.share["row"]))
+from sunspot.train.learner import in_precision, row_losses
+from sunspot.train.randomness import DRAW_STREAM, augment, seed_generators, seed_of
+from sunspot.train.worker import Step, Worker
 
 
 class TrainingRun:
@@ -60,8 +36,10 @@ class TrainingRun:
         self.weight = 0.0
         self.pass_rows = 0
         "Rows of the batch or part that is computed now."
-        self._open: OpenStep | None = None
+        self._open: Step | None = None
         "None between two steps."
+        self._random: torch.Generator | None = None
+        "Of `draw` in the open step, once it was called."
         self._finite = FiniteGradients(self.model)
 
     def prepare_model(self) -> torch.nn.Module:
@@ -85,29 +63,34 @@ class TrainingRun:
         while self.position < self.total_steps and not self.stopped:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
-            for share_of_step, data_wait_s, began in timed(self._learner.loader.train(self.epoch, first, last)):
+            began = time.perf_counter()
+            for own in self._learner.loader.train(self.epoch, first, last):
                 begin, end = steps.bounds(self.position % steps.per_epoch)
-                yield self._begin(OpenStep(share_of_step, end - begin, began, data_wait_s))
+                yield self._begin(Step(self.position + 1, own, end - begin, began, time.perf_counter() - began))
                 if self.in_step:
                     raise self._error("took a batch and did not call run.step() after it")
                 if self.stopped:
                     return
+                began = time.perf_counter()
 
-    def _begin(self, step: OpenStep) -> Batch:
+    def _begin(self, step: Step) -> Batch:
         """Make the batch of a step, and all that is a function of the step's number."""
-        self._open = step
+        self._open, self._random = step, None
         self.set_learning_rates()
         step.learning_rate = self._learning_rate()
-        self._worker.begin_step(step.share.get("row"), step.rows)
+        self._worker.begin_step(step)
         batch = step.share if step.has_rows else self._learner.padding_batch
-        self._begin_pass(len(batch["row"]), self.world_size / step.rows if step.has_rows else 0.0)
+        self._begin_pass(len(batch["row"]), self.world_size / step.size if step.has_rows else 0.0)
         batch = augment(self._learner.task, batch, self.settings.seed, self.epoch, self.draw)
         seed_generators(self.settings.seed, self.position, self.rank)
         return batch
 
     def set_learning_rates(self) -> None:
-        """Set the rates of the step to take, as the task's schedule says."""
-        set_learning_rate(self.optimizer, self._learner.task.schedule(self.position, self.total_steps))
+        """Scale each group's peak rate by the task's schedule: a function of the step, so nothing has to be stored."""
+        # A task may compute it with NumPy, whose numbers no checkpoint could bring back.
+        factor = float(self._learner.task.schedule(self.position, self.total_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         for rows in self.passes():
@@ -123,14 +106,14 @@ class TrainingRun:
         """Yield the rows of each pass over the batch, and what one of them counts."""
         step, limit = self._step(), self._learner.plan.pass_limit
         own_rows = len(step.share["row"]) if step.has_rows else 0
-        return passes(self.model, own_rows, step.rows, self.world_size, limit)
+        return passes(self.model, own_rows, step.size, self.world_size, limit)
 
     def draw(self, *shape: int) -> torch.Tensor:
         step = self._step()
-        if step.random is None:
-            step.random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, DRAW_STREAM))
-        every = torch.rand(step.rows, *shape, generator=step.random)
-        own = share(step.rows, self.world_size, self.rank) if step.has_rows else (0, MIN_ROWS)
+        if self._random is None:
+            self._random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, DRAW_STREAM))
+        every = torch.rand(step.size, *shape, generator=self._random)
+        own = share(step.size, self.world_size, self.rank) if step.has_rows else (0, MIN_ROWS)
         return every[slice(*own)].to(self.device, non_blocking=True)
 
     @contextmanager
@@ -168,10 +151,8 @@ class TrainingRun:
             raise self._error("""logged nothing of a batch; call run.log({"loss": losses}) before run.step()""")
         step, self._open = self._open, None
         self.position += 1
-        seconds = time.perf_counter() - step.began
-        self.stopped = self._worker.finish_step(
-            StepTaken(self.position, step.share.get("row"), step.values, seconds, step.data_wait_s, step.learning_rate)
-        )
+        step.seconds = time.perf_counter() - step.began
+        self.stopped = self._worker.finish_step(step)
 
     def close(self) -> None:
         """Leave model and optimizers as they were found: this process may train on in another group."""
@@ -185,7 +166,7 @@ class TrainingRun:
         if self.position < self.total_steps and not self.stopped:
             raise self._error(f"returned at step {self.position} of {self.total_steps}; take all of run.batches()")
 
-    def _step(self) -> OpenStep:
+    def _step(self) -> Step:
         if self._open is None:
             raise self._error("used run between two steps; take a batch of run.batches() first")
         return self._open
@@ -199,6 +180,45 @@ class TrainingRun:
 
     def _error(self, text: str) -> SettingsError:
         return SettingsError(f"SUNSPOT_TASK={self.settings.task}: its train(run) {text}")
+
+
+class LibraryRun(TrainingRun):
+    """A run whose precision, schedulers and hooks are a library's, whose loop takes the steps.
+
+    It asks for the next batch when all hooks of a step are done.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.steps_per_epoch = worker.learner.plan.steps.per_epoch
+        self._batches = self.batches()
+
+    def prepare_model(self) -> torch.nn.Module:
+        """Leave the model to what wraps it, and its optimizer to the library's own hook before a step."""
+        return self._learner.model
+
+    def set_learning_rates(self) -> None:
+        """Nothing to do: the library's schedulers are objects that are stepped."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._worker.window.forward:
+            yield
+
+    def rest_of_epoch(self) -> Iterator[Batch]:
+        """Yield this worker's rows of each step to the end of the epoch; a step ends when the next one's are asked for.
+
+        After the last one call `end_step`.
+        """
+        end = min((self.position // self.steps_per_epoch + 1) * self.steps_per_epoch, self.total_steps)
+        while self.position < end and not self.stopped:
+            yield next(self._batches)
+            self.end_step()
+
+    def end_step(self) -> None:
+        """End the step that is being taken, if there is one; its hooks have run, whose changes are part of it."""
+        if self.in_step:
+            self.step()
 
 
 def passes(
@@ -217,22 +237,3 @@ def passes(
     for number, rows in enumerate(slices):
         with gradient_sync(model, now=number == len(slices) - 1):
             yield rows, world_size / step_rows if number >= idle else 0.0
-
-
-def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float, float]]:
-    """Yield each batch with the seconds waited for it, and when that wait began (`perf_counter`)."""
-    while True:
-        began = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch, time.perf_counter() - began, began
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale each group's peak rate. It is a function of the step, so nothing has to be stored.
-
-    A task's schedule may compute `factor` with NumPy, whose numbers no checkpoint could bring back.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * float(factor)

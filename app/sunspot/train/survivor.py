@@ -9,10 +9,8 @@ import gc
 import os
 import socket
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import ray
@@ -33,7 +31,6 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, GroupSockets, form_group, leave_group
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Run
-from sunspot.run.claimant import Claimant
 from sunspot.run.failures import LOST_PEER
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner
@@ -41,7 +38,6 @@ from sunspot.train.worker import RegroupError, Worker
 
 CLOSED_WITHIN_S = 3.0
 """How soon after an error in a collective a member hears that the group is closed, if a loss was the reason."""
-
 
 CUT_EVERY_S = 0.1
 """Between two looks whether the group that forms has lost a member."""
@@ -61,24 +57,20 @@ class Survivor:
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
-        self.live: LiveState | None = None
-        "The state that it has, if that is whole."
-        self.position: Position | None = None
-        "Where that state stands."
+        self.kept: tuple[LiveState, Position] | None = None
+        "The state that it has, if that is whole, and where that stands."
 
     def __enter__(self) -> Self:
         self._client.connect()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._client.close()
 
-    @property
-    def joins(self) -> bool:
-        """Whether others train already."""
-        return self._client.others_train
+    def prepare(self, build: Callable[[], Learner]) -> None:
+        """Build what this process will train with before it has the others' state, if they train already."""
+        if self._client.others_train and not self.learner:
+            self.learner = build()
 
     def form(self) -> WorkerPlace | None:
         """Stand for the next group, and form it with the others, however long they take; None: there is no next one."""
@@ -116,18 +108,6 @@ class Survivor:
         """Whether the group is to change once a step is done."""
         return self._client.changing
 
-    def prepare(self, learner: Learner) -> None:
-        """Note what this process will train with, once it has the others' state."""
-        self.learner = learner
-
-    @contextmanager
-    def in_group(self, claimant: Claimant) -> Iterator[None]:
-        """While the context lasts, this process is in the group that it has formed."""
-        try:
-            yield
-        finally:
-            claimant.given_up.set()
-
     def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
         """Where copies outlive this process, if it is the first of its node."""
         first = place.nodes.index(self._node) == place.rank
@@ -137,10 +117,10 @@ class Survivor:
 
     def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
         """Return the state to go on from, from those who have it; all workers of the group call this together."""
-        saved = self.learner.saved() if self.learner and self.live else None
-        state = hand_over(place, holders, saved, self.position if self.live else None, total_steps)
+        saved = self.learner.saved() if self.learner and self.kept else None
+        state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
         if place.rank not in holders.ranks:  # that state takes the place of its own, which has another name
-            self.live = self.position = None
+            self.kept = None
         return state
 
     def begin(self, worker: Worker) -> None:
@@ -163,8 +143,7 @@ class Survivor:
                 traceback.clear_frames(each.__traceback__)  # which hold the last step's batch and graph
         gc.collect()
         if self._worker:
-            left = self._worker.leave()
-            self.live, self.position = left or (None, None)
+            self.kept = self._worker.leave()
             self.window = self._worker.window
             self._worker = None
 

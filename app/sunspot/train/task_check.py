@@ -37,7 +37,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_session import RAY_ENVIRONMENT
-from sunspot.run import Run, open_run
+from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, claim
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure
@@ -48,10 +48,9 @@ from sunspot.tasks.defaults import optimizers_in
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.build import build_learner
 from sunspot.train.evaluate import evaluation_mode
-from sunspot.train.forward import row_losses
-from sunspot.train.learner import Learner
+from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
-from sunspot.train.worker import Beginning, StepTaken, Worker
+from sunspot.train.worker import Beginning, Step, Worker
 
 GROUPS_READ, MAX_ROWS = 4, 4096
 """Row groups that rows come from, spread over all, as they may be sorted by label; and most rows of a step."""
@@ -157,7 +156,11 @@ def check_plan(plan: Plan, checked: Check) -> None:
             before = find_losses(worker.learner)
         with checked.part("restore"):
             last = min(plan.total_steps, max(2, plan.steps.per_epoch)) - 1
-            restored = build(rows, replace(attempt, starts_from=saved.name, step=last), load(rows.run, saved))
+            restored = build(
+                rows,
+                replace(attempt, starts_from=saved.name, step=last),
+                TrainingState(**{name: load_state(rows.run, saved, f"{name}.pt") for name in ("model", "optimizer")}),
+            )
             refuse_other_losses(before, find_losses(restored.learner), checked.task)
         with checked.part("last step" + (" and evaluation" if plan.test else "")):
             saved = take_step(restored)
@@ -192,12 +195,6 @@ def take_step(worker: Worker) -> Checkpoint:
     return cast(Checkpoint, worker.checkpoints.newest)
 
 
-def load(run: Run, saved: Checkpoint) -> TrainingState:
-    """Load the state in a checkpoint."""
-    model, optimizer = (load_state(run, saved, file) for file in ("model.pt", "optimizer.pt"))
-    return TrainingState(model=model, optimizer=optimizer, tier="storage")
-
-
 class CheckedWorker(Worker):
     """A worker that stops after one step, and looks at what came out."""
 
@@ -211,7 +208,7 @@ class CheckedWorker(Worker):
         idle = {name for name, each in named if each.requires_grad and each.grad is None}
         self._idle = idle if self._idle is None else self._idle & idle
 
-    def finish_step(self, taken: StepTaken) -> bool:
+    def finish_step(self, taken: Step) -> bool:
         settings = self.learner.plan.settings
         if self._idle and settings.num_workers.most > 1:
             raise SettingsError(
@@ -249,10 +246,8 @@ class FewRows:
         groups = filled[np.unique(np.linspace(0, len(filled) - 1, GROUPS_READ).astype(int))]
         there = np.concatenate([np.arange(starts[group], starts[group + 1]) for group in groups])
         chosen = there[np.linspace(0, len(there) - 1, rows).astype(int)]
-        parts = []
-        for group in groups:
-            mine = chosen[(chosen >= starts[group]) & (chosen < starts[group + 1])]
-            parts.append({"row": mine, **source.read(int(group), mine - starts[group])})
+        found, places = locate_rows(source.row_groups, chosen)
+        parts = [{"row": chosen[found == group], **source.read(int(group), places[found == group])} for group in groups]
         self._checked.batch = {name: torch.tensor(np.concatenate([part[name] for part in parts])) for name in parts[0]}
         return {name: column.to(self.place.device) for name, column in self._checked.batch.items()}
 
@@ -260,7 +255,7 @@ class FewRows:
 # --------------------------------------------------------------------------------------------------- what is looked for
 
 
-def refuse_infinite(learner: Learner, taken: StepTaken) -> None:
+def refuse_infinite(learner: Learner, taken: Step) -> None:
     """Raise `SunspotError` for a loss that is not finite, with the first row that has one."""
     losses = torch.cat([values["loss"] for values in taken.values if "loss" in values] or [torch.empty(0)])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
@@ -268,7 +263,7 @@ def refuse_infinite(learner: Learner, taken: StepTaken) -> None:
         source, row = learner.plan.source, int(taken.rows[bad[0]])
         [group], [position] = locate_rows(source.row_groups, np.array([row]))
         raise SunspotError(
-            f"{PREFIX}TASK={learner.plan.settings.task}: step {taken.step}: the loss of {plural(len(bad), 'row')} of "
+            f"{PREFIX}TASK={learner.plan.settings.task}: step {taken.number}: the loss of {plural(len(bad), 'row')} of "
             f"{len(losses)} is not finite: {losses[bad[0]]} for {source.where(int(group), int(position))}; look at its "
             f"values, or lower {PREFIX}LEARNING_RATE={learner.plan.settings.learning_rate:g}"
         )

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import pkgutil
 import tempfile
 import time
 from concurrent.futures import Future, wait
@@ -30,7 +31,7 @@ from sunspot.errors import SunspotError
 from sunspot.observe.progress import shown_progress
 from sunspot.observe.prometheus import exported_run
 from sunspot.plan import Plan, Resources, choose_resources
-from sunspot.ray_internals.backend import SurvivorConfig
+from sunspot.ray_internals.backend import BackendConfig, LibraryConfig, SurvivorConfig
 from sunspot.ray_internals.controller import (
     GroupRestartError,
     asked_of_failures,
@@ -53,8 +54,7 @@ from sunspot.settings import Settings, WorkerRange
 from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
-from sunspot.train.config import WorkerConfig
-from sunspot.train.library import choose_trainer
+from sunspot.train.join import WorkerConfig
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes
 from sunspot.warm import fork_server
@@ -78,6 +78,9 @@ ALONE_CHECK_S, ALONE_S = 0.5, 20.0
 NO_RESIZE_S = 1e9
 """Ray would resize a worker group without telling it, and lose the steps since its last checkpoint: we scale up."""
 
+LIBRARIES = {"xgboost": "XGBoost", "lightgbm": "LightGBM", "tensorflow": "Tensorflow"}
+"""By library, how the names of Ray's trainer for it and of its configuration begin."""
+
 
 def first_step(storage_path: str, run_name: str) -> int:
     """Return the step that the newest worker group starts from; Ray calls it when it makes the group's streams."""
@@ -98,45 +101,33 @@ class TrainerStart:
     "Step of the newest checkpoint then."
 
 
-class StartAgainError(Exception):
-    """The workers have ended as a group, and another trainer starts, on the nodes that there are then."""
-
-    def __init__(self, start: TrainerStart) -> None:
-        super().__init__(start.incident.detail)
-        self.start = start
-
-
 def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
     Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
-    start, attempt = TrainerStart(), 1
+    start: TrainerStart | None = TrainerStart()
     failure: Exception | None = None
+    attempt = 1
     with ray_session():
-        while True:
+        while start:
             reserved = reserved_groups()
             try:
-                failure = None
-                if fit_once(plan, claimant, stop_request, start):
-                    give_back(reserved_groups() - reserved)
-            except StartAgainError as error:
-                give_back(reserved_groups() - reserved)
-                start = error.start
-                continue
+                start = fit_once(plan, claimant, stop_request, start)
             except ControllerError as error:
-                failure = error
-                if attempt < DRIVER_TRIES and not stop_request.asked and not fatal_error(claimant):
-                    attempt += 1
-                    log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {error}")
-                    time.sleep(DRIVER_BACKOFF_S * (attempt - 1))
-                    # One that fails while it ends its workers leaves their places reserved: no new group would start.
-                    give_back(reserved_groups() - reserved)
-                    start = TrainerStart(Incident(Cause.DRIVER_LOST, "Ray's controller failed"))
-                    continue
+                if attempt == DRIVER_TRIES or stop_request.asked or fatal_error(claimant):
+                    failure = error
+                    break
+                attempt += 1
+                log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {error}")
+                time.sleep(DRIVER_BACKOFF_S * (attempt - 1))
+                start = TrainerStart(Incident(Cause.DRIVER_LOST, "Ray's controller failed"))
             except (TrainingFailedError, WorkersFailedError) as error:
                 failure = error
-            break
+                break
+            # A trainer that waits for a node, or whose controller failed as it ended its workers, leaves their places
+            # reserved: no new group would start.
+            give_back(reserved_groups() - reserved)
     return outcome_of_training(plan, claimant, stop_request, failure)
 
 
@@ -167,11 +158,8 @@ def outcome_of_training(
     raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
 
 
-def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: TrainerStart) -> bool:
-    """Run one of Ray's trainers to its end; raises `StartAgainError` if another follows.
-
-    Returns whether the training has ended and Ray's trainer has not, as it still waits for a node.
-    """
+def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: TrainerStart) -> TrainerStart | None:
+    """Run one of Ray's trainers to its end, and return how another starts, on the nodes that there are then, if any."""
     settings = plan.settings
     choice, lag_s = None, 0.0
     if settings.node_groups:
@@ -225,18 +213,15 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
                 if membership and left_alone(fitting, membership):
-                    if membership.ended:
-                        return True
-                    detail = "no worker was left, and Ray waited for a node"
-                    raise StartAgainError(
-                        TrainerStart(Incident(Cause.NODE_LOST, detail), start.failures + 1, start.committed)
-                    )
+                    incident = Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node")
+                    return None if membership.ended else TrainerStart(incident, start.failures + 1, start.committed)
                 fitting.result()
-                return False
+                return None
         except TrainingFailedError as error:
-            if membership and (again := start_again(control, start, error)):
-                raise StartAgainError(again) from error
-            raise
+            again = start_again(control, start, error) if membership else None
+            if again is None:
+                raise
+            return again
         finally:  # workers know more of their end than Ray does
             # Nothing, if the control channel cannot tell: then what Ray has raised stands.
             end = control.try_ask(ControlChannel.group_end) or GroupEnd()
@@ -325,6 +310,17 @@ def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRang
     )
 
 
+def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
+    """Return Ray's trainer for the plan's task, and its argument with the backend; imports only what the task needs."""
+    find_library = getattr(load_task(plan.settings), "find_library", None)
+    if not find_library:
+        return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
+    library = find_library(plan.settings, plan.source)
+    name = f"ray.train.{library}:{LIBRARIES[library]}"
+    config = LibraryConfig(timeout_s=timeout_s, library=pkgutil.resolve_name(f"{name}Config")())
+    return pkgutil.resolve_name(f"{name}Trainer"), {f"{library}_config": config}
+
+
 def choose_warm_key(settings: Settings) -> str:
     """Choose the key of this training's fork servers (sunspot/warm); empty: workers are not forked."""
     if not settings.warm_restart_after_s:
@@ -339,9 +335,5 @@ def choose_warm_key(settings: Settings) -> str:
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:
     """Make what gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
     settings = plan.settings
-    return StepStreams(
-        plan.data,
-        plan.total_steps,
-        functools.partial(first_step, settings.storage_path, settings.run_name),
-        resources.reading_cpus,
-    )
+    begins_at = functools.partial(first_step, settings.storage_path, settings.run_name)
+    return StepStreams(plan.data, plan.total_steps, begins_at, resources.reading_cpus)

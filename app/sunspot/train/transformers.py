@@ -17,7 +17,7 @@ from sunspot.data.order import MIN_ROWS
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX
 from sunspot.tasks.transformers_adapter import TrainedModel, TrainerTask, measured
-from sunspot.train.library_run import LibraryRun
+from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
 
 UNCOUNTED = -100

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import ray.train
@@ -23,8 +23,7 @@ from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.train.early_stop import Patience
-from sunspot.train.evaluate import Evaluation, evaluate
+from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.reporter import Reporter
 
@@ -62,20 +61,33 @@ class RegroupError(Exception):
     """Ends this worker's part in its group: the processes stay, and form the next one."""
 
 
-@dataclass(frozen=True)
-class StepTaken:
-    """A step that this worker has just taken with the others."""
+@dataclass
+class Step:
+    """A step that this worker takes with the others."""
 
-    step: int
-    "Number of optimizer steps taken, with this one."
-    rows: torch.Tensor | None
-    "Ids of the rows that this worker consumed in it, int64 [B]."
-    values: list[Batch]
-    "Each row's loss and metrics, by pass."
-    seconds: float
+    number: int
+    "Optimizer steps taken, with this one."
+    share: Batch
+    "This worker's rows; maybe none."
+    size: int
+    "Rows of all workers."
+    began: float
+    "When the wait for its rows began (`perf_counter`)."
     data_wait_s: float
-    "Seconds of these spent waiting for rows."
-    learning_rate: float
+    values: list[Batch] = field(default_factory=list)
+    "What the loop has logged of each row, by pass."
+    learning_rate: float = 0.0
+    seconds: float = 0.0
+    "How long it took, with the wait."
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """Ids of this worker's rows, int64 [B]."""
+        return self.share.get("row")
+
+    @property
+    def has_rows(self) -> bool:
+        return self.rows is not None and len(self.rows) > 0
 
 
 class Worker:
@@ -121,12 +133,12 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------ after a step
 
-    def finish_step(self, taken: StepTaken) -> bool:
+    def finish_step(self, taken: Step) -> bool:
         """Record a step and do what is due after it; all workers call this together. Returns whether the run stops.
 
         Raises to end the group when it restarts.
         """
-        plan, step = self.learner.plan, taken.step
+        plan, step = self.learner.plan, taken.number
         self.step, self.taken = step, time.time()
         self._stepping = self._changing = False
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
@@ -138,38 +150,36 @@ class Worker:
         stop, restart, regroup = agreed.stop, agreed.restart and has_more, agreed.regroup and has_more
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
-        evaluated = self._evaluated = not (epoch_ends and plan.test)
+        self._evaluated = not (epoch_ends and plan.test)
 
         # Measure and evaluate.
         record: dict[str, Any] = {}
         if save or agreed.report:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
         self._record = record
-        if not (evaluated or stop or restart or regroup):
+        if not (self._evaluated or stop or restart or regroup):
             # A loss meanwhile costs the evaluation, and no step.
             self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
             results, stop, restart = self._evaluate()
-            evaluated = self._evaluated = results is not None
             record |= results or {}
-            stop |= evaluated and self._patience.ends(record)
 
         # Act.
         if record:
             self.report(record)
         if save or agreed.copy:
-            self.checkpoints.save(step, self._metrics(record), evaluated=evaluated, to_storage=save)
+            self.checkpoints.save(step, self._metrics(record), evaluated=self._evaluated, to_storage=save)
         if restart:
             self.restart_group()
         if regroup:
             raise RegroupError
         return stop
 
-    def begin_step(self, rows: torch.Tensor | None, step_rows: int) -> None:
-        """Note that a step begins, of whose `step_rows` rows this worker takes those of these ids, int64 [B]."""
+    def begin_step(self, step: Step) -> None:
+        """Note that a step begins."""
         self._stepping = True
         if self.outlives:
-            self.learner.buffers.keep()
-            self.checkpoints.begin_step(self.step + 1, rows, step_rows)
+            self.learner.keep_buffers()
+            self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def begin_change(self) -> None:
         """Return when parameters may change by the step that has begun."""
@@ -182,7 +192,7 @@ class Worker:
         if self._changing:
             return None
         if self._stepping:
-            self.learner.buffers.put_back()
+            self.learner.put_back_buffers()
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
         return live, Position(self._metrics(self._record), self.taken, windows)
 
@@ -190,14 +200,14 @@ class Worker:
         """Return what a checkpoint has of a record; a copy without one hands on the means."""
         return {**record, **self.window.recent.newest, **self._patience.state}
 
-    def _record_step(self, taken: StepTaken, epoch_ends: bool) -> None:
-        self.learner.average.update(taken.step)
+    def _record_step(self, taken: Step, epoch_ends: bool) -> None:
+        self.learner.average.update(taken.number)
         self.window.add_step(taken.values, taken.seconds, taken.data_wait_s)
-        self.watchdog.heartbeat(taken.step)
-        self.telemetry.took_step(taken.step, taken.seconds)
-        self.checkpoints.took_step(taken.step, taken.rows)
+        self.watchdog.heartbeat(taken.number)
+        self.telemetry.took_step(taken.number, taken.seconds)
+        self.checkpoints.took_step(taken.number, taken.rows)
         if self.reporter:
-            self.reporter.took_step(taken.step, self.window, epoch_ends)
+            self.reporter.took_step(taken.number, self.window, epoch_ends)
 
     def wanted(self, step: int) -> StepActions:
         """Return what rank 0 wants done after `step`; nothing on other ranks."""
@@ -237,11 +247,9 @@ class Worker:
         self._makes_up = False
         step, metrics = self.beginning.step, self.beginning.metrics
         results, stop, restart = self._evaluate()
-        self._evaluated = results is not None
         if results is None:
             self.checkpoints.save(step, metrics, evaluated=False)  # it may be in memory only
         else:
-            stop |= self._patience.ends(results)
             metrics = {**metrics, **results, **self._patience.state, "time": time.time()}
             if self.reporter:
                 self.reporter.add_evaluation(metrics)
@@ -251,9 +259,12 @@ class Worker:
         return stop
 
     def _evaluate(self) -> Evaluation:
+        """Evaluate, and stop if that is no better than those before."""
         if self.learner.plan.settings.ema:
             self.checkpoints.wait_for_copy()  # the average takes the weights' place
-        return evaluate(self.learner, self.commands.poll, self._heartbeat)
+        results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
+        self._evaluated = results is not None
+        return Evaluation(results, stop or (results is not None and self._patience.ends(results)), restart)
 
     def _heartbeat(self, evaluated: bool) -> None:
         """Record that this worker is alive in an evaluation, and whether it has `evaluated` a batch."""
@@ -278,17 +289,12 @@ class Worker:
             restart = GroupRestartError()
             print(restart)  # how its log ends
             left_s = broadcast_from_rank0(self._group, self._drain_limit_s)  # which alone knows of a notice
-            run_on_all_ranks(self._group, lambda: self._close_outputs(left_s))
+            output_s = CLOSE_TIMEOUT_S if left_s is None else min(left_s, CLOSE_TIMEOUT_S)
+            run_on_all_ranks(self._group, lambda: close_outputs(self._outputs, output_s))
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
         raise restart
-
-    def _close_outputs(self, limit_s: float | None) -> None:
-        """Bring to storage what is not there yet, as far as that takes no longer than a background task may."""
-        with suppress(TimeoutError):
-            closed = start_thread(self._outputs.pop_all().close, "outputs")
-            closed.result(CLOSE_TIMEOUT_S if limit_s is None else min(limit_s, CLOSE_TIMEOUT_S))
 
     def _drain_limit_s(self) -> float | None:
         """Return the seconds that the last commit may take, and then the last output; None: no limit."""
@@ -298,3 +304,9 @@ class Worker:
             # A clock that was set back would wait for hours.
             return min(left_s, self.learner.plan.settings.notice_s or left_s)
         return DRAIN_S if self.checkpoints.in_memory and not command.moves else None
+
+
+def close_outputs(outputs: ExitStack, limit_s: float) -> None:
+    """Bring to storage what is not there yet of a worker's outputs, as far as that takes no longer than `limit_s`."""
+    with suppress(TimeoutError):
+        start_thread(outputs.pop_all().close, "outputs").result(limit_s)
