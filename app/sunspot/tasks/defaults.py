@@ -2,6 +2,7 @@
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from itertools import islice
@@ -9,13 +10,24 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
 
 READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
 """The settings that each default reads: a task that brings its own has no use for them."""
+
+OF_STEP = (
+    *(lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CyclicLR, lr_scheduler.ExponentialLR),
+    *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
+    *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
+)
+"""PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
+
+MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
+"""Schedulers that set the optimizer's rate when they are made: in a sequence, the steps before start from it."""
 
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
@@ -93,9 +105,9 @@ def schedule_from_scheduler(
 ) -> Callable[[int, int], float]:
     """Make the `schedule` of a task that builds a scheduler of PyTorch's, with an optimizer of its own.
 
-    So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts. It
-    is played through from the first step, which takes some 10 us for each. Raises `SettingsError`, when it is called,
-    for one that follows a metric.
+    So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts. One
+    that cannot be asked for a step (`can_jump`) is played through from the first. Raises `SettingsError`, when it is
+    called, for one that follows a metric.
     """
 
     @functools.cache
@@ -107,7 +119,6 @@ def schedule_from_scheduler(
                 f"{PREFIX}TASK={settings.task}: its build_scheduler returned a {type(scheduler).__name__}; return "
                 "a scheduler of PyTorch's whose rate is a function of the step"
             )
-        optimizer.step()  # a scheduler whose optimizer has taken none warns
         return scheduler, [factor_of(scheduler)]
 
     def factor_of(scheduler: LRScheduler) -> float:
@@ -115,12 +126,35 @@ def schedule_from_scheduler(
 
     def schedule(step: int, total_steps: int) -> float:
         scheduler, factors = begin(total_steps)
+        if can_jump(scheduler):
+            jump(scheduler, step)
+            return factor_of(scheduler)
         while len(factors) <= step:
+            scheduler.optimizer.step()
             scheduler.step()
             factors.append(factor_of(scheduler))
         return factors[step]
 
     return schedule
+
+
+def can_jump(scheduler: LRScheduler) -> bool:
+    """Tell whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
+    if type(scheduler) is SequentialLR:
+        return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
+    return type(scheduler) in OF_STEP
+
+
+def jump(scheduler: LRScheduler, step: int) -> None:
+    """Set its optimizer's rate to that of a step, counted from 0.
+
+    A SequentialLR keeps its parts to itself, and the public way to a step, `step(epoch)`, is deprecated, and warns.
+    """
+    while isinstance(scheduler, SequentialLR):
+        number = bisect_right(scheduler._milestones, step)
+        step -= scheduler._milestones[number - 1] if number else 0
+        scheduler = scheduler._schedulers[number]
+    scheduler._update_lr(step)
 
 
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
