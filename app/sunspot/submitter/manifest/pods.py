@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sunspot.settings import PREFIX
-from sunspot.submitter.manifest.pod_merge import merge_pod
+from sunspot.submitter.manifest.merge import merge_pod
 from sunspot.submitter.manifest.profile import DataWorkers, Head, Machine, Profile, Sizes, Spot, Toleration, Worker
 from sunspot.submitter.manifest.quantities import format_quantity, parse_quantity
 from sunspot.submitter.manifest.shape import SLOT, Shape, pod_cpus, whole_cpus

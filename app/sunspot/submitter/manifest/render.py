@@ -19,8 +19,7 @@ from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.code_files import CodeArchive
-from sunspot.submitter.manifest.job_merge import merge_job
-from sunspot.submitter.manifest.merge import SHOWN
+from sunspot.submitter.manifest.merge import SHOWN, merge_job
 from sunspot.submitter.manifest.pods import (
     DRAIN,
     FEW_WORKERS,
