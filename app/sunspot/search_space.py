@@ -11,15 +11,26 @@ nothing about the others, and a restarted search has the same trials.
 """
 
 import json
-import math
 import random
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sunspot.errors import SettingsError
-from sunspot.settings import HEAD, IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, cut, load_settings, parse_json, takes
+from sunspot.settings import (
+    HEAD,
+    IDENTITY,
+    PREFIX,
+    RUN_NAME_LENGTH,
+    Settings,
+    cut,
+    load_settings,
+    parse_json,
+    refuse,
+    takes,
+)
 
 VARIED = (
     "task",
@@ -45,6 +56,8 @@ FUNCTIONS = {
     "choice": ("choice(8,16,32)", "values with commas between them"),
 }
 """Each with an example and the arguments that it takes. Not parsed as Python, as the words of `choice` may be URLs."""
+
+WHERE = "in the search space"
 
 SEARCH_LABEL = "search"
 """A label of a search and of its trials: the name of the search."""
@@ -134,20 +147,20 @@ def load_search(variables: Mapping[str, str]) -> Search:
             f"{PREFIX}RUN_NAME={settings.run_name}: its trials would be called like {longest}, of at most "
             f"{RUN_NAME_LENGTH} characters; set it to a name of at most {most}"
         )
-        _raise(problems)
+        refuse(problems, WHERE)
     samples = [{d.name: d.draw(settings.seed, n) for d in dimensions} for n in range(1, settings.trials + 1)]
     extremes = [{**samples[0], d.name: value} for d in dimensions for value in d.extremes]
     trials = []
     for number, sample in enumerate([*extremes, *samples], start=1 - len(extremes)):
         if number > 0:
-            _raise(problems)  # of all extremes, or else of the trials
+            refuse(problems, WHERE)  # of all extremes, or else of the trials
         name = trial_name(settings.run_name, max(1, number))
         try:
             own = {**_shared(settings), **_substitute(expressions, sample), PREFIX + "RUN_NAME": name}
             trials.append(load_settings({**given, **own}))
         except SettingsError as error:
-            problems += str(error).splitlines()[1:]  # without the line that counts them
-    _raise(problems)
+            problems += map(str.strip, str(error).splitlines()[1:])  # without the line that counts them
+    refuse(problems, WHERE)
     return Search(settings, dimensions, expressions, tuple(samples), tuple(trials[len(extremes) :]))
 
 
@@ -186,7 +199,7 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
                 )
             elif dimension:
                 dimensions.append(dimension)
-    _raise(problems)
+    refuse(problems, WHERE)
     return tuple(dimensions)
 
 
@@ -207,8 +220,10 @@ def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
             raise ValueError
         arguments = tuple(map(_parse_value if name.startswith("TASK_ARGS") else str, words))
         if function != "choice":
-            low, high = arguments = tuple(map(_parse_integer if function == "randint" else _parse_finite, words))
-            if low >= high or (function == "loguniform" and low <= 0):
+            whole = function == "randint"
+            low, high = arguments = tuple(map(int if whole else float, words))
+            bound = MAX_INTEGER if whole else sys.float_info.max
+            if not -bound <= low < high <= bound or (function == "loguniform" and low <= 0):
                 raise ValueError
     except ValueError:
         example, arguments_taken = FUNCTIONS[function]
@@ -276,24 +291,3 @@ def _parse_value(word: str) -> Any:
         return parse_json(word)
     except ValueError:
         return word
-
-
-def _parse_integer(word: str) -> int:
-    number = int(word)
-    if abs(number) > MAX_INTEGER:
-        raise ValueError
-    return number
-
-
-def _parse_finite(word: str) -> float:
-    number = float(word)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
-
-
-def _raise(problems: list[str]) -> None:
-    if problems:
-        lines = sorted({line.strip() for line in problems})
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        raise SettingsError(f"{count} in the search space:\n" + "\n".join(f"  {line}" for line in lines))

@@ -124,23 +124,15 @@ def _parse_json_object(value: Any) -> dict[str, Any]:
     return parsed
 
 
-JsonObject = Annotated[
-    dict[str, Any],
-    BeforeValidator(_parse_json_object),
-    PlainSerializer(lambda value: json.dumps(value, sort_keys=True), return_type=str),
-]
+PARSED = BeforeValidator(_parse_json_object)
 
-Labels = Annotated[
-    dict[str, str],
-    BeforeValidator(_parse_json_object),
-    PlainSerializer(lambda labels: json.dumps(labels, sort_keys=True), return_type=str),
-]
+DUMPED = PlainSerializer(lambda value: json.dumps(value, sort_keys=True, default=dict), return_type=str)
 
-NodePrices = Annotated[
-    dict[str, NodePrice],
-    BeforeValidator(_parse_json_object),
-    PlainSerializer(lambda prices: json.dumps({name: dict(each) for name, each in prices.items()}), return_type=str),
-]
+JsonObject = Annotated[dict[str, Any], PARSED, DUMPED]
+
+Labels = Annotated[dict[str, str], PARSED, DUMPED]
+
+NodePrices = Annotated[dict[str, NodePrice], PARSED, DUMPED]
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
@@ -379,17 +371,22 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
         settings = Settings(**known)  # type: ignore[arg-type]  # pydantic parses the strings
     except ValidationError as error:
         problems += [_explain(problem) for problem in error.errors(include_url=False)]
-    if problems:
-        lines = "\n".join(f"  {line}" for line in sorted(problems))
-        raise SettingsError(f"{plural(len(problems), 'problem')} in the settings:\n{lines}")
+    refuse(problems, "in the settings")
     return settings
+
+
+def refuse(problems: list[str], where: str) -> None:
+    """Raise `SettingsError` with every problem, each on its line, if there is any."""
+    if problems:
+        lines = sorted(set(problems))
+        raise SettingsError("\n  ".join([f"{plural(len(lines), 'problem')} {where}:", *lines])) from None
 
 
 def with_place(settings: Mapping[str, str], run: str | None, storage: str | None) -> dict[str, str]:
     """Add a run's name and its storage, if given, to settings; raises `SettingsError` when one is empty."""
     place = {"RUN_NAME": run, "STORAGE_PATH": storage}
     if "" in place.values():  # as a setting, it would mean the default
-        raise SettingsError("--run and --storage may not be empty")
+        raise SettingsError("the name of a run and --storage may not be empty")
     return {**settings, **{name: value for name, value in place.items() if value is not None}}
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sunspot.errors import NotFoundError, SettingsError, StorageError
+from sunspot.errors import NotFoundError, StorageError
 from sunspot.run import Run
 from sunspot.run.logs import list_streams
 from sunspot.run.overview import list_runs, run_exists
@@ -82,12 +82,9 @@ def list_unfinished(run: Run) -> Sequence[Unfinished]:
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
     """Settle storage path and run name by the rules of the settings; raises `SettingsError`."""
     from sunspot.search_space import load_common  # pydantic: slow to import, and `sunspot VERB --help` does without
-    from sunspot.settings import PREFIX
+    from sunspot.settings import PREFIX, with_place
 
-    place = {PREFIX + "RUN_NAME": name, PREFIX + "STORAGE_PATH": storage_path}
-    given = {variable: value for variable, value in place.items() if value is not None}
-    if "" in given.values():  # as a setting, it would mean the default
-        raise SettingsError("RUN and --storage may not be empty")
+    given = {PREFIX + setting: value for setting, value in with_place({}, name, storage_path).items()}
     settings, _, _ = load_common({**os.environ, **given})  # the environment may be that of a search
     return settings.storage_path, settings.run_name
 

@@ -10,7 +10,7 @@ from sunspot.run import Run
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunSnapshot, stored_arguments
 from sunspot.submitter.cluster.start import Submission
-from sunspot.submitter.manifest.prices import PodPrice
+from sunspot.submitter.manifest.pods import PodPrice
 from sunspot.submitter.printing import print_json, print_json_line, print_table, print_text
 
 PROGRESS_EVERY_S = 10.0

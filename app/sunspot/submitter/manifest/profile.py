@@ -24,8 +24,7 @@ from pydantic import (
 )
 
 from sunspot.errors import SettingsError
-from sunspot.formatting import plural
-from sunspot.settings import PREFIX, cut
+from sunspot.settings import PREFIX, cut, refuse
 from sunspot.submitter.manifest.quantities import format_quantity, parse_quantity
 from sunspot.submitter.manifest.yaml_files import read_yaml
 
@@ -96,6 +95,8 @@ Bytes = Annotated[
     BeforeValidator(_to_text),
     Field(pattern=r"^([1-9][0-9]{6,}|([1-9][0-9]*(\.[0-9]+)?|0\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi))$"),
 ]
+
+Json = Annotated[dict[str, Any], AfterValidator(_as_json)]
 
 Seconds = Annotated[int, Field(ge=1)]
 
@@ -172,9 +173,7 @@ class Machine(_Part):
     "Request and limit: Ray's logs and what spills from its object store."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    pod: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = _takes(
-        "metadata and spec of a pod, as Kubernetes has them"
-    )
+    pod: Json | None = _takes("metadata and spec of a pod, as Kubernetes has them")
     "Merged into the pod last: what no other key can say."
 
 
@@ -259,8 +258,8 @@ class DataWorkers(Machine):
 class JobPatch(_Part):
     """What is merged into the RayJob."""
 
-    metadata: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = _takes("labels and annotations")
-    spec: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = _takes("the spec of a RayJob, as KubeRay has it")
+    metadata: Json | None = _takes("labels and annotations")
+    spec: Json | None = _takes("the spec of a RayJob, as KubeRay has it")
 
 
 class SecretKey(_Part):
@@ -346,15 +345,8 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
     try:
         return Profile.model_validate(merged)
     except ValidationError as error:
-        refuse([_explain(problem) for problem in error.errors(include_url=False)], name)
+        refuse([_explain(problem) for problem in error.errors(include_url=False)], f"with profile {name}")
         raise
-
-
-def refuse(problems: list[str], name: str) -> None:
-    """Raise `SettingsError` with every problem of a profile, if there is any."""
-    if problems:
-        lines = "\n".join(f"  {line}" for line in sorted(problems))
-        raise SettingsError(f"{plural(len(problems), 'problem')} with profile {name}:\n{lines}") from None
 
 
 def find_origin(name: str, *keys: str) -> str:

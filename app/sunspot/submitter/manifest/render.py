@@ -17,25 +17,27 @@ from sunspot.code_archive import CODE, code_in
 from sunspot.errors import SettingsError, StorageError, is_credential, shorten
 from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
-from sunspot.settings import PREFIX, Settings
+from sunspot.settings import PREFIX, Settings, refuse
 from sunspot.submitter.code_files import CodeArchive
-from sunspot.submitter.manifest.job_merge import merge_job
-from sunspot.submitter.manifest.merge import SHOWN
+from sunspot.submitter.manifest.merge import SHOWN, merge_job
 from sunspot.submitter.manifest.pods import (
     DRAIN,
     FEW_WORKERS,
     NOTICE,
+    PRICES,
     RUN_LABEL,
     TRIAL_MEMORY,
+    PodPrice,
+    find_prices,
     group_name,
     head_group,
     make_cluster,
     parse_runtime_env,
+    pod_prices,
     ray_container,
     set_variable,
     worker_group,
 )
-from sunspot.submitter.manifest.prices import PRICES, PodPrice, find_prices, pod_prices
 from sunspot.submitter.manifest.profile import (
     ELASTIC,
     QUEUE,
@@ -45,7 +47,6 @@ from sunspot.submitter.manifest.profile import (
     find_origin,
     load_profile,
     manifests,
-    refuse,
 )
 from sunspot.submitter.manifest.shape import RESOURCES_PER_WORKER, USE_GPU, Shape, choose_shape
 from sunspot.submitter.manifest.yaml_files import read_yaml, to_yaml
@@ -145,6 +146,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     given = _gather(ray_container(head_group(job))["env"], chosen, request)
     search = load_search({name: value for name, (value, _) in given.items()})
     settings = search.settings
+    where = f"with profile {request.profile}"
 
     # The shape of the cluster, and everything that cannot work.
     base_cpus = int(worker_group(job)["resources"]["CPU"])
@@ -158,17 +160,17 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
             f"code {chosen.code}: a manifest names an archive by URL and hash, s3://bucket/code.tar@sha256:HASH; of a "
             "folder `sunspot submit` makes one, or `git archive -o code.tar HEAD` and `sha256sum code.tar`"
         )
-    refuse(problems, request.profile)
+    refuse(problems, where)
 
     # The manifest.
     deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
-    variables, derived = _resolve(search, given, chosen, shape, deadline_s)
+    derived = _resolve(search, given, chosen, shape, deadline_s)
     if chosen.code:
-        variables[CODE] = archive.url(settings.storage_path, settings.run_name) if archive else chosen.code
-        source = "given" if request.code else find_origin(request.profile, "code")
-        derived.append(Derived(CODE, variables[CODE], source))
+        url = archive.url(settings.storage_path, settings.run_name) if archive else chosen.code
+        derived.append(Derived(CODE, url, "given" if request.code else find_origin(request.profile, "code")))
+    variables = {each.name: each.value for each in derived}
     if shape:
-        refuse(make_cluster(job, chosen, shape, settings.run_name, variables), request.profile)
+        refuse(make_cluster(job, chosen, shape, settings.run_name, variables), where)
         derived += _explain(job, chosen, shape, request.profile)
     else:
         _select_cluster(job, str(request.cluster), variables)
@@ -178,7 +180,7 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
         derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
 
     if chosen.rayjob:
-        refuse(merge_job(job, chosen.rayjob.model_dump(exclude_none=True)), request.profile)
+        refuse(merge_job(job, chosen.rayjob.model_dump(exclude_none=True)), where)
 
     # Before anything that follows from the name; the wording of reasons is not part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
@@ -263,8 +265,8 @@ def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -
 
 def _resolve(
     search: Search, given: Mapping[str, tuple[str, str]], profile: Profile, shape: Shape | None, deadline_s: int
-) -> tuple[dict[str, str], list[Derived]]:
-    """Choose the variables of the job, in the order of the settings, each with its source.
+) -> list[Derived]:
+    """Choose the variables of the job, in the order of the settings.
 
     Only what was given or had to be chosen; the rest is left to the image, which may have its own task.
     """
@@ -273,11 +275,8 @@ def _resolve(
     for variable in (PREFIX + "RUN_NAME", PREFIX + "NUM_WORKERS"):
         chosen.setdefault(variable, (every[variable], "default"))
     if shape:
-        values = {
-            USE_GPU: "true" if shape.gpus else "false",
-            RESOURCES_PER_WORKER: json.dumps(shape.per_worker, sort_keys=True),
-        }
-        for variable, value in values.items():
+        per_worker = json.dumps(shape.per_worker, sort_keys=True)
+        for variable, value in ((USE_GPU, "true" if shape.gpus else "false"), (RESOURCES_PER_WORKER, per_worker)):
             chosen[variable] = (value, shape.reasons.get(variable) or chosen[variable][1])
         if len(profile.groups) > 1:
             groups = [
@@ -290,11 +289,7 @@ def _resolve(
     if own:
         labels = {**own, **search.settings.labels}
         chosen[LABELS] = (json.dumps(labels, sort_keys=True), "the profile's labels")
-    ordered = {variable: chosen[variable] for variable in every if variable in chosen}
-    return (
-        {variable: value for variable, (value, _) in ordered.items()},
-        [Derived(variable, value, source) for variable, (value, source) in ordered.items()],
-    )
+    return [Derived(variable, *chosen[variable]) for variable in every if variable in chosen]
 
 
 def _find_problems(settings: Settings, profile: Profile, request: JobRequest, pod: Mapping[str, Any]) -> list[str]:
@@ -436,10 +431,8 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
             when = f"once those before have lacked nodes for {group.after_s} s, until they have had enough for as long"
             up_to = f"up to {pods}{where if profile.spot else ''}"
             add(f"pods of {group_name(number)}", up_to, when if number else "the first choice")
-    if shape.autoscaled:
-        add("autoscaler", "v2", "the number of pods may change")
-    else:
-        add("autoscaler", "none", "the number of pods is fixed")
+    may_change = "may change" if shape.autoscaled else "is fixed"
+    add("autoscaler", "v2" if shape.autoscaled else "none", f"the number of pods {may_change}")
     if profile.spot:
         add("head", "not on spot nodes", "its loss would end every worker")
     else:
