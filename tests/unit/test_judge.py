@@ -25,8 +25,7 @@ from sunspot.observe.progress import Progress, _Lines
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure
-from sunspot.run.hangs import Hang
-from sunspot.run.incidents import Cause
+from sunspot.run.incidents import Cause, Hang
 from tests.harness.control import LocalControl, worker_group
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")

@@ -15,9 +15,8 @@ from sunspot.elastic.claim import begin_attempt
 from sunspot.elastic.copies import NodeInventory
 from sunspot.errors import StorageError, SupersededError, TrackingError
 from sunspot.predict.held_out import save_predictions
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
-from sunspot.run.claimant import Claimant
 from sunspot.run.outcome import DriverStatusWriter
 from sunspot.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
 from sunspot.run.predictions import Predictions, read_predictions

@@ -26,7 +26,7 @@ from sunspot.elastic.copies import (
 )
 from sunspot.errors import ConflictError, DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
-from sunspot.run import Run
+from sunspot.run import Claimant, Run
 from sunspot.run.attempts import (
     CLAIM_TRIES,
     IN_PLACE,
@@ -54,7 +54,6 @@ from sunspot.run.checkpoints import (
     leads_to_newest,
     list_directories,
 )
-from sunspot.run.claimant import Claimant
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from sunspot.observe.progress import Progress
 from sunspot.run.failures import Failure
-from sunspot.run.hangs import Hang
-from sunspot.run.incidents import Cause
+from sunspot.run.incidents import Cause, Hang
 
 OUT_OF_MEMORY = 2
 """CUDA's code. Such a GPU works: others have its memory, or have not given it back yet."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sunspot.formatting import visible
-from sunspot.observe.output import log_only
 from sunspot.run.history import in_digits, measured
+from sunspot.run.logs import log_only
 
 PROGRESS_EVERY_S = 1.0
 """Seconds between two updates."""

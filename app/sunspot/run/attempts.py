@@ -26,8 +26,7 @@ from annotated_types import Predicate
 from sunspot.background import map_parallel
 from sunspot.errors import ConflictError, DamageError, SupersededError, by_name
 from sunspot.formatting import as_time
-from sunspot.run import Run
-from sunspot.run.claimant import Claimant
+from sunspot.run import Claimant, Run
 from sunspot.run.objects import (
     MAX_NUMBER,
     CheckpointName,
@@ -38,8 +37,7 @@ from sunspot.run.objects import (
     read_verified,
     with_checksum,
 )
-from sunspot.run.requests import refuse_if_deleted
-from sunspot.run.submissions import owner_of
+from sunspot.run.requests import owner_of, refuse_if_deleted
 
 log = logging.getLogger(__name__)
 

@@ -1,22 +1,32 @@
-"""The output of a run's processes.
+"""The output of a run's processes: shipped to storage every few seconds, so a lost node costs no more than that.
 
-A stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot append: a
+The output of a worker is a file of Ray's; that of the driver a terminal, a pipe, or whatever it was started with. A
+stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot append: a
 stream is a series of segments, and only the last is written again, until it has SEGMENT_BYTES. Of a process that prints
 without end the first part and the newest are kept.
 """
 
+import os
 import re
+import stat
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TextIO
 
-from sunspot.background import TokenBucket
-from sunspot.errors import StorageError
-from sunspot.formatting import as_bytes
+from sunspot.background import Background, TokenBucket
+from sunspot.errors import StorageError, SunspotError, format_trace
+from sunspot.formatting import COLOUR, as_bytes
 from sunspot.run import Run
 from sunspot.run.streams import Segment, read_segments
+
+SHIP_EVERY_S = 5
+"""Seconds of output that a killed process loses; shipping takes one small write, and none without output."""
+
+CHUNK = 1 << 20
+"""Bytes read at a time from a worker's output file."""
 
 SEGMENT_BYTES = 128 << 10
 """Bounds the cost of writing the last segment again. One may have more, when much was printed between two writes."""
@@ -122,6 +132,83 @@ def driver_stream() -> str:
 def rank_stream(attempt: int, rank: int) -> str:
     """Return the name of a worker's stream."""
     return f"attempt-{attempt:04d}-rank-{rank:04d}"
+
+
+@contextmanager
+def shipped_driver_output(run: Run) -> Iterator[None]:
+    """Ship what Python prints in this process, and the error that ends the context."""
+    log = LogWriter(run, driver_stream())
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
+    try:
+        with Background(SHIP_EVERY_S, log.flush):
+            try:
+                yield
+            except SunspotError as error:
+                log.append(f"error: {error}\n".encode())  # the entry point prints it on the terminal
+                raise
+            except Exception as error:
+                log.append(format_trace(error).encode(errors="replace"))
+                raise
+            finally:
+                log.end()
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
+def log_only() -> Callable[[str], None]:
+    """Return a function that ships text without printing it, while output is shipped; else it does nothing."""
+    return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
+
+
+@contextmanager
+def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
+    """Ship what this worker writes to stdout and stderr, from Python or from a library."""
+    log = LogWriter(run, rank_stream(attempt, rank))
+    tails = [_Tail(descriptor, log) for descriptor in (1, 2) if stat.S_ISREG(os.fstat(descriptor).st_mode)]
+    with Background(SHIP_EVERY_S, *(tail.read for tail in tails), log.flush):
+        try:
+            yield
+        except Exception as error:
+            print(format_trace(error), end="", file=sys.stderr)
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            log.end()
+
+
+class _Tee:
+    """A text stream that also copies what is written to a log."""
+
+    def __init__(self, stream: TextIO, log: LogWriter) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        plain = COLOUR.sub("", text)  # Ray colours what it prints, also where nobody sees colours
+        self.copy(plain)
+        self._stream.write(text if self._stream.isatty() else plain)
+        return len(text)
+
+    def copy(self, text: str) -> None:
+        self._log.append(text.encode(errors="replace"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Tail:
+    """Reads the new bytes of the file that a descriptor of this process writes to."""
+
+    def __init__(self, descriptor: int, log: LogWriter) -> None:
+        self._log = log
+        self._file = open(f"/proc/self/fd/{descriptor}", "rb")  # noqa: SIM115  # open until the process ends
+        self._file.seek(0, os.SEEK_END)  # the process may have worked for another run before
+
+    def read(self) -> None:
+        """Append the new bytes to the log."""
+        while data := self._file.read(CHUNK):
+            self._log.append(data)
 
 
 def list_streams(run: Run) -> dict[str, int]:

@@ -13,13 +13,12 @@ from typing import Any
 from sunspot.background import Background
 from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError, shorten
 from sunspot.formatting import as_time
-from sunspot.run import Run
+from sunspot.run import Claimant, Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.claimant import Claimant
 from sunspot.run.failures import describe_failure, record_failure
 from sunspot.run.objects import read_if_usable
-from sunspot.run.requests import StopRequest
+from sunspot.run.requests import StopRequest, list_submissions
 from sunspot.run.status import (
     SILENT_S,
     STATUS_EVERY_S,
@@ -37,7 +36,6 @@ from sunspot.run.status import (
     withdraw_status,
     write_status,
 )
-from sunspot.run.submissions import list_submissions
 from sunspot.storage.base import Entry
 from sunspot.storage.limits import with_deadline
 

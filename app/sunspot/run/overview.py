@@ -23,7 +23,7 @@ from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
 from sunspot.run.objects import CHECKPOINT, RUN, parse, read_if_there, read_or_default
-from sunspot.run.requests import DELETION, STOP, deletion_begun
+from sunspot.run.requests import DELETION, STOP, SUBMISSION, deletion_begun, list_submissions
 from sunspot.run.status import (
     FOLDER,
     SILENT_S,
@@ -35,7 +35,6 @@ from sunspot.run.status import (
     read_status,
     usable_status,
 )
-from sunspot.run.submissions import SUBMISSION, list_submissions
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from sunspot.elastic.control import ControlClient
 from sunspot.elastic.membership_server import MembershipAddress
 from sunspot.plan import Plan
-from sunspot.run import open_run
-from sunspot.run.claimant import Claimant
+from sunspot.run import Claimant, open_run
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from sunspot.elastic.restore import load_start
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import StorageError, SunspotError, SupersededError, find_in
 from sunspot.log import print_logs, sent_warnings
-from sunspot.observe.output import shipped_worker_output
 from sunspot.observe.prometheus import EXPORT_EVERY_S
 from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
 from sunspot.ray_internals.backend import processes_up
@@ -35,7 +34,8 @@ from sunspot.ray_session import enter_folder
 from sunspot.run import Run
 from sunspot.run.attempts import record_error
 from sunspot.run.failures import record_failure
-from sunspot.run.hangs import Hang
+from sunspot.run.incidents import Hang
+from sunspot.run.logs import shipped_worker_output
 from sunspot.settings import Settings
 from sunspot.train.build import Joined, build_worker, prepare_learner
 from sunspot.train.config import WorkerConfig

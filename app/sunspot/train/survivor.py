@@ -32,8 +32,7 @@ from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, GroupSockets, form_group, leave_group
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.run import Run
-from sunspot.run.claimant import Claimant
+from sunspot.run import Claimant, Run
 from sunspot.run.failures import LOST_PEER
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner

@@ -6,7 +6,7 @@ from typing import Any
 
 from sunspot.formatting import in_words, plural
 from sunspot.run.failures import Failure
-from sunspot.run.hangs import BRING_ROWS, NO_STACKS, read_hangs, starved, suspects
+from sunspot.run.incidents import BRING_ROWS, NO_STACKS, read_hangs, starved, suspects
 from sunspot.run.status import RunState
 from sunspot.submitter.doctor.training.case import Case, advise_full, cut
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
