@@ -58,7 +58,7 @@ from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.requests import refuse_if_deleted
-from sunspot.run.status import Status, read_other_status, read_status
+from sunspot.run.status import Status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
 from sunspot.storage.limits import retry_storage
@@ -287,7 +287,7 @@ def choose_start(
         heartbeats=[heartbeat for inventory in inventories for heartbeat in inventory.heartbeats],
         receipts=read_receipts(read_journal(run, "events")),
         status=read_status(run, attempt.driver),
-        other=read_other_status(run, attempt.driver),
+        other=read_status(run, other_than=attempt.driver),
     )
     return StartPoint(
         attempt=attempt,

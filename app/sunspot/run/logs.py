@@ -236,18 +236,11 @@ def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
 
 def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
     """Yield a stream by segments, each with a note of what was left out before it. Nothing new costs one listing."""
-    folder = run.key("logs", stream)
 
     def find_unread() -> list[Segment]:
-        found = []
-        for entry in run.storage.list(folder):
-            if name := SEGMENT.fullmatch(entry.key.removeprefix(f"{folder}/")):
-                end = int(name["begin"]) + entry.size
-                if end > offset:
-                    found.append(Segment(0, stream, int(name["begin"]), end - 1, entry))
-        return found
+        return [segment for segment in _list_segments(run, stream) if segment.last >= offset]
 
-    for segment, text, _ in read_segments(run.storage, folder, find_unread):
+    for segment, text, _ in read_segments(run.storage, run.key("logs", stream), find_unread):
         begin = segment.first
         gap = _describe_gap(begin - offset, "of long output, the first and the newest part are kept")
         data = (gap if begin > offset else b"") + text[max(0, offset - begin) :]
@@ -257,9 +250,15 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
 
 def read_tail(run: Run, stream: str, size: int) -> bytes:
     """Return the last `size` bytes of a stream, or a little more; empty when it has none."""
-    entries = [e for e in run.storage.list(run.key("logs", stream)) if SEGMENT.fullmatch(e.key.rpartition("/")[2])]
     tail = b""
-    for entry in reversed(entries):
+    for segment in reversed(_list_segments(run, stream)):
         if len(tail) < size:
-            tail = run.storage.read(entry.key) + tail
+            tail = run.storage.read(segment.entry.key) + tail
     return tail[-size:]
+
+
+def _list_segments(run: Run, stream: str) -> list[Segment]:
+    """Return the segments of a stream, by where they begin in it."""
+    listed = [(SEGMENT.fullmatch(file), entry) for file, entry in run.entries(f"logs/{stream}")]
+    begins = [(int(name["begin"]), entry) for name, entry in listed if name]
+    return [Segment(0, stream, begin, begin + entry.size - 1, entry) for begin, entry in begins]

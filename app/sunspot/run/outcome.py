@@ -118,8 +118,7 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     """
     if newest_number(run) > known:
         return False
-    others = [entry for entry in list_statuses(run) if driver_of(entry) != begun.driver]
-    entry = newest_status(others)
+    entry = newest_status(list_statuses(run), other_than=begun.driver)
     other = usable_status(run.storage, entry) if entry else before
     if not other:
         return not run.storage.exists(run.key("run.json")) and not list_submissions(run)
