@@ -24,7 +24,7 @@ from sunspot.run.failures import Failure, record_failure
 from sunspot.run.identity import read_identity
 from sunspot.run.logs import LogWriter
 from sunspot.run.outcome import recorded_outcome
-from sunspot.run.predictions import read_predictions
+from sunspot.run.predictions import Predictions, read_shown
 from sunspot.run.requests import mark_deletion, record_submission, request_stop
 from sunspot.run.search import Results, Trial, best_of, read_trial, write_results
 from sunspot.run.status import RunState, new_driver
@@ -129,7 +129,7 @@ def start_again(run: Run) -> None:
 
 READERS: list[Callable[[Run], Any]] = [
     start_again,
-    read_predictions,
+    lambda run: read_shown(run, Predictions),
     lambda run: (read_tracking_run(run, "mlflow"), read_delivered(run, "mlflow")),
     lambda run: Delivery(run, "mlflow", "project").missing(),
     lambda run: read_trial(run, {}, "loss", "min"),

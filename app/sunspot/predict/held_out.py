@@ -27,8 +27,8 @@ from sunspot.run.predictions import (
     MAX_SAMPLES,
     Example,
     Predictions,
-    read_predictions,
-    write_predictions,
+    read_shown,
+    write_shown,
 )
 from sunspot.run.status import own_status
 from sunspot.tasks import load_predict, load_task
@@ -63,7 +63,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
-        kept = read_predictions(run)
+        kept = read_shown(run, Predictions)
         if not plan.source.classes or (kept and kept.checkpoint == checkpoint.name):
             return
         if plan.source.classes > MAX_CLASSES:
@@ -71,7 +71,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         print(f"  predicting {plural(rows, 'held-out row')}, for the report", flush=True)
         predictions = predict_held_out(plan, run, checkpoint, rows)
         if own_status(run, driver):
-            write_predictions(run, predictions)
+            write_shown(run, predictions)
     except Exception as error:
         log.warning(f"no predictions for the report: {shorten(error)}")
 

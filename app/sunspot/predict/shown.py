@@ -26,8 +26,8 @@ from sunspot.run.predictions import (
     MAX_ROWS,
     Exhibit,
     TaskExhibit,
-    read_exhibit,
-    write_exhibit,
+    read_shown,
+    write_shown,
 )
 from sunspot.run.status import own_status
 from sunspot.tasks import load_task
@@ -48,7 +48,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
     if not checkpoint.finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
         return
     try:
-        kept = read_exhibit(run)
+        kept = read_shown(run, TaskExhibit)
         if kept and kept.checkpoint == checkpoint.name:
             return
         with ray_session():
@@ -60,7 +60,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
                 task.remote(plan, run.name, checkpoint.name, os.getcwd()), LIMIT_S, "what the task shows"
             )
         if own_status(run, driver):
-            write_exhibit(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
+            write_shown(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
         log.warning(f"the task shows nothing in the report: {shorten(error)}")
 
