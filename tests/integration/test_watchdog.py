@@ -19,8 +19,8 @@ from sunspot.elastic import watchdog as hang
 from sunspot.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
 from sunspot.run import SHARED_MEMORY, Run, open_run
 from sunspot.run.attempts import Attempt, claim
+from sunspot.run.failures import Hang, read_hangs, starved, suspects
 from sunspot.run.history import Journal, read_journal
-from sunspot.run.incidents import Hang, read_hangs, starved, suspects
 from tests.harness import REPOSITORY
 
 TIMEOUT_S = 2.0

@@ -19,9 +19,9 @@ from sunspot.errors import DamageError, StorageError
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, give_up_damaged, newest_number, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
-from sunspot.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
+from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_place, read_failures, record_failure
 from sunspot.run.history import Journal
-from sunspot.run.incidents import BRING_ROWS, Cause
+from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState, Status, restore_status
 from sunspot.submitter.doctor.pending import parse_refusals
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope

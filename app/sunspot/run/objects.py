@@ -57,19 +57,9 @@ Moment = Annotated[float, Ge(0), Le(LAST_MOMENT)]
 Whole = Annotated[int, Ge(-(2**63)), Lt(2**63)]
 
 
-def is_checkpoint_name(text: str) -> bool:
-    """Return whether it can be the name of a checkpoint."""
-    return bool(CHECKPOINT.fullmatch(text))
+CheckpointName = Annotated[str, Predicate(CHECKPOINT.fullmatch)]
 
-
-def is_run_name(text: str) -> bool:
-    """Return whether it can be the name of a run."""
-    return bool(RUN.fullmatch(text))
-
-
-CheckpointName = Annotated[str, Predicate(is_checkpoint_name)]
-
-RunName = Annotated[str, Predicate(is_run_name)]
+RunName = Annotated[str, Predicate(RUN.fullmatch)]
 
 DIGEST = "sha256"
 """Field of an object with a checksum: the SHA-256 of all others."""
@@ -148,12 +138,12 @@ def digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(to_json(record)).hexdigest()
 
 
-def read_or_default(read: Callable[[], Form], otherwise: Form) -> Form:
-    """Return what `read` returns, or `otherwise` and a warning when that is damaged."""
+def read_or_default(read: Callable[[], Form], otherwise: Form, damaged: list[str] | None = None) -> Form:
+    """Return what `read` returns, or `otherwise` when that is damaged, which `tell_damage` tells."""
     try:
         return read()
     except DamageError as error:
-        tell_damage(str(error))
+        tell_damage(str(error), damaged)
         return otherwise
 
 

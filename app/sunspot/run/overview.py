@@ -142,8 +142,7 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
     def read(run: RunSummary) -> Status | None:
         with contextlib.suppress(NotFoundError):  # gone since it was listed
-            status = usable_status(storage, run.status) if run.status else None
-            return read_fresh_status(Run(storage, run.name)) if status and _seems_silent(storage, status) else status
+            return _refreshed(Run(storage, run.name), usable_status(storage, run.status) if run.status else None)
         return None
 
     return map_parallel(read, runs)
@@ -151,16 +150,15 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
 def read_fresh_status(run: Run) -> Status | None:
     """Return the status, read again if its run seems silent: NFS clients show what they saw up to a minute ago."""
-    status = read_status(run)
-    if status and _seems_silent(run.storage, status):
+    return _refreshed(run, read_status(run))
+
+
+def _refreshed(run: Run, status: Status | None) -> Status | None:
+    if status and not run.storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S:
         with contextlib.suppress(StorageError):  # it may not be written here
             run.storage.refresh(run.key(FOLDER))
             return read_status(run)
     return status
-
-
-def _seems_silent(storage: Storage, status: Status) -> bool:
-    return not storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S
 
 
 # ---------------------------------------------------------------------------------------------------------------- state

@@ -33,8 +33,7 @@ from sunspot.ray_internals.workers import launch_time, raylet_process
 from sunspot.ray_session import enter_folder
 from sunspot.run import Run
 from sunspot.run.attempts import record_error
-from sunspot.run.failures import record_failure
-from sunspot.run.incidents import Hang
+from sunspot.run.failures import Hang, record_failure
 from sunspot.run.logs import shipped_worker_output
 from sunspot.settings import Settings
 from sunspot.train.build import Joined, build_worker, prepare_learner
