@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TextIO
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, NamedTuple, TextIO, cast
 
 from sunspot.background import Background, TokenBucket
 from sunspot.errors import StorageError, SunspotError, format_trace
@@ -138,22 +138,18 @@ def rank_stream(attempt: int, rank: int) -> str:
 def shipped_driver_output(run: Run) -> Iterator[None]:
     """Ship what Python prints in this process, and the error that ends the context."""
     log = LogWriter(run, driver_stream())
-    out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
-    try:
-        with Background(SHIP_EVERY_S, log.flush):
-            try:
-                yield
-            except SunspotError as error:
-                log.append(f"error: {error}\n".encode())  # the entry point prints it on the terminal
-                raise
-            except Exception as error:
-                log.append(format_trace(error).encode(errors="replace"))
-                raise
-            finally:
-                log.end()
-    finally:
-        sys.stdout, sys.stderr = out, err
+    out, err = cast(TextIO, _Tee(sys.stdout, log)), cast(TextIO, _Tee(sys.stderr, log))
+    with redirect_stdout(out), redirect_stderr(err), Background(SHIP_EVERY_S, log.flush):
+        try:
+            yield
+        except SunspotError as error:
+            log.append(f"error: {error}\n".encode())  # the entry point prints it on the terminal
+            raise
+        except Exception as error:
+            log.append(format_trace(error).encode(errors="replace"))
+            raise
+        finally:
+            log.end()
 
 
 def log_only() -> Callable[[str], None]:
