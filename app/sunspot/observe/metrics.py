@@ -56,11 +56,6 @@ def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tu
     return means, np.array([numbers for _, numbers in ranks], float)
 
 
-def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return the mean of each name over the rows of all workers, on every worker."""
-    return reduce(sums, [], group)[0]
-
-
 class Stopwatch:
     """Sums the time that a device spends on something.
 

@@ -9,7 +9,7 @@ import torch
 from sunspot.data.order import largest_pass
 from sunspot.data.source import Batch
 from sunspot.elastic.messages import Command
-from sunspot.observe.metrics import Sums, mean_over_workers
+from sunspot.observe.metrics import Sums, reduce
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
 from sunspot.train.forward import row_losses
@@ -46,7 +46,8 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
             heartbeat(True)
     if end.stop or end.restart:
         return Evaluation(None, end.stop, end.restart)
-    return Evaluation({f"test_{name}": mean for name, mean in mean_over_workers(sums, group).items()})
+    means, _ = reduce(sums, [], group)
+    return Evaluation({f"test_{name}": mean for name, mean in means.items()})
 
 
 def _batches(
