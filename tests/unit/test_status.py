@@ -234,7 +234,7 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
 def test_predictions_that_storage_does_not_tell_of_are_only_warned_of(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(run: Run) -> None:
+    def fail(run: Run, form: type) -> None:
         raise StorageError("away")
 
     for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("read_shown", fail)):

@@ -154,6 +154,7 @@ def read_fresh_status(run: Run) -> Status | None:
 
 
 def _refreshed(run: Run, status: Status | None) -> Status | None:
+    """Return the `status` that was read, or a newer one where it seems silent."""
     if status and not run.storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S:
         with contextlib.suppress(StorageError):  # it may not be written here
             run.storage.refresh(run.key(FOLDER))

@@ -193,7 +193,7 @@ def own_status(run: Run, driver: str) -> Entry | None:
 
 
 def read_status(run: Run, driver: str = "", other_than: str = "") -> Status | None:
-    """Return the status that counts, of those that `newest_status` would choose from; None if it is damaged, too."""
+    """Return the status that `newest_status` chooses; None if there is none, or a damaged one."""
     return read_or_default(lambda: load_newest_status(run, driver, other_than), None)
 
 
