@@ -16,7 +16,7 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
     # sunspot/elastic/nodes.py checks more often, and scales up too.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # sunspot/observe/output.py ships what workers print; Ray would add each line again.
+    # sunspot/run/logs.py ships what workers print; Ray would add each line again.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray's future default, without its warning: workers without a GPU keep CUDA_VISIBLE_DEVICES.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

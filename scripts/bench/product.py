@@ -10,9 +10,8 @@ import ray
 
 from sunspot.plan import make_plan
 from sunspot.ray_session import RAY_ENVIRONMENT
-from sunspot.run import open_run
+from sunspot.run import Claimant, open_run
 from sunspot.run.attempts import new_owner
-from sunspot.run.claimant import Claimant
 from sunspot.run.history import read_journal
 from sunspot.run.identity import keep_identity
 from sunspot.run.requests import StopRequest

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sunspot.errors import ConflictError
 from sunspot.predict.__main__ import main
-from sunspot.run.predictions import read_predictions
+from sunspot.run.predictions import Predictions, read_shown
 from tests.harness.program import Program
 from tests.harness.training import consumed, the_run
 
@@ -60,7 +60,7 @@ def test_a_table_of_text(
     program.run(**settings, EPOCHS=3)
     run = the_run(program, "run")
     assert sorted(row for rows in consumed(run).values() for row in rows) == sorted([*range(90)] * 3)
-    kept = read_predictions(run)
+    kept = read_shown(run, Predictions)
     assert kept
     assert (kept.rows, kept.names, kept.accuracy > 0.8) == (40, ["above", "below"], True)
     found = predict("--dataset", "data", "--output", "out")
@@ -87,7 +87,7 @@ def test_a_folder_of_pictures(loader: str, program: Program, predict: Predict, t
     program.run(DATASET=data, LOADER=loader, IMAGE_SIZE=16, GLOBAL_BATCH_SIZE=10, EPOCHS=3, PREDICT_ROWS=100)
     run = the_run(program, "run")
     assert sorted(row for rows in consumed(run).values() for row in rows) == sorted([*range(40)] * 3)
-    kept = read_predictions(run)
+    kept = read_shown(run, Predictions)
     assert kept
     assert (kept.rows, kept.names) == (10, ["day", "night"])
     Image.new("L", (300, 200), 220).save(tmp_path / "large.jpg")

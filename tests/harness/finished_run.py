@@ -118,7 +118,7 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
     finished = FinishedRun(str(folder / "runs"), str(folder / "data"))
     run = finished.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sunspot.observe.output.SHIP_EVERY_S", 0.5)
+        patch.setattr("sunspot.run.logs.SHIP_EVERY_S", 0.5)
         patch.setattr("sunspot.run.outcome.DRIVER_CHECK_EVERY_S", 0.5)
         program = Program(finished.settings, ray_address, patch)
         with contextlib.redirect_stdout(io.StringIO()) as stopped:

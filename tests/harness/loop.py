@@ -28,9 +28,8 @@ from sunspot.elastic.restore import TrainingState, load_start
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt
-from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task

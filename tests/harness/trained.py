@@ -12,7 +12,7 @@ from PIL import Image
 
 from sunspot.run import Run
 from sunspot.run.incidents import Cause
-from sunspot.run.predictions import Example, Predictions, write_predictions
+from sunspot.run.predictions import Example, Predictions, write_shown
 from sunspot.run.status import RunState, Status, restore_status
 from sunspot.settings import Settings
 from tests.harness.runs import begin, commit, report, start, write_receipt
@@ -113,7 +113,7 @@ def trained(run: Run, ranks: int = 2) -> Run:
         record(188, BEGUN + 240, ranks, loss=0.0393, accuracy=0.9917, test_loss=0.0586, test_accuracy=0.9805),
     )
     last = commit(run, second, 188, loss=0.0393, accuracy=0.9917, test_loss=0.0586, test_accuracy=0.9805)
-    write_predictions(run, predictions_of(last.name))
+    write_shown(run, predictions_of(last.name))
     ended = Status(
         RunState.SUCCEEDED,
         "job",

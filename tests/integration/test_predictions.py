@@ -17,7 +17,7 @@ from sunspot.predict.classifier import Classifier
 from sunspot.predict.for_report import Summary, save_predictions
 from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
-from sunspot.run.predictions import Example, Predictions, read_predictions, write_predictions
+from sunspot.run.predictions import Example, Predictions, read_shown, write_shown
 from sunspot.settings import load_settings
 from sunspot.tasks import load_task
 from tests.harness.finished_run import ROWS, TEST_ROWS, FinishedRun
@@ -38,15 +38,15 @@ PREDICTIONS = Predictions(
 
 
 def test_predictions_come_back_as_they_were_kept(run: Run) -> None:
-    assert read_predictions(run) is None
-    write_predictions(run, PREDICTIONS)
-    assert read_predictions(run) == PREDICTIONS
+    assert read_shown(run, Predictions) is None
+    write_shown(run, PREDICTIONS)
+    assert read_shown(run, Predictions) == PREDICTIONS
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"mistakes": [{"image": "?"}], "right": [], "samples": []}'])
 def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, warned: list[str]) -> None:
     run.storage.write(run.key("predictions.json"), content)
-    assert read_predictions(run) is None
+    assert read_shown(run, Predictions) is None
     assert "predictions.json cannot be used: " in warned[0]
 
 
@@ -54,7 +54,7 @@ def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, 
 
 
 def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(finished_run: FinishedRun) -> None:
-    kept, newest, rows = read_predictions(finished_run.run), finished_run.newest, finished_run.rows()
+    kept, newest, rows = read_shown(finished_run.run, Predictions), finished_run.newest, finished_run.rows()
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
     predictions, probabilities = Classifier("run", storage=finished_run.storage).predict(rows["image"])
@@ -93,7 +93,7 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     run, newest = copied_run.run, copied_run.newest
-    before = read_predictions(run)
+    before = read_shown(run, Predictions)
     assert before
 
     def refuse(*words: Any, **more: Any) -> Any:
@@ -105,11 +105,11 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
         save_predictions(plan_of(copied_run, PREDICT_ROWS=0), run, replace(newest, name="another"))
         save_predictions(plan_of(copied_run), run, replace(newest, name="another", step=newest.step - 1))
         save_predictions(replace(plan_of(copied_run), test=None), run, replace(newest, name="another"))
-    assert read_predictions(run) == before
+    assert read_shown(run, Predictions) == before
 
-    write_predictions(run, replace(before, checkpoint="another"))
+    write_shown(run, replace(before, checkpoint="another"))
     save_predictions(plan_of(copied_run, PREDICT_ROWS=40, STORAGE_PATH=copied_run.storage), run, newest)
-    kept = read_predictions(run)
+    kept = read_shown(run, Predictions)
     assert (kept.rows, kept.checkpoint, sum(map(sum, kept.confusion))) == (40, newest.name, 40)
 
 
@@ -142,7 +142,7 @@ def test_when_time_is_up_what_was_predicted_is_kept(
     monkeypatch.setattr("sunspot.predict.for_report.READ_ROWS", 30)
     copied_run.run.storage.delete(copied_run.run.key("predictions.json"))
     save_predictions(plan_of(copied_run, STORAGE_PATH=copied_run.storage), copied_run.run, copied_run.newest)
-    kept = read_predictions(copied_run.run)
+    kept = read_shown(copied_run.run, Predictions)
     assert (kept.rows, sum(map(sum, kept.confusion))) == (30, 30)
     assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
 

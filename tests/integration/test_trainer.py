@@ -13,8 +13,7 @@ from ray.train import TrainingFailedError
 from sunspot.elastic.control import ControlChannel
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
-from sunspot.run import open_run
-from sunspot.run.claimant import Claimant
+from sunspot.run import Claimant, open_run
 from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.tasks import load_task

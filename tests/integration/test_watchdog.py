@@ -19,7 +19,7 @@ from sunspot.elastic import watchdog as hang
 from sunspot.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
 from sunspot.run import SHARED_MEMORY, Run, open_run
 from sunspot.run.attempts import Attempt, claim
-from sunspot.run.hangs import Hang, read_hangs, starved, suspects
+from sunspot.run.failures import Hang, read_hangs, starved, suspects
 from sunspot.run.history import Journal, read_journal
 from tests.harness import REPOSITORY
 

@@ -19,9 +19,8 @@ from sunspot.errors import ClusterError, ConflictError, GaveUpError, NotFoundErr
 from sunspot.run import Run as StoredRun
 from sunspot.run import open_run
 from sunspot.run.logs import LogWriter, rank_stream
-from sunspot.run.requests import request_stop, stop_requested
+from sunspot.run.requests import owner_of, request_stop, stop_requested
 from sunspot.run.status import RunState, Status, write_status
-from sunspot.run.submissions import owner_of
 from tests.harness import REPOSITORY
 from tests.harness.commands import WITHOUT, process
 from tests.harness.kubernetes import FakeCluster

@@ -16,20 +16,18 @@ from hypothesis import strategies as st
 
 from sunspot.cli import main as sunspot
 from sunspot.errors import SunspotError
-from sunspot.run import Run, open_run, to_json
+from sunspot.run import Claimant, Run, open_run, to_json
 from sunspot.run.attempts import fatal_error, lineage, read_attempts, record_error
 from sunspot.run.audit import read_audit
 from sunspot.run.checkpoints import find_newest_good, list_checkpoints
-from sunspot.run.claimant import Claimant
 from sunspot.run.failures import Failure, record_failure
 from sunspot.run.identity import read_identity
 from sunspot.run.logs import LogWriter
 from sunspot.run.outcome import recorded_outcome
-from sunspot.run.predictions import read_predictions
-from sunspot.run.requests import mark_deletion, request_stop
+from sunspot.run.predictions import Predictions, read_shown
+from sunspot.run.requests import mark_deletion, record_submission, request_stop
 from sunspot.run.search import Results, Trial, best_of, read_trial, write_results
 from sunspot.run.status import RunState, new_driver
-from sunspot.run.submissions import record_submission
 from sunspot.tracking.delivery import Delivery, read_delivered, read_tracking_run
 from tests.harness.fuzz import damaged, ends_well
 from tests.harness.runs import begin, consumed, record_audit
@@ -131,7 +129,7 @@ def start_again(run: Run) -> None:
 
 READERS: list[Callable[[Run], Any]] = [
     start_again,
-    read_predictions,
+    lambda run: read_shown(run, Predictions),
     lambda run: (read_tracking_run(run, "mlflow"), read_delivered(run, "mlflow")),
     lambda run: Delivery(run, "mlflow", "project").missing(),
     lambda run: read_trial(run, {}, "loss", "min"),

@@ -15,10 +15,9 @@ from sunspot.errors import SupersededError
 from sunspot.run import Run, node_memory_directory, open_run
 from sunspot.run.attempts import Attempt, claim, ensure_owner, read_attempts
 from sunspot.run.objects import with_checksum
-from sunspot.run.requests import DELETION, deletion_begun, mark_deletion
+from sunspot.run.requests import DELETION, deletion_begun, mark_deletion, record_submission
 from sunspot.run.search import Results, Trial, write_results
 from sunspot.run.status import RunState, Status, write_status
-from sunspot.run.submissions import record_submission
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import deletion_order
 from tests.harness import s3

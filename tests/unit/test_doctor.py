@@ -19,8 +19,7 @@ from sunspot.errors import DamageError, StorageError
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, give_up_damaged, newest_number, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
-from sunspot.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
-from sunspot.run.hangs import BRING_ROWS
+from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_place, read_failures, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState, Status, restore_status

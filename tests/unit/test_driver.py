@@ -29,10 +29,8 @@ from sunspot.errors import (
     run_and_exit,
 )
 from sunspot.formatting import as_bytes
-from sunspot.observe.output import shipped_driver_output
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
-from sunspot.run.claimant import Claimant
 from sunspot.run.failures import read_failures
 from sunspot.run.logs import (
     BURST,
@@ -44,12 +42,20 @@ from sunspot.run.logs import (
     list_streams,
     rank_stream,
     read_stream,
+    shipped_driver_output,
 )
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.overview import list_runs
-from sunspot.run.requests import StopRequest, clear_stop, request_stop, stop_requested
+from sunspot.run.requests import (
+    StopRequest,
+    clear_stop,
+    newest_submission,
+    owner_of,
+    record_submission,
+    request_stop,
+    stop_requested,
+)
 from sunspot.run.status import RunState, Status, new_driver, read_status, write_status
-from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.settings import Settings
 from sunspot.train.driver import report_result
 from tests.harness import REPOSITORY, s3
@@ -308,7 +314,7 @@ def test_only_a_new_submission_takes_a_run_back(run: Run) -> None:
 
 def test_two_submissions_at_once_get_numbers_of_their_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record_submission(run, "a", "1")
-    monkeypatch.setattr("sunspot.run.submissions.list_submissions", lambda run: [])  # the other one was not listed yet
+    monkeypatch.setattr("sunspot.run.requests.list_submissions", lambda run: [])  # the other one was not listed yet
     record_submission(run, "a", "2")
     monkeypatch.undo()
     assert newest_submission(run) == ("a", "2")

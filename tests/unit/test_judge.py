@@ -24,8 +24,7 @@ from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, Metadata
-from sunspot.run.failures import Failure
-from sunspot.run.hangs import Hang
+from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
 from tests.harness.control import LocalControl, worker_group
 

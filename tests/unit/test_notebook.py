@@ -16,8 +16,8 @@ from sunspot.data.source import read_rows
 from sunspot.plan import make_plan
 from sunspot.run import open_run
 from sunspot.run.logs import LogWriter, driver_stream
+from sunspot.run.requests import owner_of
 from sunspot.run.status import RunState
-from sunspot.run.submissions import owner_of
 from sunspot.settings import load_settings
 from sunspot.tasks import load_task
 from tests.harness import REPOSITORY

@@ -18,11 +18,11 @@ from sunspot.run.attempts import lineage, newest_number, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.identity import Identity, Rows, keep_identity, read_identity
-from sunspot.run.objects import MAX_BYTES, digest, parse, with_checksum
+from sunspot.run.objects import MAX_BYTES, digest, parse, parse_verified, with_checksum
 from sunspot.run.overview import list_runs, read_state
+from sunspot.run.requests import newest_submission, record_submission
 from sunspot.run.search import read_trial
 from sunspot.run.status import RunState, Status, list_statuses, read_status, write_status
-from sunspot.run.submissions import newest_submission, record_submission
 from sunspot.submitter.cluster.start import parse_submission
 from tests.harness.commands import Command
 from tests.harness.runs import (
@@ -92,9 +92,9 @@ def test_what_is_too_large_is_not_read(run: Run) -> None:
 def test_a_sealed_record_is_itself_and_no_other(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
     content = with_checksum(record)
-    parse(dict[str, Any], content, "it")
+    parse_verified(dict[str, Any], content, "it")
     with pytest.raises(DamageError):
-        parse(dict[str, Any], with_checksum({**record, "step": 41}).replace(b"41", b"40"), "it")
+        parse_verified(dict[str, Any], with_checksum({**record, "step": 41}).replace(b"41", b"40"), "it")
 
 
 def test_a_changed_identity_is_refused(run: Run) -> None:

@@ -48,7 +48,7 @@ from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
 from sunspot.elastic.claim import StartPoint, begin_attempt
 from sunspot.elastic.copies import NodeInventory
 from sunspot.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
-from sunspot.run import Run
+from sunspot.run import Claimant, Run
 from sunspot.run.attempts import (
     Attempt,
     checkpoint_name,
@@ -65,7 +65,6 @@ from sunspot.run.checkpoints import (
     list_directories,
     read_manifest,
 )
-from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.run.requests import DELETION, deletion_begun, refuse_if_deleted
 from sunspot.settings import IDENTITY, Settings

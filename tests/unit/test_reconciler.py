@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sunspot.run import Run
+from sunspot.run.requests import record_submission
 from sunspot.run.status import RunState
-from sunspot.run.submissions import record_submission
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.reconciler import Reconciler
 from tests.harness.commands import Command

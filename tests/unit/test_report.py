@@ -24,7 +24,7 @@ from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.failures import Failure, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
-from sunspot.run.predictions import write_predictions
+from sunspot.run.predictions import write_shown
 from sunspot.run.status import RunState, read_status, restore_status
 from sunspot.storage.local import LocalStorage
 from tests.harness.browser import CONTRAST, Browser
@@ -185,7 +185,7 @@ def test_mistakes_come_first_and_every_picture_says_what_it_shows(run: Run) -> N
 
 def test_many_classes_are_shown_as_the_pairs_that_are_confused(run: Run) -> None:
     trained(run)
-    write_predictions(run, predictions_of("step-00000188-attempt-0002", classes=1000, wrong=600))
+    write_shown(run, predictions_of("step-00000188-attempt-0002", classes=1000, wrong=600))
     page = made(run)
     assert "The pairs that are confused most often, 30 of 600; 1000 classes" in page.text
     assert "Mistakes, the most certain first, 48 of 600" in page.text
@@ -357,7 +357,7 @@ def test_nothing_that_a_run_contains_becomes_markup(run: Run) -> None:
 def test_predictions_of_the_largest_pictures_fit(run: Run) -> None:
     trained(run)
     noise = png(0) + os.urandom(14_000)
-    write_predictions(run, predictions_of("step-00000188-attempt-0002", classes=20, image=noise, wrong=400))
+    write_shown(run, predictions_of("step-00000188-attempt-0002", classes=20, image=noise, wrong=400))
     page = made(run)
     shown = len(page.all("img"))
     assert 48 <= shown < 48 + 20 + 20, "the mistakes before all others"
@@ -366,7 +366,7 @@ def test_predictions_of_the_largest_pictures_fit(run: Run) -> None:
 
 def test_a_malformed_png_is_left_out_with_a_note(run: Run) -> None:
     trained(run)
-    write_predictions(run, predictions_of("step-00000188-attempt-0002", image=b"<svg onload=alert(1)>"))
+    write_shown(run, predictions_of("step-00000188-attempt-0002", image=b"<svg onload=alert(1)>"))
     page = made(run)
     assert not page.all("img")
     assert "Left out: 70 images, no PNG or too large for this page." in page.text

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -24,7 +24,7 @@ from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.observe.metrics import MetricWindow, RecentMeans
-from sunspot.observe.progress import News, Progress, _Lines, _watch, epoch_line
+from sunspot.observe.progress import News, Progress, _Lines, epoch_line
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
@@ -147,9 +147,9 @@ def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
     steps = [Progress(1, step, 0.5, time=float(step)) for step in (1, 2, 3)]
     lines: list[list[str]] = [[], ["rank 1: lost"], [], []]
-    news = iter([News(steps[number], [], said) for number, said in zip((0, 1, 1, 2), lines, strict=True)])
-    closing = iter([False, False, False, True])
-    _watch(lambda: next(news), _Lines(10, 5), cast(Any, SimpleNamespace(wait=lambda _: next(closing))))
+    screen = _Lines(10, 5)
+    for number, said in zip((0, 1, 1, 2), lines, strict=True):
+        screen.update(News(steps[number], [], said))
     assert [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
         "step 1/10",
         "rank 1: lost",

@@ -32,7 +32,7 @@ from sunspot.elastic.messages import Incident
 from sunspot.elastic.receipts import Phases, first_incident, make_receipt
 from sunspot.elastic.restore import TrainingState, choose_init, load_init, load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
 from sunspot.run.checkpoints import (
     Checkpoint,
@@ -42,7 +42,6 @@ from sunspot.run.checkpoints import (
     read_manifest,
     write_manifest,
 )
-from sunspot.run.claimant import Claimant
 from sunspot.run.incidents import Cause, Receipt, describe
 from sunspot.run.overview import LOST_S
 from sunspot.run.status import RunState, Status, write_status

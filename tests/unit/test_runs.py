@@ -22,9 +22,8 @@ from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
 from sunspot.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
-from sunspot.run.requests import request_stop
+from sunspot.run.requests import record_submission, request_stop
 from sunspot.run.status import SILENT_S, RunState, Status, read_status, restore_status, write_status
-from sunspot.run.submissions import record_submission
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
 from sunspot.submitter.commands import status as status_command

@@ -19,7 +19,7 @@ from sunspot.predict.for_report import show, to_parts
 from sunspot.report import gather, render
 from sunspot.run import Run
 from sunspot.run.overview import read_state
-from sunspot.run.predictions import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_exhibit, write_exhibit
+from sunspot.run.predictions import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_shown, write_shown
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.texts import SHOWN
@@ -51,8 +51,8 @@ def test_images_become_pngs(run: Run) -> None:
     assert np.array_equal(Image.open(io.BytesIO(parts[1].images[7])), pixels[7, 0])
     trained(run)
     shown = TaskExhibit("step-00000188-attempt-0002", 188, parts)
-    write_exhibit(run, shown)
-    assert read_exhibit(run) == shown
+    write_shown(run, shown)
+    assert read_shown(run, TaskExhibit) == shown
     assert 'alt="second: image 8"' in page_of(run)
 
 
@@ -77,8 +77,8 @@ def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
         Exhibit("Texts", text="<b>hello</b>\nthere"),
         Exhibit("By loss", columns=["loss"], rows=[[0.25], [1.0, "odd"]]),
     ]
-    write_exhibit(run, TaskExhibit("step-00000188-attempt-0002", 188, shown))
-    assert read_exhibit(run) == TaskExhibit("step-00000188-attempt-0002", 188, shown)
+    write_shown(run, TaskExhibit("step-00000188-attempt-0002", 188, shown))
+    assert read_shown(run, TaskExhibit) == TaskExhibit("step-00000188-attempt-0002", 188, shown)
     page = page_of(run)
     assert "&lt;b&gt;hello&lt;/b&gt;" in page
     assert "0.25" in page
@@ -91,7 +91,7 @@ def test_the_reason_stands_in_the_place_of_predictions(run: Run) -> None:
     trained(run)
     run.storage.delete(run.key("predictions.json"))
     assert "No predictions are stored" in page_of(run)
-    write_exhibit(run, TaskExhibit("step-00000188-attempt-0002", 188, [Exhibit("Perplexity", text="7.5")]))
+    write_shown(run, TaskExhibit("step-00000188-attempt-0002", 188, [Exhibit("Perplexity", text="7.5")]))
     assert "No predictions are stored" not in page_of(run)
 
 

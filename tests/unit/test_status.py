@@ -15,12 +15,11 @@ from sunspot.elastic.claim import begin_attempt
 from sunspot.elastic.copies import NodeInventory
 from sunspot.errors import StorageError, SupersededError, TrackingError
 from sunspot.predict.for_report import save_predictions
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
-from sunspot.run.claimant import Claimant
 from sunspot.run.outcome import DriverStatusWriter
 from sunspot.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
-from sunspot.run.predictions import Predictions, read_predictions
+from sunspot.run.predictions import Predictions, read_shown
 from sunspot.run.status import (
     SILENT_S,
     STATUS_EVERY_S,
@@ -229,16 +228,16 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
     checkpoint: Any = SimpleNamespace(finished=True, step=1, name="step-00000001-attempt-0001")
     for taken_over, kept in ((True, None), (False, made)):
         save_predictions(plan, run, checkpoint, OLD.driver if taken_over else NEW.driver)
-        assert read_predictions(run) == kept
+        assert read_shown(run, Predictions) == kept
 
 
 def test_predictions_that_storage_does_not_tell_of_are_only_warned_of(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(run: Run) -> None:
+    def fail(run: Run, form: type) -> None:
         raise StorageError("away")
 
-    for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("read_predictions", fail)):
+    for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("read_shown", fail)):
         monkeypatch.setattr(f"sunspot.predict.for_report.{name}", act)
     plan: Any = SimpleNamespace(settings=Settings(), test=object(), source=SimpleNamespace(classes=1))
     checkpoint: Any = SimpleNamespace(finished=True, step=1, name="step-00000001-attempt-0001")

@@ -11,9 +11,15 @@ import pytest
 import yaml
 
 from sunspot.run import Run, open_run
-from sunspot.run.requests import clear_stop, request_stop, stop_requested
+from sunspot.run.requests import (
+    clear_stop,
+    newest_submission,
+    owner_of,
+    record_submission,
+    request_stop,
+    stop_requested,
+)
 from sunspot.run.status import RunState, Status, write_status
-from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.submitter.cluster.api import Cluster
 from tests.harness import commands
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, kept, pod, rayjob, timestamp

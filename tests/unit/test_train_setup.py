@@ -29,9 +29,8 @@ from sunspot.elastic.restore import TrainingState
 from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt, Metadata
-from sunspot.run.claimant import Claimant
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings

@@ -21,9 +21,8 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.incidents import Cause
 from sunspot.run.overview import read_fresh_status
-from sunspot.run.requests import request_stop
+from sunspot.run.requests import owner_of, record_submission, request_stop
 from sunspot.run.status import RunState, Status
-from sunspot.run.submissions import owner_of, record_submission
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, Follower, StorageRead
 from sunspot.submitter.cluster.observation import ClusterPart, RunAccess, RunSnapshot, StoragePart

@@ -26,7 +26,7 @@ from sunspot.elastic.copies import (
 )
 from sunspot.errors import ConflictError, DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
-from sunspot.run import Run
+from sunspot.run import Claimant, Run
 from sunspot.run.attempts import (
     CLAIM_TRIES,
     IN_PLACE,
@@ -54,12 +54,11 @@ from sunspot.run.checkpoints import (
     leads_to_newest,
     list_directories,
 )
-from sunspot.run.claimant import Claimant
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.requests import refuse_if_deleted
-from sunspot.run.status import Status, read_other_status, read_status
+from sunspot.run.status import Status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
 from sunspot.storage.limits import retry_storage
@@ -288,7 +287,7 @@ def choose_start(
         heartbeats=[heartbeat for inventory in inventories for heartbeat in inventory.heartbeats],
         receipts=read_receipts(read_journal(run, "events")),
         status=read_status(run, attempt.driver),
-        other=read_other_status(run, attempt.driver),
+        other=read_status(run, other_than=attempt.driver),
     )
     return StartPoint(
         attempt=attempt,

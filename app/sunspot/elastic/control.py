@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sunspot.background import Background
 from sunspot.elastic.messages import Command, GroupEnd, Incident, LeftOut, RankError, WorkerGroup
 from sunspot.observe.progress import News, Progress
-from sunspot.run.hangs import Hang, blame, starved
+from sunspot.run.failures import Hang, blame, starved
 from sunspot.run.incidents import Cause
 
 COMMAND_EVERY_S = 0.5

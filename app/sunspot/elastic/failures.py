@@ -19,8 +19,7 @@ from sunspot.elastic.messages import OUT_OF_MEMORY, GroupEnd, RankError
 from sunspot.errors import SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.run.attempts import Attempt
-from sunspot.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure
-from sunspot.run.hangs import BRING_ROWS, blame, starved
+from sunspot.run.failures import BRING_ROWS, INSTALLED, LOST_PEER, OURS, Failure, blame, describe_failure, starved
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from sunspot.observe.progress import Progress
-from sunspot.run.failures import Failure
-from sunspot.run.hangs import Hang
+from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
 
 OUT_OF_MEMORY = 2

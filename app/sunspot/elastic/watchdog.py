@@ -31,8 +31,7 @@ from sunspot.background import start_thread
 from sunspot.errors import SunspotError
 from sunspot.run import SHARED_MEMORY, Run
 from sunspot.run.attempts import Attempt, newest_number
-from sunspot.run.failures import INSTALLED
-from sunspot.run.hangs import Hang
+from sunspot.run.failures import INSTALLED, Hang
 from sunspot.run.history import Journal
 from sunspot.storage.limits import with_deadline
 

@@ -4,7 +4,7 @@ import math
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,63 +41,19 @@ class Sums:
         return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
 
 
-class Totals(NamedTuple):
-    """The workers' numbers together."""
+def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[dict[str, float], np.ndarray]:
+    """Return means by name over the rows of all workers, and the numbers of each worker: float64 [workers, numbers].
 
-    means: dict[str, float]
-    "By name, over the rows of all workers."
-    maxima: list[float]
-    "Of each number."
-    sums: list[float]
-    "Of each number."
-    everyone: np.ndarray | None
-    "On rank 0, the numbers of each worker: float64 [workers, numbers]."
-
-
-class Reducer:
-    """Reduces the workers' numbers by small messages of a fixed form: one from each to rank 0, one back to all.
-
-    All get the same results, to the last bit. The names of the means are agreed on by further messages when a worker
-    has a new one; one without rows has none.
+    All workers call this together with as many `numbers`, and get the same, to the last bit: each adds up by rank what
+    all have. Waits for the device. A name without rows has no mean.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._names: list[str] = []
-
-    def reduce(self, sums: Sums, numbers: Sequence[float]) -> Totals:
-        """Reduce the numbers of all workers, which call this together with as many `numbers`. Waits for the device."""
-        own, end = sums.totals(), 1 + len(numbers)
-        while True:
-            unknown = any(name not in self._names for name in own)
-            of_names = [number for name in self._names for number in own.get(name, (0.0, 0))]
-            maxima, added, everyone = self._exchange([float(unknown), *numbers, *of_names])
-            if not maxima[0]:
-                break
-            named = gather_objects([*own], self._group)
-            self._names = sorted({*self._names, *(name for names in named for name in names)})
-        totals = zip(self._names, added[end::2], added[end + 1 :: 2], strict=True)
-        means = {name: total / rows for name, total, rows in totals if rows}
-        return Totals(means, maxima[1:end], added[1:end], None if everyone is None else everyone[:, 1:end])
-
-    def _exchange(self, mine: list[float]) -> tuple[list[float], list[float], np.ndarray | None]:
-        """Return the highest of each number and their sums in the order of the ranks; on rank 0, also all of them."""
-        message, everyone = torch.tensor(mine, dtype=torch.float64), None
-        answer = torch.empty(2 * len(mine), dtype=torch.float64)
-        if dist.get_rank(self._group) == 0:
-            parts = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
-            dist.gather(message, parts, dst=0, group=self._group)
-            everyone = torch.stack(parts).numpy()
-            answer = torch.tensor([*everyone.max(0), *map(sum, everyone.T.tolist())], dtype=torch.float64)
-        else:
-            dist.gather(message, dst=0, group=self._group)
-        dist.broadcast(answer, src=0, group=self._group)
-        return answer[: len(mine)].tolist(), answer[len(mine) :].tolist(), everyone
-
-
-def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return the mean of each name over the rows of all workers, on every worker."""
-    return Reducer(group).reduce(sums, []).means
+    ranks = gather_objects((sums.totals(), [*numbers]), group)
+    means = {}
+    for name in sorted({name for own, _ in ranks for name in own}):
+        having = [own[name] for own, _ in ranks if name in own]
+        if rows := sum(rows for _, rows in having):
+            means[name] = sum(total for total, _ in having) / rows
+    return means, np.array([numbers for _, numbers in ranks], float)
 
 
 class Stopwatch:
@@ -166,7 +122,6 @@ class MetricWindow:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, recent: RecentMeans) -> None:
         self._group, self._device, self.recent = group, device, recent
-        self._reducer = Reducer(group)
         self.own: dict[str, float] = {}
         """This worker's numbers of the window that was closed last, NaN where unknown: NUMBERS and
 
@@ -181,7 +136,7 @@ class MetricWindow:
 
     def move(self, group: dist.ProcessGroup) -> None:
         """Reduce the numbers of the workers of another group from now on."""
-        self._group, self._reducer = group, Reducer(group)
+        self._group = group
 
     def _open(self) -> None:
         self.forward = Stopwatch(self._device)
@@ -236,18 +191,18 @@ class MetricWindow:
             "throttled_s": _known(throttling.seconds),
             "throttled_share": _known(throttling.share),
         }
-        totals = self._reducer.reduce(self._sums, [*self.own.values()])
-        rows, slowest = round(totals.sums[0]), dict(zip(self.own, totals.maxima, strict=True))
-        if totals.everyone is not None:
-            columns = zip(self.own, totals.everyone.T, strict=True)
+        means, everyone = reduce(self._sums, [*self.own.values()], self._group)
+        rows, slowest = round(everyone[:, 0].sum()), dict(zip(self.own, everyone.max(0).tolist(), strict=True))
+        if dist.get_rank(self._group) == 0:
+            columns = zip(self.own, everyone.T, strict=True)
             self.ranks = {name: to_column(name, values) for name, values in columns if name != "time"}
-        self.recent.add(rows, totals.means)
+        self.recent.add(rows, means)
         record = {
             "step": step,
             "epoch": epoch,
             "steps": self.steps,
             "rows": rows,
-            **totals.means,
+            **means,
             "learning_rate": learning_rate,
             **{name: slowest[name] for name in NUMBERS},
             "rows_per_s": rows / slowest["seconds"],

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sunspot.background import Background
 from sunspot.formatting import visible
-from sunspot.observe.output import log_only
 from sunspot.run.history import in_digits, measured
+from sunspot.run.logs import log_only
 
 PROGRESS_EVERY_S = 1.0
 """Seconds between two updates."""
@@ -49,34 +49,17 @@ class News(NamedTuple):
 @contextmanager
 def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch: int) -> Iterator[None]:
     """Show, while the context lasts, what `fetch` returns."""
-    closing = threading.Event()
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
-    thread = threading.Thread(target=_watch, args=(fetch, screen, closing), name="progress", daemon=True)
-    thread.start()
+
+    def update() -> None:
+        with suppress(Exception):  # a display must never end a run
+            screen.update(fetch())
+
     try:
-        yield
+        with Background(PROGRESS_EVERY_S, update):
+            yield
     finally:
-        closing.set()
-        thread.join(timeout=10)
-
-
-def _watch(fetch: Callable[[], News], screen: _Lines, closing: threading.Event) -> None:
-    last_time = False
-    while not last_time:
-        last_time = closing.wait(PROGRESS_EVERY_S)
-        try:
-            news = fetch()
-        except Exception:  # a display must never end a run
-            continue
-        for text in news.lines:
-            screen.print(text)
-        for record in news.metrics:
-            screen.record(record)
-        if news.lines:  # of a lost rank, say: the progress is from before
-            screen.skip(news.progress)
-        elif news.progress.attempt:
-            screen.show(news.progress)
-    screen.close()
+        screen.close()
 
 
 class _Lines:
@@ -89,6 +72,17 @@ class _Lines:
         self._first = Progress()
         "The first progress of the worker group, from which its rate counts."
 
+    def update(self, news: News) -> None:
+        """Show what is new."""
+        for text in news.lines:
+            self.print(text)
+        for record in news.metrics:
+            self.record(record)
+        if news.lines:  # of a lost rank, say: the progress is from before, and not shown any more
+            self._shown = news.progress
+        elif news.progress.attempt:
+            self.show(news.progress)
+
     def record(self, record: dict[str, Any]) -> None:
         if record["step"] % self._per_epoch == 0 or record["step"] == self._total:
             self.print(epoch_line(record))
@@ -97,10 +91,6 @@ class _Lines:
         if progress != self._shown and time.monotonic() - self._printed >= PLAIN_EVERY_S:
             self._shown = progress
             self.print(self.describe(progress))
-
-    def skip(self, progress: Progress) -> None:
-        """Do not show this progress any more."""
-        self._shown = progress
 
     def close(self) -> None:
         """Do nothing: no bar is open."""

@@ -8,6 +8,7 @@ of its own. The counters of an ended process keep their last value. Ray's agent 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,12 +161,8 @@ def exported_run(run: str) -> Iterator[None]:
     """Export, from the driver, that the run is active while the context lasts: it may be waiting for workers."""
     text = "1 while a driver trains the run, whether there are workers or not."
     active = _make(Gauge, RUN_ACTIVE, text, {"run": run})
-
-    def export() -> None:
-        active.set(1)
-
-    export()
-    with Background(EXPORT_EVERY_S, export):
+    active.set(1)
+    with Background(EXPORT_EVERY_S, partial(active.set, 1)):
         yield
 
 

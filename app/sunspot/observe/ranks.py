@@ -1,6 +1,5 @@
 """Writes the numbers of each rank; those of old records are combined: there are as many however long the attempt."""
 
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
@@ -27,9 +26,6 @@ MAXIMA = {"step_time_p95_s", "memory_mib", "gpu_memory_mib"}
 
 MEANS = {"step_time_median_s": "steps", "throttled_share": "seconds"}
 """Combined to a mean, by the weight of each record. Of all other numbers the last one counts."""
-
-COUNT = re.compile(rb'"records":([0-9]+)')
-"""How many records a line tells of, if it was combined."""
 
 
 class RankHistory:
@@ -72,16 +68,14 @@ def downsample(text: bytes) -> bytes:
         size += len(lines[-newest])
     if newest == len(lines):
         return text
-    older = lines[:-newest]
-    counts = [int(found[1]) if (found := COUNT.search(line)) else 1 for line in older]
+    older = [from_json(line) for line in lines[:-newest]]
+    counts = [record.get("records", 1) for record in older]
     room, width = max(MIN_RECORDS, MIN_BYTES * len(lines) // len(text)), 1
     while sum(counts) > room * width:
         width *= 2
     begins = accumulate(counts, initial=0)
-    combined = []
-    for _, group in groupby(zip(begins, older, strict=False), lambda each: each[0] // width):
-        alike = [line for _, line in group]
-        combined.append(alike[0] if len(alike) == 1 else to_json(combine([from_json(line) for line in alike])))
+    groups = groupby(zip(begins, older, strict=False), lambda each: each[0] // width)
+    combined = [to_json(combine([record for _, record in group])) for _, group in groups]
     return b"\n".join([*combined, *lines[-newest:]]) + b"\n"
 
 

@@ -36,10 +36,8 @@ from sunspot.run.predictions import (
     Exhibit,
     Predictions,
     TaskExhibit,
-    read_exhibit,
-    read_predictions,
-    write_exhibit,
-    write_predictions,
+    read_shown,
+    write_shown,
 )
 from sunspot.run.status import own_status
 from sunspot.tasks import load_predict, load_task
@@ -77,7 +75,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
-        kept = read_predictions(run)
+        kept = read_shown(run, Predictions)
         if not plan.source.classes or (kept and kept.checkpoint == checkpoint.name):
             return
         if plan.source.classes > MAX_CLASSES:
@@ -87,7 +85,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         if predictions.rows < rows:
             print(f"  {predictions.rows} of {rows} held-out rows predicted in {LIMIT_S} s", flush=True)
         if own_status(run, driver):
-            write_predictions(run, predictions)
+            write_shown(run, predictions)
     except Exception as error:
         log.warning(f"no predictions for the report: {shorten(error)}")
 
@@ -193,12 +191,12 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
     if not checkpoint.finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
         return
     try:
-        kept = read_exhibit(run)
+        kept = read_shown(run, TaskExhibit)
         if kept and kept.checkpoint == checkpoint.name:
             return
         parts = call_in_task(show, plan, run.name, checkpoint.name, LIMIT_S)
         if own_status(run, driver):
-            write_exhibit(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
+            write_shown(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
         log.warning(f"the task shows nothing in the report: {shorten(error)}")
 

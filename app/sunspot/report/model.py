@@ -26,7 +26,7 @@ from sunspot.run.history import each_rank_record, each_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
-from sunspot.run.predictions import Predictions, TaskExhibit, load_exhibit, load_predictions
+from sunspot.run.predictions import Predictions, TaskExhibit, load_shown
 from sunspot.run.status import RunState, load_newest_status
 
 MAX_CHECKPOINTS = 50
@@ -165,8 +165,8 @@ def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> R
         gaps=find_gaps(receipts, history.attempts),
         checkpoints=checkpoints,
         checkpoints_left_out=not_shown,
-        predictions=tried(lambda: load_predictions(run), None, "the predictions"),
-        shown=tried(lambda: load_exhibit(run), None, "what the task shows"),
+        predictions=tried(lambda: load_shown(run, Predictions), None, "the predictions"),
+        shown=tried(lambda: load_shown(run, TaskExhibit), None, "what the task shows"),
         troubles=troubles + [f"{what} cannot be read: {text}" for what, texts in damaged.items() for text in texts],
     )
 

@@ -44,14 +44,15 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from sunspot.storage import open_storage
 from sunspot.storage.base import Entry, Storage
 
-__all__ = ["Run", "open_run"]
+__all__ = ["Claimant", "Run", "open_run"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,19 @@ class Run:
     def location(self) -> str:
         """The run's path or URL, for people."""
         return self.storage.locate(self.name)
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """A start of a driver that trains a run, or wants to."""
+
+    run: Run
+    owner: str
+    "The job or process that trains; the same for all of its starts."
+    driver: str = ""
+    "Identifies this start (`status.new_driver`); empty: a process that is none's driver."
+    given_up: Event = field(default_factory=Event)
+    "Set once the worker group that claims for it is no more: a thread of it that waited for storage claims nothing."
 
 
 def open_run(storage_path: str, name: str) -> Run:

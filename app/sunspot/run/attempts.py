@@ -26,8 +26,7 @@ from annotated_types import Predicate
 from sunspot.background import map_parallel
 from sunspot.errors import ConflictError, DamageError, SupersededError, by_name
 from sunspot.formatting import as_time
-from sunspot.run import Run
-from sunspot.run.claimant import Claimant
+from sunspot.run import Claimant, Run
 from sunspot.run.objects import (
     MAX_NUMBER,
     CheckpointName,
@@ -38,8 +37,7 @@ from sunspot.run.objects import (
     read_verified,
     with_checksum,
 )
-from sunspot.run.requests import refuse_if_deleted
-from sunspot.run.submissions import owner_of
+from sunspot.run.requests import owner_of, refuse_if_deleted
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +182,7 @@ def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
             except DamageError as error:
                 log.warning(f"start {number} of the run is given up: {error}")
                 nowhere = Attempt(number, "nobody", None, 0, nonce=new_nonce(), chosen=False)
-                run.storage.write(run.key("attempts", file), _to_json(nowhere))
+                run.storage.write(run.key("attempts", file), with_checksum(asdict(nowhere)))
 
 
 def _loss_of(number: int) -> str:
@@ -218,10 +216,6 @@ def _read_attempt(run: Run, file: str) -> Attempt:
             f"{place} cannot be used: attempt {attempt.number} would start at step {attempt.step} of {origin}"
         )
     return attempt
-
-
-def _to_json(attempt: Attempt) -> bytes:
-    return with_checksum(asdict(attempt))
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
@@ -295,14 +289,14 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
     """Take the run over as `attempt`; False if its number is taken. Raises `SupersededError`, also if it is deleted."""
     refuse_if_superseded(attempts, attempt.owner, attempt.driver)
     refuse_if_deleted(run)
-    return run.storage.create(_key(run, attempt.number), _to_json(attempt))
+    return run.storage.create(_key(run, attempt.number), with_checksum(asdict(attempt)))
 
 
 def record_start(run: Run, attempt: Attempt) -> None:
     """Record where a claimed `attempt` has chosen to start; raises like `ensure_owner`."""
     ensure_owner(run, attempt)
     key = run.key("attempts", _start_file(attempt))
-    run.storage.create(key, _to_json(attempt))
+    run.storage.create(key, with_checksum(asdict(attempt)))
     try:
         ensure_owner(run, attempt)
     except SupersededError:
@@ -322,12 +316,6 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
         )
 
 
-def record_error(run: Run, attempt: int, error: Exception) -> None:
-    """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
-    record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
-    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(record))
-
-
 @dataclass(frozen=True)
 class Ended:
     """The error that ended an attempt for good."""
@@ -335,6 +323,12 @@ class Ended:
     type: str
     message: str
     time: Moment
+
+
+def record_error(run: Run, attempt: int, error: Exception) -> None:
+    """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
+    ended = Ended(type(error).__name__, str(error), time.time())
+    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(asdict(ended)))
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:

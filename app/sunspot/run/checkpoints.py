@@ -274,10 +274,8 @@ def verify(
         checkpoint = read_manifest(run, name)
         if checkpoint is None:
             return None
-        if inspect and directories is not None:
-            faults = inspect(checkpoint, directories[name])
-        else:
-            faults = find_faults(run, checkpoint, None if directories is None else directories[name])
+        listed = None if directories is None else directories[name]
+        faults = inspect(checkpoint, listed) if inspect and listed else find_faults(run, checkpoint, listed)
         return (checkpoint, faults) if not faults or run.storage.exists(_key(run, name, MANIFEST)) else None
 
     checked = map_parallel(check, names, 1 if directories is None else AT_ONCE)

@@ -1,22 +1,32 @@
-"""The output of a run's processes.
+"""The output of a run's processes: shipped to storage every few seconds, so a lost node costs no more than that.
 
-A stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot append: a
+The output of a worker is a file of Ray's; that of the driver a terminal, a pipe, or whatever it was started with. A
+stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot append: a
 stream is a series of segments, and only the last is written again, until it has SEGMENT_BYTES. Of a process that prints
 without end the first part and the newest are kept.
 """
 
+import os
 import re
+import stat
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, NamedTuple, TextIO, cast
 
-from sunspot.background import TokenBucket
-from sunspot.errors import StorageError
-from sunspot.formatting import as_bytes
+from sunspot.background import Background, TokenBucket
+from sunspot.errors import StorageError, SunspotError, format_trace
+from sunspot.formatting import COLOUR, as_bytes
 from sunspot.run import Run
 from sunspot.run.streams import Segment, read_segments
+
+SHIP_EVERY_S = 5
+"""Seconds of output that a killed process loses; shipping takes one small write, and none without output."""
+
+CHUNK = 1 << 20
+"""Bytes read at a time from a worker's output file."""
 
 SEGMENT_BYTES = 128 << 10
 """Bounds the cost of writing the last segment again. One may have more, when much was printed between two writes."""
@@ -124,6 +134,79 @@ def rank_stream(attempt: int, rank: int) -> str:
     return f"attempt-{attempt:04d}-rank-{rank:04d}"
 
 
+@contextmanager
+def shipped_driver_output(run: Run) -> Iterator[None]:
+    """Ship what Python prints in this process, and the error that ends the context."""
+    log = LogWriter(run, driver_stream())
+    out, err = cast(TextIO, _Tee(sys.stdout, log)), cast(TextIO, _Tee(sys.stderr, log))
+    with redirect_stdout(out), redirect_stderr(err), Background(SHIP_EVERY_S, log.flush):
+        try:
+            yield
+        except SunspotError as error:
+            log.append(f"error: {error}\n".encode())  # the entry point prints it on the terminal
+            raise
+        except Exception as error:
+            log.append(format_trace(error).encode(errors="replace"))
+            raise
+        finally:
+            log.end()
+
+
+def log_only() -> Callable[[str], None]:
+    """Return a function that ships text without printing it, while output is shipped; else it does nothing."""
+    return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
+
+
+@contextmanager
+def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
+    """Ship what this worker writes to stdout and stderr, from Python or from a library."""
+    log = LogWriter(run, rank_stream(attempt, rank))
+    tails = [_Tail(descriptor, log) for descriptor in (1, 2) if stat.S_ISREG(os.fstat(descriptor).st_mode)]
+    with Background(SHIP_EVERY_S, *(tail.read for tail in tails), log.flush):
+        try:
+            yield
+        except Exception as error:
+            print(format_trace(error), end="", file=sys.stderr)
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            log.end()
+
+
+class _Tee:
+    """A text stream that also copies what is written to a log."""
+
+    def __init__(self, stream: TextIO, log: LogWriter) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        plain = COLOUR.sub("", text)  # Ray colours what it prints, also where nobody sees colours
+        self.copy(plain)
+        self._stream.write(text if self._stream.isatty() else plain)
+        return len(text)
+
+    def copy(self, text: str) -> None:
+        self._log.append(text.encode(errors="replace"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Tail:
+    """Reads the new bytes of the file that a descriptor of this process writes to."""
+
+    def __init__(self, descriptor: int, log: LogWriter) -> None:
+        self._log = log
+        self._file = open(f"/proc/self/fd/{descriptor}", "rb")  # noqa: SIM115  # open until the process ends
+        self._file.seek(0, os.SEEK_END)  # the process may have worked for another run before
+
+    def read(self) -> None:
+        """Append the new bytes to the log."""
+        while data := self._file.read(CHUNK):
+            self._log.append(data)
+
+
 def list_streams(run: Run) -> dict[str, int]:
     """Return the streams of a run by name, with their sizes in bytes."""
     sizes: dict[str, int] = {}
@@ -149,18 +232,11 @@ def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
 
 def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
     """Yield a stream by segments, each with a note of what was left out before it. Nothing new costs one listing."""
-    folder = run.key("logs", stream)
 
     def find_unread() -> list[Segment]:
-        found = []
-        for entry in run.storage.list(folder):
-            if name := SEGMENT.fullmatch(entry.key.removeprefix(f"{folder}/")):
-                end = int(name["begin"]) + entry.size
-                if end > offset:
-                    found.append(Segment(0, stream, int(name["begin"]), end - 1, entry))
-        return found
+        return [segment for segment in _list_segments(run, stream) if segment.last >= offset]
 
-    for segment, text, _ in read_segments(run.storage, folder, find_unread):
+    for segment, text, _ in read_segments(run.storage, run.key("logs", stream), find_unread):
         begin = segment.first
         gap = _describe_gap(begin - offset, "of long output, the first and the newest part are kept")
         data = (gap if begin > offset else b"") + text[max(0, offset - begin) :]
@@ -170,9 +246,15 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
 
 def read_tail(run: Run, stream: str, size: int) -> bytes:
     """Return the last `size` bytes of a stream, or a little more; empty when it has none."""
-    entries = [e for e in run.storage.list(run.key("logs", stream)) if SEGMENT.fullmatch(e.key.rpartition("/")[2])]
     tail = b""
-    for entry in reversed(entries):
+    for segment in reversed(_list_segments(run, stream)):
         if len(tail) < size:
-            tail = run.storage.read(entry.key) + tail
+            tail = run.storage.read(segment.entry.key) + tail
     return tail[-size:]
+
+
+def _list_segments(run: Run, stream: str) -> list[Segment]:
+    """Return the segments of a stream, by where they begin in it."""
+    listed = [(SEGMENT.fullmatch(file), entry) for file, entry in run.entries(f"logs/{stream}")]
+    begins = [(int(name["begin"]), entry) for name, entry in listed if name]
+    return [Segment(0, stream, begin, begin + entry.size - 1, entry) for begin, entry in begins]

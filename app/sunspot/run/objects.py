@@ -57,19 +57,9 @@ Moment = Annotated[float, Ge(0), Le(LAST_MOMENT)]
 Whole = Annotated[int, Ge(-(2**63)), Lt(2**63)]
 
 
-def is_checkpoint_name(text: str) -> bool:
-    """Return whether it can be the name of a checkpoint."""
-    return bool(CHECKPOINT.fullmatch(text))
+CheckpointName = Annotated[str, Predicate(CHECKPOINT.fullmatch)]
 
-
-def is_run_name(text: str) -> bool:
-    """Return whether it can be the name of a run."""
-    return bool(RUN.fullmatch(text))
-
-
-CheckpointName = Annotated[str, Predicate(is_checkpoint_name)]
-
-RunName = Annotated[str, Predicate(is_run_name)]
+RunName = Annotated[str, Predicate(RUN.fullmatch)]
 
 DIGEST = "sha256"
 """Field of an object with a checksum: the SHA-256 of all others."""
@@ -88,22 +78,12 @@ def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
     """Read what `with_checksum` wrote; raises like `read`, and `ConflictError` when a version before 1.0 wrote it."""
     key = run.key(*parts)
     content, place = read_content(run.storage, key), run.storage.locate(key)
-    _refuse_before_1_0(content, place)
-    return parse_verified(form, content, place)
-
-
-def _refuse_before_1_0(content: bytes, place: str) -> None:
-    from pydantic_core import from_json
-
-    try:
-        record = from_json(content)
-    except ValueError:
-        return  # damaged: its form tells where
-    if isinstance(record, dict) and FORMAT not in record and record.pop(DIGEST, "") == digest(record):
+    if FORMAT not in parse_verified(dict[str, Any], content, place):
         raise ConflictError(
             f"{place} was written by a version of Sunspot before 1.0, whose files this version does not read: finish "
             "the run with that version, or begin a new one under another SUNSPOT_RUN_NAME"
         )
+    return parse(form, content, place)
 
 
 def read_content(storage: Storage, key: str) -> bytes:
@@ -115,32 +95,26 @@ def read_content(storage: Storage, key: str) -> bytes:
 def parse(form: Any, content: bytes, place: str) -> Any:
     """Parse JSON as its `form`, a dataclass or another type; raises `DamageError`, which names the `place`.
 
-    Types are taken literally, fields that the form does not know are left out, and a checksum must match.
+    Types are taken literally, and fields that the form does not know are left out.
     """
     from pydantic import ValidationError
-    from pydantic_core import from_json
 
     if len(content) > MAX_BYTES:
         raise DamageError(f"{place} cannot be used: it is larger than {MAX_BYTES >> 20} MiB")
     try:
-        found = adapter(form).validate_json(content, strict=True)
+        return adapter(form).validate_json(content, strict=True)
     except ValidationError as error:
         raise DamageError(f"{place} cannot be used: {_describe(error)}") from error
-    if DIGEST.encode() in content:
-        record = from_json(content)
-        if isinstance(record, dict) and DIGEST in record and record.pop(DIGEST) != digest(record):
-            raise DamageError(f"{place} cannot be used: it was changed after it was written")
-    return found
 
 
 def parse_verified(form: Any, content: bytes, place: str) -> Any:
     """Parse what `with_checksum` wrote; raises like `parse`."""
-    from pydantic_core import from_json
-
-    found = parse(form, content, place)
-    if DIGEST not in from_json(content):
+    record = parse(dict[str, Any], content, place)
+    if DIGEST not in record:
         raise DamageError(f"{place} cannot be used: it has no checksum")
-    return found
+    if record.pop(DIGEST) != digest(record):
+        raise DamageError(f"{place} cannot be used: it was changed after it was written")
+    return parse(form, content, place)
 
 
 def is_count(value: Any) -> bool:
@@ -164,12 +138,12 @@ def digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(to_json(record)).hexdigest()
 
 
-def read_or_default(read: Callable[[], Form], otherwise: Form) -> Form:
-    """Return what `read` returns, or `otherwise` and a warning when that is damaged."""
+def read_or_default(read: Callable[[], Form], otherwise: Form, damaged: list[str] | None = None) -> Form:
+    """Return what `read` returns, or `otherwise` when that is damaged, which `tell_damage` tells."""
     try:
         return read()
     except DamageError as error:
-        tell_damage(str(error))
+        tell_damage(str(error), damaged)
         return otherwise
 
 

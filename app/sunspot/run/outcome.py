@@ -13,13 +13,12 @@ from typing import Any
 from sunspot.background import Background
 from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError, shorten
 from sunspot.formatting import as_time
-from sunspot.run import Run
+from sunspot.run import Claimant, Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.claimant import Claimant
 from sunspot.run.failures import describe_failure, record_failure
 from sunspot.run.objects import read_if_usable
-from sunspot.run.requests import StopRequest
+from sunspot.run.requests import StopRequest, list_submissions
 from sunspot.run.status import (
     SILENT_S,
     STATUS_EVERY_S,
@@ -37,7 +36,6 @@ from sunspot.run.status import (
     withdraw_status,
     write_status,
 )
-from sunspot.run.submissions import list_submissions
 from sunspot.storage.base import Entry
 from sunspot.storage.limits import with_deadline
 
@@ -99,11 +97,27 @@ def recorded_outcome(
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
     """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
-    run = claimant.run
+    run, owner = claimant.run, claimant.owner
     known, before = newest_number(run), read_status(run)
-    after = tuple(sorted({driver_of(entry) for entry in list_statuses(run)}))
-    attempt = 0 if before and before.owner != claimant.owner and _trains(before) else known
-    begun = replace(_status_at_start(before, claimant, newest, attempt), after=after)
+    name = newest.name if newest else None
+    again = before is not None and before.owner == owner and before.checkpoint == name
+    begun = replace(
+        before or Status(RunState.STARTING, owner),
+        state=RunState.STARTING,
+        owner=owner,
+        reason="no worker trains yet: the driver reads its data, or waits for machines",
+        began=time.time(),
+        starts=before.starts + 1 if before and again else 1,
+        attempt=0 if before and before.owner != owner and _trains(before) else known,
+        after=tuple(sorted({driver_of(entry) for entry in list_statuses(run)})),
+        driver=claimant.driver,
+        checkpoint=name,
+        checkpoint_time=newest.time if newest else None,
+        step=newest.step if newest else 0,
+        epoch=newest.epoch if newest else 0,
+        world_size=0,
+        heartbeat=None,
+    )
     return known, before, DriverStatusWriter(run, begun)
 
 
@@ -120,36 +134,13 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     """
     if newest_number(run) > known:
         return False
-    others = [entry for entry in list_statuses(run) if driver_of(entry) != begun.driver]
-    entry = newest_status(others)
+    entry = newest_status(list_statuses(run), other_than=begun.driver)
     other = usable_status(run.storage, entry) if entry else before
     if not other:
         return not run.storage.exists(run.key("run.json")) and not list_submissions(run)
     if other.owner == begun.owner:
         return other.state.terminal and isinstance(error, ConflictError)
     return other.state.terminal or _trains(other)
-
-
-def _status_at_start(before: Status | None, claimant: Claimant, newest: Checkpoint | None, attempt: int) -> Status:
-    owner = claimant.owner
-    name = newest.name if newest else None
-    again = before is not None and before.owner == owner and before.checkpoint == name
-    return replace(
-        before or Status(RunState.STARTING, owner),
-        state=RunState.STARTING,
-        owner=owner,
-        reason="no worker trains yet: the driver reads its data, or waits for machines",
-        began=time.time(),
-        starts=before.starts + 1 if before and again else 1,
-        attempt=attempt,
-        driver=claimant.driver,
-        checkpoint=name,
-        checkpoint_time=newest.time if newest else None,
-        step=newest.step if newest else 0,
-        epoch=newest.epoch if newest else 0,
-        world_size=0,
-        heartbeat=None,
-    )
 
 
 class DriverStatusWriter:

@@ -23,7 +23,7 @@ from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
 from sunspot.run.objects import CHECKPOINT, RUN, parse, read_if_there, read_or_default
-from sunspot.run.requests import DELETION, STOP, deletion_begun
+from sunspot.run.requests import DELETION, STOP, SUBMISSION, deletion_begun, list_submissions
 from sunspot.run.status import (
     FOLDER,
     SILENT_S,
@@ -35,7 +35,6 @@ from sunspot.run.status import (
     read_status,
     usable_status,
 )
-from sunspot.run.submissions import SUBMISSION, list_submissions
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
 
@@ -143,8 +142,7 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
     def read(run: RunSummary) -> Status | None:
         with contextlib.suppress(NotFoundError):  # gone since it was listed
-            status = usable_status(storage, run.status) if run.status else None
-            return read_fresh_status(Run(storage, run.name)) if status and _seems_silent(storage, status) else status
+            return _refreshed(Run(storage, run.name), usable_status(storage, run.status) if run.status else None)
         return None
 
     return map_parallel(read, runs)
@@ -152,16 +150,16 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
 def read_fresh_status(run: Run) -> Status | None:
     """Return the status, read again if its run seems silent: NFS clients show what they saw up to a minute ago."""
-    status = read_status(run)
-    if status and _seems_silent(run.storage, status):
+    return _refreshed(run, read_status(run))
+
+
+def _refreshed(run: Run, status: Status | None) -> Status | None:
+    """Return the `status` that was read, or a newer one where it seems silent."""
+    if status and not run.storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S:
         with contextlib.suppress(StorageError):  # it may not be written here
             run.storage.refresh(run.key(FOLDER))
             return read_status(run)
     return status
-
-
-def _seems_silent(storage: Storage, status: Status) -> bool:
-    return not storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S
 
 
 # ---------------------------------------------------------------------------------------------------------------- state

@@ -1,13 +1,10 @@
 """What the report shows of a finished run's model: its predictions of held-out rows, and what the task shows of it."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
-from sunspot.errors import DamageError
 from sunspot.run import Run, to_json
 from sunspot.run.objects import CheckpointName, Count, Measure, adapter, read, read_if_usable
-
-FILE, EXHIBIT_FILE = "predictions.json", "shown.json"
 
 MAX_MISTAKES, MAX_RIGHT, MAX_SAMPLES = 48, 24, 24
 """Images kept of each kind of prediction; with them the report stays far below 2 MB."""
@@ -59,6 +56,10 @@ class Predictions:
     names: list[str] = field(default_factory=list)
     "Of the classes, where they have any."
 
+    def __post_init__(self) -> None:
+        if [len(row) for row in self.confusion] != [self.classes] * self.classes:
+            raise ValueError(f"the confusion matrix is none of {self.classes} classes")
+
     def name(self, label: int) -> str:
         """Name a class."""
         return self.names[label] if label < len(self.names) else str(label)
@@ -88,39 +89,22 @@ class TaskExhibit:
     parts: list[Exhibit]
 
 
-def write_predictions(run: Run, predictions: Predictions) -> None:
-    """Replace the run's predictions. Raises `StorageError`."""
-    _write(run, FILE, predictions)
+FILES: dict[type, str] = {Predictions: "predictions.json", TaskExhibit: "shown.json"}
+
+Shown = TypeVar("Shown", Predictions, TaskExhibit)
 
 
-def write_exhibit(run: Run, shown: TaskExhibit) -> None:
-    """Replace what the task shows. Raises `StorageError`."""
-    _write(run, EXHIBIT_FILE, shown)
+def write_shown(run: Run, shown: Predictions | TaskExhibit) -> None:
+    """Replace the run's predictions, or what its task shows. Raises `StorageError`."""
+    form = type(shown)
+    run.storage.write(run.key(FILES[form]), to_json(adapter(form).dump_python(shown, mode="json", warnings=False)))
 
 
-def _write(run: Run, file: str, value: Any) -> None:
-    run.storage.write(run.key(file), to_json(adapter(type(value)).dump_python(value, mode="json", warnings=False)))
+def read_shown(run: Run, form: type[Shown]) -> Shown | None:
+    """Return what is shown in this form; None when there is none, or it is damaged. Raises `StorageError`."""
+    return read_if_usable(lambda: load_shown(run, form))
 
 
-def read_predictions(run: Run) -> Predictions | None:
-    """Return the run's predictions; None when there are none, or they are damaged. Raises `StorageError`."""
-    return read_if_usable(lambda: load_predictions(run))
-
-
-def load_predictions(run: Run) -> Predictions:
-    """Return the run's predictions; raises `NotFoundError`, `DamageError` or `StorageError`."""
-    found = read(run, Predictions, FILE)
-    if [len(row) for row in found.confusion] != [found.classes] * found.classes:
-        place = run.storage.locate(run.key(FILE))
-        raise DamageError(f"{place} cannot be used: the confusion matrix is none of {found.classes} classes")
-    return found
-
-
-def read_exhibit(run: Run) -> TaskExhibit | None:
-    """Return what the task shows; None without it, or when it is damaged. Raises `StorageError`."""
-    return read_if_usable(lambda: load_exhibit(run))
-
-
-def load_exhibit(run: Run) -> TaskExhibit:
-    """Return what the task shows; raises `NotFoundError`, `DamageError` or `StorageError`."""
-    return read(run, TaskExhibit, EXHIBIT_FILE)
+def load_shown(run: Run, form: type[Shown]) -> Shown:
+    """Return what is shown in this form; raises `NotFoundError`, `DamageError` or `StorageError`."""
+    return read(run, form, FILES[form])

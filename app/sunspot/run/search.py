@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from sunspot.errors import DamageError
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import Checkpoint, best_first, in_lineage, list_checkpoints
@@ -52,6 +51,11 @@ class Results:
     "The run whose best checkpoint is the search's; None: not yet."
     time: Moment = field(default_factory=time.time)
 
+    def __post_init__(self) -> None:
+        for trial in self.trials:
+            if missing := self.space.keys() - trial.settings.keys():
+                raise ValueError(f"{trial.run} has no {', '.join(sorted(missing))}")
+
     @property
     def ranking(self) -> list[Trial]:
         """Trials from best to worst, those without the metric last."""
@@ -66,16 +70,7 @@ def write_results(run: Run, results: Results) -> None:
 
 def read_results(run: Run) -> Results | None:
     """Read the results of a search; None when there are none, or they are damaged. Raises `StorageError`."""
-    return read_if_usable(lambda: _read(run))
-
-
-def _read(run: Run) -> Results:
-    results = read(run, Results, FILE)
-    for trial in results.trials:
-        if missing := results.space.keys() - trial.settings.keys():
-            place = run.storage.locate(run.key(FILE))
-            raise DamageError(f"{place} cannot be used: {trial.run} has no {', '.join(sorted(missing))}")
-    return results
+    return read_if_usable(lambda: read(run, Results, FILE))
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:

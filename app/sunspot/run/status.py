@@ -11,7 +11,7 @@ import enum
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from sunspot.errors import DamageError, NotFoundError, StorageError, SupersededError
@@ -158,10 +158,14 @@ def _file(status: Status) -> str:
     return f"attempt-{status.attempt:04d}-{status.driver}.json"
 
 
-def newest_status(listed: Iterable[Entry], driver: str = "") -> Entry | None:
-    """Return the newest attempt's status object in a listing, of several the last; with `driver`, only of its own."""
-    own = [entry for entry in listed if NAME.fullmatch(entry.key) and driver in ("", driver_of(entry))]
-    return max(own, key=lambda entry: (attempt_in(entry), entry.modified), default=None)
+def newest_status(listed: Iterable[Entry], driver: str = "", other_than: str = "") -> Entry | None:
+    """Return the newest attempt's status object in a listing, of several the last.
+
+    With `driver`, only of those of that start of a driver; with `other_than`, only of those of all other starts.
+    """
+    of_driver = [(entry, driver_of(entry)) for entry in listed if NAME.fullmatch(entry.key)]
+    found = [entry for entry, its in of_driver if driver in ("", its) and its != other_than]
+    return max(found, key=lambda entry: (attempt_in(entry), entry.modified), default=None)
 
 
 def attempt_in(entry: Entry) -> int:
@@ -188,26 +192,15 @@ def own_status(run: Run, driver: str) -> Entry | None:
     return own if own and newest and attempt_in(own) == attempt_in(newest) else None
 
 
-def read_status(run: Run, driver: str = "") -> Status | None:
-    """Return the status that counts, or that of one start of a driver; None if there is none, or a damaged one."""
-    return read_or_default(lambda: load_newest_status(run, driver), None)
+def read_status(run: Run, driver: str = "", other_than: str = "") -> Status | None:
+    """Return the status that `newest_status` chooses; None if there is none, or a damaged one."""
+    return read_or_default(lambda: load_newest_status(run, driver, other_than), None)
 
 
-def read_other_status(run: Run, driver: str) -> Status | None:
-    """Return the status that counts among those of all other starts of a driver; otherwise like `read_status`."""
-    return read_or_default(
-        lambda: _load(run, lambda listed: newest_status(entry for entry in listed if driver_of(entry) != driver)), None
-    )
-
-
-def load_newest_status(run: Run, driver: str = "") -> Status | None:
+def load_newest_status(run: Run, driver: str = "", other_than: str = "") -> Status | None:
     """Read like `read_status`; raises `DamageError` too."""
-    return _load(run, lambda listed: newest_status(listed, driver))
-
-
-def _load(run: Run, choose: Callable[[list[Entry]], Entry | None]) -> Status | None:
     for _ in range(READ_TRIES):
-        entry = choose(list_statuses(run))
+        entry = newest_status(run.storage.list(run.key(FOLDER)), driver, other_than)
         if entry is None:
             return None
         with contextlib.suppress(NotFoundError):  # withdrawn, or tidied away by a newer attempt, since it was listed

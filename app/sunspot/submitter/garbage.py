@@ -23,8 +23,8 @@ from sunspot.run.checkpoints import (
     why_abandoned,
 )
 from sunspot.run.overview import read_state
+from sunspot.run.requests import newest_submission
 from sunspot.run.status import RunState
-from sunspot.run.submissions import newest_submission
 from sunspot.submitter.printing import warn
 from sunspot.submitter.runs import list_unfinished
 

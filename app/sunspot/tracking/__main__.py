@@ -7,6 +7,7 @@ import logging
 import select
 import sys
 import time
+from contextlib import suppress
 
 from sunspot.command_line import CommandParser
 from sunspot.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
@@ -113,9 +114,6 @@ class Outage:
         self.tries = 0
         "Failed tries in a row."
         self._since = 0.0
-        self._number = 0
-        self._journal: Journal | None = None
-        "For the attempt of that number."
 
     def add_failure(self, error: TrackingError) -> None:
         """Count a failed try; the first one begins the outage."""
@@ -132,15 +130,10 @@ class Outage:
 
     def _record(self, what: str, detail: str) -> None:
         log.info(f"tracking: {what}: {detail}")
-        step, number = max(0, self._delivery.delivered.step), self._delivery.attempt
-        try:
-            if self._journal is None or number != self._number:
-                self._number = number
-                self._journal = Journal(self._delivery.run, "events", number)
-            self._journal.note(what, step, detail)
-            self._journal.flush()
-        except StorageError:
-            pass  # it is in the driver's output
+        journal = Journal(self._delivery.run, "events", self._delivery.attempt)
+        journal.note(what, max(0, self._delivery.delivered.step), detail)
+        with suppress(StorageError):  # it is in the driver's output
+            journal.flush()
 
 
 def _recorded_service(run: Run, settings: Settings) -> Settings:

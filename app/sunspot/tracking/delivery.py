@@ -25,7 +25,7 @@ from sunspot.run.objects import Count, Form, read, read_if_there, read_if_usable
 from sunspot.run.status import Status, read_status
 from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX
-from sunspot.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
+from sunspot.tracking.service import SERVICES, Point, RefusedError, RunIdentity, Service
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Delivery:
             first = attempts[0]
             text = f"{self.run.location} {first.owner} {first.time}"
             identity = RunIdentity(hashlib.sha256(text.encode()).hexdigest()[:16], self.run.name, self.run.location)
-            service = open_service(self.name, self._project, identity)
+            service = SERVICES[self.name](self._project, identity)
             known = read_tracking_run(self.run, self.name)
             if known is None:
                 mine = service.find_or_create()

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 
+from sunspot.background import start_thread
 from sunspot.errors import SettingsError
 from sunspot.extras import how_to_install
 from sunspot.run import Run
@@ -84,11 +86,9 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
         text=True,
         start_new_session=True,  # an interrupt from the terminal is for the driver only
     )
+    later = command(run, settings)
     finishing, abandoned = threading.Event(), threading.Event()
-    reader = threading.Thread(
-        target=_relay_output, args=(process, finishing, abandoned, command(run, settings)), daemon=True
-    )
-    reader.start()
+    reader = start_thread(lambda: _relay_output(process, finishing, abandoned, later), "tracking output")
     try:
         yield
     finally:
@@ -101,9 +101,9 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
                 os.killpg(process.pid, signal.SIGKILL)  # with its library's processes
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            log.warning(f"tracking: not delivered within {FINISH_TIMEOUT_S} s; {command(run, settings)} goes on")
+            log.warning(f"tracking: not delivered within {FINISH_TIMEOUT_S} s; {later} goes on")
         finally:
-            reader.join(OUTPUT_TIMEOUT_S)
+            wait([reader], OUTPUT_TIMEOUT_S)
 
 
 def _wait_for_end(process: subprocess.Popen[str]) -> None:

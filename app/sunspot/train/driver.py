@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from sunspot.code_archive import enter_code
 from sunspot.errors import ConflictError, shorten
 from sunspot.formatting import plural, visible
-from sunspot.observe.output import shipped_driver_output
 from sunspot.report import FILE, gather, render
 from sunspot.report.summary import describe
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newest_good
-from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
 from sunspot.run.overview import read_state
 from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested

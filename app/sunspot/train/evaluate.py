@@ -10,7 +10,7 @@ import torch
 from sunspot.data.order import largest_pass
 from sunspot.elastic.messages import Command
 from sunspot.errors import SettingsError
-from sunspot.observe.metrics import Sums, mean_over_workers
+from sunspot.observe.metrics import Sums, reduce
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
 from sunspot.run.checkpoints import SINCE_BEST, is_out_of_patience
@@ -61,7 +61,8 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
             heartbeat(bool(batch) or together)
     if end.stop or end.restart:
         return Evaluation(None, end.stop, end.restart)
-    return Evaluation({f"test_{name}": mean for name, mean in mean_over_workers(sums, group).items()})
+    means, _ = reduce(sums, [], group)
+    return Evaluation({f"test_{name}": mean for name, mean in means.items()})
 
 
 @contextmanager

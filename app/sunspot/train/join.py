@@ -26,7 +26,6 @@ from sunspot.elastic.restore import load_start
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import StorageError, SunspotError, SupersededError, find_in
 from sunspot.log import print_logs, sent_warnings
-from sunspot.observe.output import shipped_worker_output
 from sunspot.observe.prometheus import EXPORT_EVERY_S
 from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
 from sunspot.plan import Plan
@@ -35,11 +34,10 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_internals.workers import launch_time, raylet_process
 from sunspot.ray_session import enter_folder
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import record_error
-from sunspot.run.claimant import Claimant
-from sunspot.run.failures import record_failure
-from sunspot.run.hangs import Hang
+from sunspot.run.failures import Hang, record_failure
+from sunspot.run.logs import shipped_worker_output
 from sunspot.settings import Settings
 from sunspot.train.build import Joined, build_worker, prepare_learner
 from sunspot.train.reporter import first_status, show_claim

@@ -44,10 +44,9 @@ from sunspot.ray_internals.coordinator import install_coordinator
 from sunspot.ray_internals.nodes import reachable_nodes
 from sunspot.ray_internals.output import quiet_losses
 from sunspot.ray_session import ray_session
-from sunspot.run import open_run
+from sunspot.run import Claimant, open_run
 from sunspot.run.attempts import fatal_error, read_attempts
 from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
-from sunspot.run.claimant import Claimant
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings, WorkerRange

@@ -25,10 +25,9 @@ from sunspot.errors import (
 from sunspot.formatting import columns, visible
 from sunspot.report import FILE
 from sunspot.report.search import gather_search, render_search
-from sunspot.run import Run, open_run
+from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
-from sunspot.run.claimant import Claimant
 from sunspot.run.history import HELD_OUT
 from sunspot.run.identity import keep_identity
 from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
@@ -53,9 +52,9 @@ def main() -> int:
     refuse_unusable(search.settings)
 
     # Imported late, as torch and Ray take seconds: a wrong setting is reported at once.
-    from sunspot.observe.output import shipped_driver_output
     from sunspot.plan import with_absolute_paths
     from sunspot.run.attempts import new_owner
+    from sunspot.run.logs import shipped_driver_output
     from sunspot.run.outcome import recorded_outcome
     from sunspot.train.driver import on_exit
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from sunspot.errors import ClusterError, ConflictError, GaveUpError, SunspotError
 from sunspot.formatting import plural
 from sunspot.run import Run
+from sunspot.run.requests import newest_submission
 from sunspot.run.status import RunState
-from sunspot.run.submissions import newest_submission
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
 from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S, Follower, OutageReporter

@@ -10,9 +10,8 @@ from typing import Any
 from sunspot.errors import ClusterError, ConflictError, NotFoundError, StorageError
 from sunspot.run import Run
 from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
-from sunspot.run.requests import deletion_begun, stop_requested
+from sunspot.run.requests import deletion_begun, owner_of, stop_requested
 from sunspot.run.status import RunState
-from sunspot.run.submissions import owner_of
 from sunspot.submitter.cluster.api import Cluster, RefusedError, newest_first, try_connect
 from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, is_of, judge
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent

@@ -10,8 +10,8 @@ from sunspot.run import Run
 from sunspot.run.attempts import step_of
 from sunspot.run.history import measured
 from sunspot.run.overview import RunSummary, RunView, list_runs, read_statuses, read_view, state_from_storage
+from sunspot.run.requests import owner_of
 from sunspot.run.status import RunState, Status
-from sunspot.run.submissions import owner_of
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster

@@ -11,9 +11,8 @@ from typing import Any
 from sunspot.code_archive import code_in
 from sunspot.errors import HIDDEN, ClusterError, ConflictError, DamageError, GaveUpError, is_credential
 from sunspot.run import Run, open_run
-from sunspot.run.requests import clear_stop
+from sunspot.run.requests import clear_stop, newest_submission, owner_of, record_submission
 from sunspot.run.status import RunState
-from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.settings import PREFIX, Settings, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers

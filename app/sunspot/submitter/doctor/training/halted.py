@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sunspot.formatting import in_words, plural
-from sunspot.run.failures import Failure
-from sunspot.run.hangs import BRING_ROWS, NO_STACKS, read_hangs, starved, suspects
+from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, read_hangs, starved, suspects
 from sunspot.run.status import RunState
 from sunspot.submitter.doctor.training.case import Case, advise_full, cut
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
