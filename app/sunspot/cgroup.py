@@ -1,8 +1,8 @@
 """Memory and CPU throttling of this process and its container, as Linux reports them.
 
-A container is a control group: a folder of small files. In a container that is /sys/fs/cgroup itself; elsewhere
-/proc/self/cgroup names a folder below it, and the limits of the groups above hold too. Without control groups (macOS),
-or with those of version 1 (Kubernetes 1.35 refuses nodes that have them), nothing is known and nothing fails.
+A container is a control group (version 1 or 2): a folder of small files. In a container that is /sys/fs/cgroup itself;
+elsewhere /proc/self/cgroup names a folder below it, and the limits of the groups above hold too. Without control groups
+(macOS), nothing is known and nothing fails.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class Throttling(NamedTuple):
 
 def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttling:
     """The counters of the nearest quota."""
-    for folder in _folders(groups, process):
+    for folder in _folders("cpu", groups, process):
         with contextlib.suppress(OSError, ValueError, KeyError):
             counters = _read_table(folder / "cpu.stat")
             if counters["nr_periods"]:
-                return Throttling(counters["nr_periods"], counters["nr_throttled"], counters["throttled_usec"] / 1e6)
+                seconds = counters["throttled_usec"] / 1e6 if "throttled_usec" in counters else 0.0
+                seconds += counters.get("throttled_time", 0) / 1e9  # version 1
+                return Throttling(counters["nr_periods"], counters["nr_throttled"], seconds)
     return Throttling()
 
 
@@ -54,10 +56,15 @@ def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
     The kernel's cache of files counts as free, as it is dropped when memory gets short.
     """
     left = []
-    for folder in _folders(groups, process):
+    for folder in _folders("memory", groups, process):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
-            files = _read_table(folder / "memory.stat")["inactive_file"]
+            if (folder / "memory.max").exists():
+                limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+                files = _read_table(folder / "memory.stat")["inactive_file"]
+            else:
+                limit = (folder / "memory.limit_in_bytes").read_text()
+                used = (folder / "memory.usage_in_bytes").read_text()
+                files = _read_table(folder / "memory.stat")["total_inactive_file"]
             left.append(int(limit) - int(used) + files)  # "max" is no number: no limit here
     with contextlib.suppress(OSError, KeyError):
         left.append(_read_kilobytes(process.parent / "meminfo")["MemAvailable"])
@@ -72,13 +79,22 @@ def resident_memory(process: Path = PROCESS) -> int | None:
         return None
 
 
-def _folders(groups: Path, process: Path) -> Iterator[Path]:
+def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
     """The group of this process, and those above it."""
-    with contextlib.suppress(OSError):
-        for line in (process / "cgroup").read_text().splitlines():
-            if line.startswith("0::"):  # version 2
-                folder = groups / line.removeprefix("0::/")
-                yield from (each for each in (folder, *folder.parents) if each.is_relative_to(groups) and each.is_dir())
+    try:
+        lines = (process / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root = groups / "unified" if (groups / "unified").is_dir() else groups
+        elif controller in controllers.split(","):
+            root = groups / controllers if (groups / controllers).is_dir() else groups / controller
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        yield from (above for above in (folder, *folder.parents) if above.is_relative_to(root) and above.is_dir())
 
 
 def _read_table(file: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Quota and memory of the control group that a process runs in, as the kernel's files have them."""
+"""Quota and memory of the control group that a process runs in, as the kernel's files of both versions have them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ import pytest
 
 from sunspot.cgroup import Throttling, memory_left, read_throttling, resident_memory
 
-CPU_STAT = "usage_usec 9\nuser_usec 5\nnr_periods 40\nnr_throttled 10\nthrottled_usec 2500000\nnr_bursts 0\n"
-MEMORY = {"memory.max": "1000000\n", "memory.current": "700000\n", "memory.stat": "anon 5\ninactive_file 200000\n"}
+CPU_STAT = {
+    "v1": "nr_periods 40\nnr_throttled 10\nthrottled_time 2500000000\n",
+    "v2": "usage_usec 9\nuser_usec 5\nnr_periods 40\nnr_throttled 10\nthrottled_usec 2500000\nnr_bursts 0\n",
+}
+MEMORY = {
+    "v1": {
+        "memory.limit_in_bytes": "1000000\n",
+        "memory.usage_in_bytes": "700000\n",
+        "memory.stat": "inactive_file 1\ntotal_inactive_file 200000\n",
+    },
+    "v2": {"memory.max": "1000000\n", "memory.current": "700000\n", "memory.stat": "anon 5\ninactive_file 200000\n"},
+}
 
 
 @pytest.fixture
@@ -28,23 +38,32 @@ def fill(folder: Path, **files: str) -> None:
         (folder / name).write_text(text)
 
 
-def test_the_nearest_limit_of_the_groups(kernel: tuple[Path, Path]) -> None:
+def test_the_groups_of_version_2(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
     (process / "cgroup").write_text("0::/pod/container\n")
     fill(groups, **{"cpu.stat": "usage_usec 9\n"})
-    fill(groups / "pod", **{"cpu.stat": CPU_STAT, **MEMORY})
+    fill(groups / "pod", **{"cpu.stat": CPU_STAT["v2"], **MEMORY["v2"]})
     fill(
         groups / "pod/container",
-        **{"cpu.stat": CPU_STAT.replace("40", "0"), **MEMORY, "memory.max": "max\n"},
+        **{"cpu.stat": CPU_STAT["v2"].replace("40", "0"), **MEMORY["v2"], "memory.max": "max\n"},
     )
     assert read_throttling(groups, process) == Throttling(40, 10, 2.5), "the quota of the group around it holds too"
     assert memory_left(groups, process) == 500_000
 
 
+def test_the_groups_of_version_1(kernel: tuple[Path, Path]) -> None:
+    groups, process = kernel
+    (process / "cgroup").write_text("4:memory:/pod\n1:cpu,cpuacct:/pod\n0::/\n")
+    fill(groups / "cpu,cpuacct/pod", **{"cpu.stat": CPU_STAT["v1"]})
+    fill(groups / "memory/pod", **MEMORY["v1"])
+    assert read_throttling(groups, process) == Throttling(40, 10, 2.5)
+    assert memory_left(groups, process) == 500_000
+
+
 def test_a_container_that_sees_its_own_group_only(kernel: tuple[Path, Path]) -> None:
     groups, process = kernel
-    (process / "cgroup").write_text("1:name=systemd:/\n0::/kubepods/pod7/abc\n")
-    fill(groups, **{"cpu.stat": CPU_STAT})
+    (process / "cgroup").write_text("1:cpu:/kubepods/pod7/abc\n")
+    fill(groups / "cpu", **{"cpu.stat": CPU_STAT["v1"]})
     assert read_throttling(groups, process).periods == 40
 
 
