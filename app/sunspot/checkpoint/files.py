@@ -2,14 +2,14 @@
 
 import io
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Protocol
 
 import torch
 
 from sunspot.background import map_parallel
 from sunspot.checkpoint.snapshot import Snapshot
-from sunspot.checkpoint.tensors import map_tensors
+from sunspot.checkpoint.tensors import leaves_of, map_tensors
 from sunspot.errors import ConflictError, DamageError, SettingsError, shorten
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
@@ -122,12 +122,12 @@ def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
 
     It names the first value in them that `unpack` would refuse.
     """
-    plain = map_tensors(states, lambda _: None)  # type: ignore[arg-type, return-value]
+    plain = map_tensors(states, lambda _: None)
     if _comes_back(plain):
         return
-    path, value = next((entry for entry in _values_in(plain) if not _comes_back(entry[1])), ("its state", plain))
+    keys, value = next((leaf for leaf in leaves_of(plain) if not _comes_back(leaf[1])), (("its state",), plain))
     raise SettingsError(
-        f"SUNSPOT_TASK={task}: {path} is a {type(value).__module__}.{type(value).__qualname__}, "
+        f"SUNSPOT_TASK={task}: {'.'.join(map(str, keys))} is a {type(value).__module__}.{type(value).__qualname__}, "
         f"{reprlib.repr(value)}, which no restart could load from a checkpoint; make it a tensor, a number of Python's "
         "own such as float(...), a string, or a dict, list or tuple of these"
     )
@@ -142,15 +142,6 @@ def _comes_back(value: Any) -> bool:
     except Exception:  # what cannot be pickled raises of all kinds, too
         return False
     return True
-
-
-def _values_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what dicts, lists and tuples hold, however deep, each with the keys that lead to it."""
-    if type(value) in (dict, list, tuple):
-        for key, item in value.items() if type(value) is dict else enumerate(value):
-            yield from _values_in(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:

@@ -306,7 +306,7 @@ def load_pieces(
         key: parameters[number]
         for number, values in outline["optimizer"]["state"].items()
         if number < len(parameters)
-        for key in leaves_of(values)
+        for _, key in leaves_of(values)
         if isinstance(key, str)
     }
 
@@ -333,7 +333,7 @@ def weights_digest(checkpoint: Checkpoint) -> str:
 
 def _read_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
     """Read the state that the outline describes, with whole tensors."""
-    named = set(leaves_of(contents.outline))
+    named = {name for _, name in leaves_of(contents.outline)}
     wanted = [piece for piece in contents.pieces if piece.name in named]
     tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
     read_into(run, checkpoint, wanted, tensors)
