@@ -28,11 +28,10 @@ import sunspot.checkpoint.parts
 import sunspot.checkpoint.pieces
 import sunspot.checkpoint.snapshot
 from sunspot.checkpoint import CheckpointManager, SavedObjects
-from sunspot.checkpoint.files import load_state
+from sunspot.checkpoint.files import load_state, refuse_other_than_tensors
 from sunspot.checkpoint.memory_files import find_parts
 from sunspot.checkpoint.parts import ShardWriter, load_model, load_parts, load_whole, read_contents
 from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_into
-from sunspot.checkpoint.weights import refuse_other_than_tensors
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text

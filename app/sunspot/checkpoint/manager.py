@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sunspot.background import Timer
 from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
-from sunspot.checkpoint.files import SnapshotWriter, WholeState, refuse_unloadable
+from sunspot.checkpoint.files import SnapshotWriter, WholeState, refuse_other_than_tensors, refuse_unloadable
 from sunspot.checkpoint.interval import SnapshotInterval, exceeds_notice
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
@@ -20,7 +20,6 @@ from sunspot.checkpoint.parts import ShardWriter
 from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, Snapshots
 from sunspot.checkpoint.tensors import parameter_names
-from sunspot.checkpoint.weights import SafetensorsWeights, TaskFiles, refuse_other_than_tensors
 from sunspot.data.order import share
 from sunspot.data.source import ModelData
 from sunspot.parallel.collectives import ALONE, WorkerPlace, run_on_all_ranks, sync_buffers
@@ -84,7 +83,7 @@ class CheckpointManager:
             order = CommitOrder(place.group if self._sharded else None)
             ledger = self._ledger if place.rank == 0 else None
             self._committer = CheckpointCommitter(
-                run, attempt, self._settings, self._writers(order), order, journals, ledger
+                run, attempt, self._settings, self._writer(order), order, journals, ledger
             )
 
     def name_at(self, step: int) -> str:
@@ -223,18 +222,13 @@ class CheckpointManager:
         every = "step" if interval.every == 1 else f"{interval.every} steps"
         return f"every {every}, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
 
-    def _writers(self, order: CommitOrder) -> list[SnapshotWriter]:
-        """Make the writers of a checkpoint's files."""
-        run, saved = self._run, self._saved
-        if self._sharded:
-            names = parameter_names(saved.model, saved.optimizer)
-            return [ShardWriter(run, self._place, names, self._settings, order, saved.more_files)]
-        writers: list[SnapshotWriter] = [WholeState(run)]
-        if self._settings.weights == "safetensors":
-            writers.append(SafetensorsWeights(run))
-        if saved.more_files:
-            writers.append(TaskFiles(run, saved.more_files))
-        return writers
+    def _writer(self, order: CommitOrder) -> SnapshotWriter:
+        """Make the writer of a checkpoint's files."""
+        saved, safetensors = self._saved, self._settings.weights == "safetensors"
+        if not self._sharded:
+            return WholeState(self._run, safetensors, saved.more_files)
+        names = parameter_names(saved.model, saved.optimizer)
+        return ShardWriter(self._run, self._place, names, self._settings, order, saved.more_files)
 
     def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
         """Make the manifest of a checkpoint, its files not known yet."""

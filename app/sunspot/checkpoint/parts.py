@@ -8,7 +8,7 @@ The files are those of torch.distributed.checkpoint, so any PyTorch program can 
     .metadata                   the same for all ranks, for torch; not read here, as it is a pickle
     extra_state.pt              as under DDP, and the optimizer's plain values, under `state`
     model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, in
-                                its place, the files of weights.py, which all ranks write, and weights-00000.json
+                                its place, safetensors, which all ranks write, and weights-00000.json
 
 Rank 0 writes the tensors that are not cut (buffers, the optimizer's step counts).
 
@@ -34,11 +34,20 @@ import torch
 
 from sunspot.background import map_parallel
 from sunspot.checkpoint.commit import CommitOrder
-from sunspot.checkpoint.files import Files, load_state, load_weights, upload, upload_state
+from sunspot.checkpoint.files import (
+    Files,
+    load_state,
+    load_weights,
+    plan_shards,
+    upload,
+    upload_index,
+    upload_more,
+    upload_shard,
+    upload_state,
+)
 from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
 from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
-from sunspot.checkpoint.weights import plan_shards, upload_index, upload_more, upload_shard
 from sunspot.errors import DamageError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.sharding import Place, parameters_of
