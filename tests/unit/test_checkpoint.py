@@ -34,7 +34,7 @@ import sunspot.elastic.restore
 import sunspot.storage.limits
 import sunspot.storage.local
 from sunspot.checkpoint import CheckpointManager, SavedObjects, versions
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
+from sunspot.checkpoint.commit import CheckpointCommitter
 from sunspot.checkpoint.files import load_state, unpack, upload_state
 from sunspot.checkpoint.memory import Use
 from sunspot.checkpoint.node_state import NodeState
@@ -716,7 +716,7 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
     name = checkpoint_name(1, 1)
     snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
     for rank in (0, 1):
-        ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitOrder()).write_part(snapshot)
+        ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings()).write_part(snapshot)
     _, pieces = read_indexes(run, name, 2)
     assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
     key = run.key("checkpoints", name, "__1_0.distcp")

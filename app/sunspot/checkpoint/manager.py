@@ -82,9 +82,7 @@ class CheckpointManager:
         if place.rank == 0 or self._sharded:
             order = CommitOrder(place.group if self._sharded else None)
             ledger = self._ledger if place.rank == 0 else None
-            self._committer = CheckpointCommitter(
-                run, attempt, self._settings, self._writer(order), order, journals, ledger
-            )
+            self._committer = CheckpointCommitter(run, attempt, self._settings, self._writer(), order, journals, ledger)
 
     def name_at(self, step: int) -> str:
         """Return the name of a checkpoint of the state after `step`."""
@@ -222,13 +220,13 @@ class CheckpointManager:
         every = "step" if interval.every == 1 else f"{interval.every} steps"
         return f"every {every}, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
 
-    def _writer(self, order: CommitOrder) -> SnapshotWriter:
+    def _writer(self) -> SnapshotWriter:
         """Make the writer of a checkpoint's files."""
         saved, safetensors = self._saved, self._settings.weights == "safetensors"
         if not self._sharded:
             return WholeState(self._run, safetensors, saved.more_files)
         names = parameter_names(saved.model, saved.optimizer)
-        return ShardWriter(self._run, self._place, names, self._settings, order, saved.more_files)
+        return ShardWriter(self._run, self._place, names, self._settings, saved.more_files)
 
     def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
         """Make the manifest of a checkpoint, its files not known yet."""

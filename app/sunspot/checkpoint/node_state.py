@@ -19,11 +19,10 @@ from sunspot.background import map_parallel
 from sunspot.checkpoint.files import load_checked
 from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, as_bytes, read_if_good
 from sunspot.checkpoint.parts import Contents, is_sharded, load_pieces
-from sunspot.checkpoint.pieces import Piece, Reads
+from sunspot.checkpoint.pieces import Piece, Reads, extent_of
 from sunspot.checkpoint.replicas import CHUNK, TIMEOUT_S
 from sunspot.checkpoint.tensors import keys_of, make_outline, padded, tensors_in
 from sunspot.parallel.collectives import gather_objects, run_on_all_ranks
-from sunspot.parallel.sharding import Place
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
 from sunspot.shared_pages import Pages, map_pages
@@ -240,9 +239,7 @@ def make_index(part: int, sidecar: Sidecar) -> PartIndex:
     index = PartIndex([], [])
     for key, tensor, place, begin in zip(keys, tensors, sidecar.places, begins, strict=False):
         if tensor.numel() or not place:  # of a tensor with fewer rows than there are ranks, the last ranks have nothing
-            shape, offset = place or Place(tuple(tensor.shape), (0,) * tensor.ndim)
-            dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-            extent = (list(shape), list(offset), list(tensor.shape))
-            piece = Piece(key, dtype, *extent, str(part), begin, size, crc32=0)  # the whole part has been checked
+            # No checksum: the whole part has been checked.
+            piece = Piece(*extent_of(key, tensor, place), str(part), begin, tensor.nbytes, crc32=0)
             (index.cut if place else index.whole).append(piece)
     return index

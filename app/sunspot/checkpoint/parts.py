@@ -21,6 +21,7 @@ What only they need of torch is imported where it is used, as it takes seconds a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -33,7 +34,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sunspot.background import map_parallel
-from sunspot.checkpoint.commit import CommitOrder
 from sunspot.checkpoint.files import (
     Files,
     load_state,
@@ -45,12 +45,12 @@ from sunspot.checkpoint.files import (
     upload_shard,
     upload_state,
 )
-from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
+from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, extent_of, make_metadata, read_index, read_into
 from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
 from sunspot.errors import DamageError
 from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.sharding import Place, parameters_of
+from sunspot.parallel.sharding import parameters_of
 from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
@@ -84,11 +84,10 @@ class ShardWriter:
         worker: WorkerPlace,
         names: list[str],
         settings: Settings,
-        order: CommitOrder,
         more_files: MoreFiles | None = None,
     ) -> None:
         """`names` are the parameters', in the optimizer's order (`parameter_names`); the last one has `more_files`."""
-        self._run, self._order, self._names, self._more_files = run, order, names, more_files
+        self._run, self._names, self._more_files = run, names, more_files
         self._rank, self._world_size = worker.rank, worker.world_size
         self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
@@ -103,11 +102,11 @@ class ShardWriter:
         safetensors = self._safetensors and snapshot.manifest.finished
         self._write_once(name, INDEX, lambda: self.write_part(snapshot))
         if safetensors:
-            self._wait_for_parts(name)
+            self._wait_for_all(name, INDEX)
             self._write_once(name, WEIGHTS, lambda: self.write_weights(snapshot))
         if self._rank:
             return {}
-        self._wait_for_indexes(name, WEIGHTS if safetensors else INDEX)
+        self._wait_for_all(name, WEIGHTS if safetensors else INDEX)
         return self.write_common(snapshot)
 
     def write_part(self, snapshot: Snapshot) -> None:
@@ -117,11 +116,7 @@ class ShardWriter:
         # What is not cut comes first: every rank reads that of rank 0, in one piece.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
         # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
-        mine = [
-            (key, tensor, place or Place(tuple(tensor.shape), (0,) * tensor.ndim))
-            for key, tensor, place in in_order
-            if self._rank == 0 or (place and tensor.numel())
-        ]
+        mine = [item for item in in_order if self._rank == 0 or (item[2] and item[1].numel())]
         for number, kind in enumerate(KINDS):
             file = f"__{self._rank}_{number}.distcp"
 
@@ -130,9 +125,8 @@ class ShardWriter:
                     if key.startswith(f"{kind}."):
                         begin, checked = writer.size, ChecksummedWriter(writer)
                         torch.save(tensor, checked)  # type: ignore[arg-type]  # it needs only write()
-                        dtype = str(tensor.dtype).removeprefix("torch.")
-                        extent = (list(place.shape), list(place.offset), list(tensor.shape))
-                        pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin, checked.crc32))
+                        size, extent = writer.size - begin, extent_of(key, tensor, place)
+                        pieces.append(Piece(*extent, file, begin, size, checked.crc32))
 
             files[file] = upload(self._run, name, file, write)
         self._write_index(name, INDEX, {"files": files, "tensors": [piece._asdict() for piece in pieces]})
@@ -169,7 +163,7 @@ class ShardWriter:
             model: Any = whole_model(pieces)
             files |= read_indexes(run, name, self._world_size, WEIGHTS)[0] | upload_index(run, name, model)
         else:
-            model = _read_whole(run, replace(snapshot.manifest, files=files), Contents(pieces, outline["model"]))
+            model = load_whole(run, replace(snapshot.manifest, files=files), Contents(pieces, outline["model"]))
             files["model.pt"] = upload_state(run, name, "model.pt", model)
         if self._more_files:
             files |= upload_more(run, name, self._more_files(model))
@@ -187,32 +181,17 @@ class ShardWriter:
             self._took_s = time.monotonic() - began
             self._written = [own, *self._written[:1]]
 
-    def _wait_for_parts(self, name: str) -> None:
-        """Return once all ranks have written their parts: rank 0 looks for them, and tells the others."""
-        if self._rank == 0:
-            self._wait_for_indexes(name, INDEX)
-            self._order.tell_written(name)
-        else:
-            told = "rank 0 has not seen the parts of all ranks"
-            self._wait(name, lambda: "" if self._order.is_written(name) else told)
-
-    def _wait_for_indexes(self, name: str, index: str) -> None:
-        """Return once all ranks have written their index."""
-
-        def find_missing() -> str:
+    def _wait_for_all(self, name: str, index: str) -> None:
+        """Return once all ranks have written this index; raises `RuntimeError` when that takes too long."""
+        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
+        while True:
             entries = self._run.storage.list(self._run.key("checkpoints", name))
             there = {entry.key.rpartition("/")[2] for entry in entries}
             missing = [str(rank) for rank in range(self._world_size) if index.format(rank) not in there]
-            return f"no part of ranks {', '.join(missing)}" if missing else ""
-
-        self._wait(name, find_missing)
-
-    def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
-        """Return once nothing is missing of a checkpoint; raises `RuntimeError` when that takes too long."""
-        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
-        while missing := find_missing():
+            if not missing:
+                return
             waited = time.monotonic() - began
-            text = f"{name}: {missing} after {waited:.0f} s"
+            text = f"{name}: no part of ranks {', '.join(missing)} after {waited:.0f} s"
             if waited > limit_s:
                 raise RuntimeError(text)
             if waited > WARN_AFTER_S and not warned:
@@ -224,9 +203,7 @@ class ShardWriter:
 def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
     """Make the model's tensors, whole, without memory (meta); in the order of rank 0's part, which has of each."""
     return {
-        piece.name.removeprefix("model."): torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device="meta")
-        for piece in pieces
-        if piece.name.startswith("model.")
+        piece.name.removeprefix("model."): piece.allocate("meta") for piece in pieces if piece.name.startswith("model.")
     }
 
 
@@ -277,13 +254,17 @@ def load_model(run: Run, checkpoint: Checkpoint, contents: Contents | None = Non
     """Load the model's whole state_dict, on the CPU, from `model.pt` or from parts; raises `DamageError`."""
     if "model.pt" in checkpoint.files:
         return load_state(run, checkpoint, "model.pt")
-    return load_whole(run, checkpoint, contents or read_contents(run, checkpoint), ["model"])["model"]
+    pieces, outline = contents or read_contents(run, checkpoint)
+    return load_whole(run, checkpoint, Contents(pieces, outline["model"]))
 
 
-def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
-    """Load the whole state_dicts of a checkpoint in parts, by their kinds, on the CPU; raises `DamageError`."""
-    pieces, outline = contents
-    return {kind: _read_whole(run, checkpoint, Contents(pieces, outline[kind])) for kind in kinds}
+def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
+    """Load the state that the outline describes, with whole tensors on the CPU; raises `DamageError`."""
+    named = {name for _, name in leaves_of(contents.outline)}
+    wanted = [piece for piece in contents.pieces if piece.name in named]
+    tensors = {piece.name: piece.allocate() for piece in wanted}
+    read_into(run, checkpoint, wanted, tensors)
+    return fill(contents.outline, tensors)
 
 
 def load_parts(
@@ -293,10 +274,7 @@ def load_parts(
 
     Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
     """
-
-    def read(into: dict[str, torch.Tensor]) -> None:
-        read_into(run, checkpoint, contents.pieces, into)
-
+    read = functools.partial(read_into, run, checkpoint, contents.pieces)
     load_pieces(contents, checkpoint.name, model, optimizer, read)
 
 
@@ -322,7 +300,7 @@ def load_pieces(
     def place(piece: Piece) -> torch.Tensor:
         like = own.get(piece.name, owners.get(piece.name))
         if like is None or list(like.shape) != piece.shape:
-            return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+            return piece.allocate()
         return like if piece.name in own else torch.empty_like(like.detach(), dtype=getattr(torch, piece.dtype))
 
     tensors = {piece.name: place(piece) for piece in pieces}
@@ -338,12 +316,3 @@ def weights_digest(checkpoint: Checkpoint) -> str:
     ending = f"_{KINDS.index('model')}.distcp"
     parts = sorted((file, entry["sha256"]) for file, entry in checkpoint.files.items() if file.endswith(ending))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _read_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
-    """Read the state that the outline describes, with whole tensors."""
-    named = {name for _, name in leaves_of(contents.outline)}
-    wanted = [piece for piece in contents.pieces if piece.name in named]
-    tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
-    read_into(run, checkpoint, wanted, tensors)
-    return fill(contents.outline, tensors)

@@ -10,13 +10,14 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sunspot.background import map_parallel
 from sunspot.checkpoint.files import read_file
 from sunspot.errors import DamageError
+from sunspot.parallel.sharding import Place
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.storage.base import CHUNK, Writer
@@ -51,6 +52,16 @@ class Piece(NamedTuple):
     size: int
     crc32: int
     "The checksum of these bytes."
+
+    def allocate(self, device: str = "cpu") -> torch.Tensor:
+        """Make the whole tensor, without its values."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+
+
+def extent_of(name: str, part: torch.Tensor, place: Place | None) -> tuple[str, str, list[int], list[int], list[int]]:
+    """Return the fields of a piece up to its file, for a part of a tensor at `place`; None: it is the whole one."""
+    shape, offset = place or (part.shape, (0,) * part.ndim)
+    return name, str(part.dtype).removeprefix("torch."), list(shape), list(offset), list(part.shape)
 
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
@@ -152,23 +163,15 @@ def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
     return groups
 
 
-def _read_adjacent(run: Run, checkpoint: Checkpoint, pieces: list[Piece]) -> Iterator[tuple[Piece, bytearray]]:
+def _read_adjacent(run: Run, checkpoint: Checkpoint, pieces: list[Piece]) -> Iterator[tuple[Piece, bytes]]:
     """Yield each of some pieces in one file with its bytes, checked; raises `DamageError`."""
     file, at = pieces[0].file, pieces[0].begin
     key = run.key("checkpoints", checkpoint.name, file)
     with run.storage.open(key, at) as stream:
         for piece in pieces:
-            _read_exactly(stream, piece.begin - at)
-            data = _read_exactly(stream, piece.size)
+            stream.read(piece.begin - at)
+            data = stream.read(piece.size)
             at = piece.begin + piece.size
             if zlib.crc32(data) != piece.crc32:
                 raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it does not match the index of its part")
             yield piece, data
-
-
-def _read_exactly(stream: BinaryIO, size: int) -> bytearray:
-    """Read the next bytes of a stream; fewer at its end."""
-    content = bytearray()
-    while len(content) < size and (chunk := stream.read(min(CHUNK, size - len(content)))):
-        content += chunk
-    return content

@@ -54,7 +54,7 @@ def size_of(structure: Any) -> int:
 
 def padded(tensor: torch.Tensor) -> int:
     """Count the bytes that a tensor takes in a buffer."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def in_buffer(structure: Any, buffer: Any) -> Any:

@@ -232,7 +232,7 @@ def completed(writer: Writer) -> Iterator[Writer]:
 
 
 class ObjectReader(io.RawIOBase):
-    """Bytes of an object; errors of reading, and only those, go through `errors`."""
+    """Bytes of an object, at most CHUNK at a time; errors of reading, and only those, go through `errors`."""
 
     def __init__(self, source: Any, errors: Errors) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class ObjectReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with self._errors():
-            size: int = self._source.readinto(buffer)
+            size: int = self._source.readinto(memoryview(buffer)[:CHUNK])
         record_progress(size)
         return size
 

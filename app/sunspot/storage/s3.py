@@ -89,7 +89,7 @@ class S3Storage(Bucket):
     def _read_range(self, key: str, answer: dict[str, Any]) -> bytearray:
         content, size = bytearray(answer["ContentLength"]), 0
         with ObjectReader(answer["Body"], functools.partial(self._errors, "read", key, gives_s=0)) as source:
-            while got := source.readinto(memoryview(content)[size : size + CHUNK]):
+            while got := source.readinto(memoryview(content)[size:]):
                 size += got
         if size != len(content):
             raise StorageError(f"{self.locate(key)}: cannot read: cut off after {size} of {len(content)} bytes")
