@@ -66,7 +66,7 @@ class Worker(NodeMemory):
         slot.unmark()
         slot.map[:] = bytes([16 * step + self.rank]) * slot.size
         manifest, sidecar = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1), f"sidecar {self.rank}".encode()
-        marked = slot.mark(manifest, sidecar, part=self.rank, parts=3) if own else None
+        marked = slot.mark(manifest, sidecar, part=self.rank, parts=3)[0] if own else None
         return self.exchange.share(slot, marked, sidecar)
 
     def held(self) -> set[tuple[int, int, int, str]]:

@@ -447,9 +447,10 @@ def test_memory_that_cuda_does_not_pin_is_reported_once(monkeypatch: pytest.Monk
 
     cudart, trainee = Cudart(), Trainee()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     for slot in (Slot(64, None), Slot(64, None)):
-        trainee.memory.pin(slot)
-        trainee.memory.pin(slot)
+        trainee.memory.pin(slot, torch.device("cuda"))
+        trainee.memory.pin(slot, torch.device("cuda"))
     assert cudart.asked == 2
     [warning] = trainee.warnings
     assert "not pinned, and take longer: error 2: out of memory" in warning

@@ -65,11 +65,9 @@ class WholeState:
                 files[file] = upload_shard(run, name, file, {tensor: model[tensor] for tensor in tensors})
             files |= upload_index(run, name, model)
         if self._more_files:
-            files |= upload_more(run, name, self._more_files(model))
+            more = self._more_files(model)
+            files |= {file: upload_bytes(run, name, file, content) for file, content in more.items()}
         return files
-
-
-# -------------------------------------------------------------------------------------------------------------- writing
 
 
 def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> dict[str, Any]:
@@ -98,11 +96,6 @@ def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
 def upload_bytes(run: Run, name: str, file: str, content: bytes) -> dict[str, Any]:
     """Upload a file with this content, like `upload`."""
     return upload(run, name, file, lambda writer: writer.write(content))
-
-
-def upload_more(run: Run, name: str, contents: Mapping[str, bytes]) -> Files:
-    """Write a task's own files of a checkpoint."""
-    return {file: upload_bytes(run, name, file, content) for file, content in contents.items()}
 
 
 def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
@@ -174,9 +167,6 @@ def refuse_other_than_tensors(model: torch.nn.Module) -> None:
             f"SUNSPOT_WEIGHTS=safetensors: the model's state_dict has {', '.join(others)}, which are no tensors; "
             "set it to pt"
         )
-
-
-# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def read_file(run: Run, checkpoint: Checkpoint, file: str) -> bytearray:

@@ -40,8 +40,8 @@ from sunspot.checkpoint.files import (
     load_weights,
     plan_shards,
     upload,
+    upload_bytes,
     upload_index,
-    upload_more,
     upload_shard,
     upload_state,
 )
@@ -166,7 +166,8 @@ class ShardWriter:
             model = load_whole(run, replace(snapshot.manifest, files=files), Contents(pieces, outline["model"]))
             files["model.pt"] = upload_state(run, name, "model.pt", model)
         if self._more_files:
-            files |= upload_more(run, name, self._more_files(model))
+            more = self._more_files(model)
+            files |= {file: upload_bytes(run, name, file, content) for file, content in more.items()}
         return files
 
     def _write_index(self, name: str, index: str, content: Any) -> None:

@@ -219,7 +219,7 @@ class Snapshots:
         self._copying = self._copies.submit(self._copy, copy_async, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
         if mark:  # a slot that was made at once is not pinned; nobody waits for that
-            self._copies.submit(self._pin, slot, mark.device)
+            self._copies.submit(self._memory.pin, slot, mark.device)
         snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
 
         # Once it is copied, it is marked in memory as complete.
@@ -280,10 +280,6 @@ class Snapshots:
         end = copy(pairs, mark)
         self._charge_thread(before, mark is None)
         return end
-
-    def _pin(self, slot: Slot, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self._memory.pin(slot)
 
     # In the seal thread.
 
