@@ -55,7 +55,7 @@ class AzureStorage(Bucket):
         self._service = _azure_client(storage_path)
         self._container = self._service.get_container_client(self.bucket)
 
-    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
         condition = {"etag": version, "match_condition": MatchConditions.IfNotModified} if version else {}
         with self._errors("read", key, gives_s=0):
             try:
@@ -67,7 +67,7 @@ class AzureStorage(Bucket):
                 raise
         record_progress(len(body))
         total = int(answer.properties.content_range.rpartition("/")[2])
-        return Range(lambda: body, total, answer.properties.etag)
+        return Range(body, total, answer.properties.etag)
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         self._container.upload_blob(self._full(key), bytes(data), overwrite=True, validate_content="md5")
@@ -119,16 +119,10 @@ class AzureStorage(Bucket):
         self._begin_upload(unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
-        from azure.core import MatchConditions
-        from azure.core.exceptions import ResourceModifiedError
-
         quoted = f'"{version}"'  # listings leave the quotes out
         condition = {"etag": quoted, "match_condition": MatchConditions.IfNotModified} if version else {}
-        with (
-            contextlib.suppress(NotFoundError),
-            self._errors("delete", key),
-            contextlib.suppress(ResourceModifiedError),
-        ):
+        changed = contextlib.suppress(exceptions.ResourceModifiedError)
+        with contextlib.suppress(NotFoundError), self._errors("delete", key), changed:
             self._container.delete_blob(self._full(key), **condition)
 
     def keeps_versions(self) -> bool | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
@@ -229,24 +228,3 @@ def completed(writer: Writer) -> Iterator[Writer]:
     except BaseException:
         writer.abort()
         raise
-
-
-class ObjectReader(io.RawIOBase):
-    """Bytes of an object, at most CHUNK at a time; errors of reading, and only those, go through `errors`."""
-
-    def __init__(self, source: Any, errors: Errors) -> None:
-        super().__init__()
-        self._source, self._errors = source, errors
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        with self._errors():
-            size: int = self._source.readinto(memoryview(buffer)[:CHUNK])
-        record_progress(size)
-        return size
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()

@@ -85,7 +85,7 @@ class GoogleStorage(Bucket):
             "retry": retry.DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
         }
 
-    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
         blob = self._bucket.blob(self._full(key), generation=version or None)
         content = _Counted()
         with self._errors("read", key, gives_s=0):
@@ -105,7 +105,7 @@ class GoogleStorage(Bucket):
             if len(body) == size and not version:  # there is more, perhaps
                 blob.reload(**self._limits)
                 total = blob.size
-        return Range(lambda: body, total, str(blob.generation))
+        return Range(body, total, str(blob.generation))
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         put(self._bucket.blob(self._full(key)), data, self._limits)
@@ -154,8 +154,6 @@ class GoogleStorage(Bucket):
         self._begin_upload(unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
-        from google.api_core.exceptions import PreconditionFailed
-
         condition = {"if_generation_match": int(version)} if version else {}
         with contextlib.suppress(NotFoundError), self._errors("delete", key), contextlib.suppress(PreconditionFailed):
             self._bucket.blob(self._full(key)).delete(**condition, **self._limits)
