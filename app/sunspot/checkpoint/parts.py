@@ -55,6 +55,7 @@ from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
+from sunspot.storage.limits import WARN_AFTER_S
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,6 @@ PEER_TIMEOUT_S = 60.0
 
 POLL_EVERY_S = 0.5
 """Time between two listings while rank 0 waits for parts as large as its own."""
-
-WARN_AFTER_S = 30.0
 
 
 class ShardWriter:

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -118,8 +118,16 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
     reads = Reads(pieces, into)
 
     def load(adjacent: list[Piece]) -> None:
-        for piece, content in _read_adjacent(run, checkpoint, adjacent):
-            reads.put(piece, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+        key, at = run.key("checkpoints", checkpoint.name, adjacent[0].file), adjacent[0].begin
+        with run.storage.open(key, at) as stream:
+            for piece in adjacent:
+                stream.read(piece.begin - at)
+                data = stream.read(piece.size)
+                at = piece.begin + piece.size
+                if zlib.crc32(data) != piece.crc32:
+                    where = run.storage.locate(key)
+                    raise DamageError(f"{where}: {piece.name} in it does not match the index of its part")
+                reads.put(piece, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
     map_parallel(load, group_adjacent(reads.wanted), REQUESTS_AT_ONCE)
 
@@ -161,17 +169,3 @@ def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
         else:
             groups.append([piece])
     return groups
-
-
-def _read_adjacent(run: Run, checkpoint: Checkpoint, pieces: list[Piece]) -> Iterator[tuple[Piece, bytes]]:
-    """Yield each of some pieces in one file with its bytes, checked; raises `DamageError`."""
-    file, at = pieces[0].file, pieces[0].begin
-    key = run.key("checkpoints", checkpoint.name, file)
-    with run.storage.open(key, at) as stream:
-        for piece in pieces:
-            stream.read(piece.begin - at)
-            data = stream.read(piece.size)
-            at = piece.begin + piece.size
-            if zlib.crc32(data) != piece.crc32:
-                raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it does not match the index of its part")
-            yield piece, data

@@ -5,10 +5,8 @@ of its own, beside the training; a worker that does not answer is waited for no 
 """
 
 import itertools
-import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, cast
 
@@ -18,9 +16,8 @@ import torch.distributed as dist
 from sunspot.checkpoint.memory import Changed, NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.errors import DamageError, shorten
-from sunspot.parallel.collectives import any_rank
+from sunspot.parallel.collectives import any_rank, gather_objects
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.objects import parse_verified, with_checksum
 
 CHUNK = 16 << 20
 """Bytes of one message."""
@@ -30,9 +27,6 @@ TIMEOUT_S = 60.0
 
 TRANSFER_COST = 0.1
 """Share of a transfer's seconds that counts as lost to training, whose own messages take the same network."""
-
-SIZES = struct.Struct("<qqq")
-"""Bytes of a marker, of the sidecar, and of the slot."""
 
 
 class PartExchange:
@@ -86,24 +80,21 @@ class PartExchange:
         `snapshot` None: this worker has none. Returns whether each part is where it should be. Raises `RuntimeError`
         when a worker is gone, or does not answer for TIMEOUT_S.
         """
-        marker = bytearray(with_checksum(asdict(snapshot)) if snapshot else b"")
-        sizes = {rank: bytearray(SIZES.size) for rank in self._peers}
-        own = bytearray(SIZES.pack(len(marker), len(sidecar), slot.size))
-        self._pass_on([own], {rank: [size] for rank, size in sizes.items()})
+        everyone = gather_objects((snapshot, len(sidecar), slot.size), self._group)
         taken: dict[int, list[Any]] = {}
         room = True
         for rank in self._peers:
-            *beside, size = SIZES.unpack(sizes[rank])
+            _, beside, size = everyone[rank]
             try:
-                taken[rank] = [*map(bytearray, beside), self._next_slot(rank, size).map]
+                taken[rank] = [bytearray(beside), self._next_slot(rank, size).map]
             except OSError:
                 room = False
         if any_rank(self._group, not room or snapshot is None)[0]:
             return False
         began = time.monotonic()
-        self._pass_on([marker, bytearray(sidecar), slot.map], taken)
+        self._pass_on([bytearray(sidecar), slot.map], taken)
         self.cost_s = TRANSFER_COST * (time.monotonic() - began)
-        accepted = [self._accept(rank, *taken[rank][:2]) for rank in self._peers]
+        accepted = [self._accept(rank, everyone[rank][0], bytes(taken[rank][0])) for rank in self._peers]
         if any_rank(self._group, not all(accepted))[0]:
             return False
         self._newest, self._next = self._next, self._newest
@@ -118,11 +109,10 @@ class PartExchange:
         slot.unmark()
         return slot
 
-    def _accept(self, rank: int, marker: bytearray, sidecar: bytearray) -> bool:
+    def _accept(self, rank: int, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
         """Mark what came from a peer; returns whether it is whole."""
         try:
-            snapshot = parse_verified(MemorySnapshot, bytes(marker), f"the marker of rank {rank}")
-            self._next[rank].accept_copy(snapshot, bytes(sidecar))
+            self._next[rank].accept_copy(snapshot, sidecar)
         except (DamageError, OSError):
             return False
         return True
