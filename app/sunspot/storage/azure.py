@@ -6,7 +6,6 @@ An upload in parts is blocks of the blob, which one request makes its content.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 import uuid
@@ -19,7 +18,7 @@ from azure.storage.blob import BlobBlock, BlobServiceClient, ExponentialRetry
 
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import Entry, Errors, Unfinished
+from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
 from sunspot.storage.limits import record_progress
 
@@ -79,25 +78,22 @@ class AzureStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str, token: str = "") -> BlockUpload:
-        errors = functools.partial(self._errors, "upload", key)
-        return BlockUpload(self._container.get_blob_client(self._full(key)), errors, token or make_token())
+    def _begin_upload(self, key: str) -> BlockUpload:
+        return BlockUpload(self, key)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
-        for blobs, more in self._pages_of_blobs(prefix):
-            entries = [
-                Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag) for blob in blobs
-            ]
-            yield Page(entries, more)
-
-    def _pages_of_blobs(self, prefix: str, **options: Any) -> Iterator[tuple[list[Any], bool]]:
-        pages = self._container.list_blobs(
-            name_starts_with=prefix,
-            raw_response_hook=lambda answer: self._note_clock(answer.http_response.headers.get("date")),
-            **options,
-        ).by_page()
+        pages = self._list_blobs(prefix).by_page()
         for page in pages:
-            yield list(page), bool(pages.continuation_token)
+            entries = [
+                Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag) for blob in page
+            ]
+            yield Page(entries, bool(pages.continuation_token))
+
+    def _list_blobs(self, prefix: str, **options: Any) -> Any:
+        def note_clock(answer: Any) -> None:
+            self._note_clock(answer.http_response.headers.get("date"))
+
+        return self._container.list_blobs(name_starts_with=prefix, raw_response_hook=note_clock, **options)
 
     def _list_prefixes(self, prefix: str) -> Iterable[str]:
         found = self._container.walk_blobs(name_starts_with=prefix, delimiter="/")
@@ -105,9 +101,9 @@ class AzureStorage(Bucket):
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         with self._errors("list the unfinished uploads of", prefix):
-            whole = {blob.name for blobs, _ in self._pages_of_blobs(self._full(prefix)) for blob in blobs}
-            both = self._pages_of_blobs(self._full(prefix), include=["uncommittedblobs"])
-            names = [blob.name for blobs, _ in both for blob in blobs if blob.name not in whole]
+            whole = {blob.name for blob in self._list_blobs(self._full(prefix))}
+            both = self._list_blobs(self._full(prefix), include=["uncommittedblobs"])
+            names = [blob.name for blob in both if blob.name not in whole]
             return sorted(
                 Unfinished(key, sum(block.size for block in blocks), *latest_of(blocks))
                 for name in names
@@ -116,7 +112,7 @@ class AzureStorage(Bucket):
             )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._begin_upload(unfinished.key, unfinished.token).abort()
+        BlockUpload(self, unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
         quoted = f'"{version}"'  # listings leave the quotes out
@@ -177,9 +173,11 @@ class BlockUpload(PartUpload):
     blocks of the other, which then fails. Checkpoints have names of their own, so that only happens to tries of one.
     """
 
-    def __init__(self, blob: Any, errors: Errors, token: str) -> None:
+    def __init__(self, storage: AzureStorage, key: str, token: str = "") -> None:
         """`token` tells its blocks from those of other uploads of the blob (`make_token`)."""
-        self._blob, self._errors, self._token = blob, errors, token
+        super().__init__(storage, key)
+        self._blob = storage._container.get_blob_client(storage._full(key))
+        self._token = token or make_token()
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():

@@ -21,10 +21,6 @@ CHUNK = 1 << 20
 RACE_TRIES, RACE_PAUSE_S = 5, 0.2
 """Tries of a write that collides with another process's write, or with its delete of a neighbouring object."""
 
-Errors = Callable[[], contextlib.AbstractContextManager[None]]
-"""Turns a backend's errors into `StorageError` for one object. It wraps the backend's own calls only: a caller's
-`FileNotFoundError` would pass for a missing object."""
-
 LeaveOut = Callable[[str, StorageError], Any]
 """Hears of a folder that may not be read: its key, and why."""
 
@@ -219,12 +215,9 @@ def completed(writer: Writer) -> Iterator[Writer]:
         if writer.failure:
             raise writer.failure
         writer.complete()
-    except Exception as error:
+    except BaseException as error:
         writer.abort()
         # torch.save replaces the error of a write by one of its own that does not mention storage.
-        if writer.failure and error is not writer.failure:
+        if writer.failure and error is not writer.failure and isinstance(error, Exception):
             raise writer.failure from writer.failure.__cause__
-        raise
-    except BaseException:
-        writer.abort()
         raise

@@ -278,6 +278,9 @@ class Part(NamedTuple):
 class PartUpload(ABC):
     """A large object on its way in parts."""
 
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self._errors = functools.partial(bucket._errors, "upload", key)
+
     @abstractmethod
     def send(self, number: int, body: bytes | bytearray) -> Part:
         """Send one part; a part of the same number is replaced."""

@@ -28,7 +28,7 @@ from requests.adapters import HTTPAdapter
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import Entry, Errors, Unfinished
+from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range
 from sunspot.storage.limits import record_progress
 
@@ -117,9 +117,8 @@ class GoogleStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str, token: str = "") -> ComposedUpload:
-        errors = functools.partial(self._errors, "upload", key)
-        return ComposedUpload(self._bucket, self._full(key), errors, self._limits, token or uuid.uuid4().hex)
+    def _begin_upload(self, key: str) -> ComposedUpload:
+        return ComposedUpload(self, key)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         listing = self._bucket.list_blobs(prefix=prefix, page_size=LISTED_AT_ONCE, **self._limits)
@@ -151,7 +150,7 @@ class GoogleStorage(Bucket):
         )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._begin_upload(unfinished.key, unfinished.token).abort()
+        ComposedUpload(self, unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
         condition = {"if_generation_match": int(version)} if version else {}
@@ -208,9 +207,11 @@ def _google_client(url: str) -> Any:
 class ComposedUpload(PartUpload):
     """An upload in parts."""
 
-    def __init__(self, bucket: Any, name: str, errors: Errors, limits: dict[str, Any], token: str) -> None:
+    def __init__(self, storage: GoogleStorage, key: str, token: str = "") -> None:
         """`token` tells its parts from those of other uploads of the object."""
-        self._bucket, self._name, self._errors, self._limits, self._token = bucket, name, errors, limits, token
+        super().__init__(storage, key)
+        self._bucket, self._name, self._limits = storage._bucket, storage._full(key), storage._limits
+        self._token = token or uuid.uuid4().hex
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():

@@ -114,15 +114,13 @@ CURRENT: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=No
 """The deadline of the work that this thread is part of."""
 
 
-@contextlib.contextmanager
-def operation(where: str, gives_s: float = OPERATION_S) -> Iterator[None]:
+def operation(where: str, gives_s: float = OPERATION_S) -> contextlib.AbstractContextManager[None]:
     """An operation on the object at `where`, for the deadline of the work that it is part of, if there is one.
 
     `gives_s` is 0 for one whose bytes `record_progress` counts. Raises `StorageError` when the work was given up.
     """
     deadline = CURRENT.get()
-    with deadline.operation(where, gives_s) if deadline else contextlib.nullcontext():
-        yield
+    return deadline.operation(where, gives_s) if deadline else contextlib.nullcontext()
 
 
 def record_progress(size: int) -> None:

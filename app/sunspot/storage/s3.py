@@ -19,7 +19,7 @@ from urllib3.exceptions import HTTPError
 from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import CHUNK, Entry, Errors, Unfinished
+from sunspot.storage.base import CHUNK, Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
 from sunspot.storage.limits import record_progress
 
@@ -101,8 +101,7 @@ class S3Storage(Bucket):
         return True
 
     def _begin_upload(self, key: str) -> MultipartUpload:
-        errors = functools.partial(self._errors, "upload", key)
-        return MultipartUpload(self._transfers, self.bucket, self._full(key), errors)
+        return MultipartUpload(self, key)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
@@ -245,10 +244,10 @@ def _s3_client(url: str, **options: Any) -> Any:
 class MultipartUpload(PartUpload):
     """A multipart upload."""
 
-    def __init__(self, client: Any, bucket: str, key: str, errors: Errors) -> None:
-        self._client = client
-        self._object, self._errors = {"Bucket": bucket, "Key": key}, errors
-        with errors():
+    def __init__(self, storage: S3Storage, key: str) -> None:
+        super().__init__(storage, key)
+        self._client, self._object = storage._transfers, {"Bucket": storage.bucket, "Key": storage._full(key)}
+        with self._errors():
             upload = self._client.create_multipart_upload(**self._object, ChecksumAlgorithm="CRC32")
         self._upload = {**self._object, "UploadId": upload["UploadId"]}
         self._verifies = start_thread(self._refuses_damage, "storage-part")
