@@ -126,10 +126,10 @@ def test_a_neighbor_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_pat
 def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_copy = Slot.accept_copy
 
-    def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> None:
+    def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
         if (snapshot.part, snapshot.step) == (0, 2):
             slot.map[5:6] = b"x"
-        accept_copy(slot, snapshot, sidecar)
+        return accept_copy(slot, snapshot, sidecar)
 
     monkeypatch.setattr(Slot, "accept_copy", spoil)
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import sunspot.checkpoint.memory_files
 import sunspot.checkpoint.snapshot
-from sunspot.checkpoint.interval import SnapshotInterval
+from sunspot.checkpoint.manager import SnapshotInterval
 from sunspot.checkpoint.memory import MAX_SLOTS, NodeMemory, Slot
 from sunspot.checkpoint.memory_files import (
     STALE_S,
@@ -509,7 +509,7 @@ def test_training_does_not_wait_for_pinned_memory(
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or Mock())
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(device=device))
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
-    monkeypatch.setattr(sunspot.checkpoint.snapshot, "mark_queue", lambda pairs: Mock(device=device))
+    monkeypatch.setattr(sunspot.checkpoint.snapshot, "mark_queue", lambda _: Mock(device=device))
     monkeypatch.setattr(Slot, "pin", lambda slot: go.wait(10))
     trainee.train()
     began = time.monotonic()

@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """Time between two looks at what rank 0 has begun, while there is a snapshot to begin."""
 
-BEGUN = "sunspot-commit"
-"""Key of the group's store: the step of the snapshot that rank 0 has begun."""
+BEGUN, WRITTEN = "sunspot-commit", "sunspot-written-{}"
+"""Keys of the group's store: the step of the snapshot that rank 0 has begun, and the checkpoint all parts of which are
+in storage."""
 
 
 class CommitOrder:
@@ -72,10 +73,25 @@ class CommitOrder:
         """Return the last step whose snapshot may be begun: on rank 0 any, else the newest that rank 0 has begun."""
         if self._group is None or self.leads:
             return math.inf
+        begun = self._told(BEGUN)
+        return -math.inf if begun is None else int(begun)
+
+    def tell_written(self, name: str) -> None:
+        """On rank 0, let the others know that all parts of a checkpoint are in storage."""
+        if self._group:
+            self._group.get_group_store().set(WRITTEN.format(name), "")
+
+    def is_written(self, name: str) -> bool:
+        """Return whether rank 0 has told so."""
+        return self._told(WRITTEN.format(name)) is not None
+
+    def _told(self, key: str) -> bytes | None:
+        """Return what rank 0 has told; None: nothing yet."""
+        assert self._group
         store = self._group.get_group_store()
         with suppress(dist.DistError):  # rank 0 is gone, and the group with it
-            return int(store.get(BEGUN)) if store.check([BEGUN]) else -math.inf
-        return -math.inf
+            return store.get(key) if store.check([key]) else None
+        return None
 
 
 class CheckpointCommitter:

@@ -4,7 +4,7 @@ No thread waits for a GPU's copies before parameters change: the training's stre
 """
 
 import functools
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -12,9 +12,9 @@ Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Target and source of each copy."""
 
 
-def mark_queue(pairs: Pairs) -> torch.cuda.Event | None:
+def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
     """Mark the point in the GPU's current stream at which the state is the one to copy; None without a GPU."""
-    if not any(source.is_cuda for _, source in pairs):
+    if device is None:
         return None
     mark = torch.cuda.Event()
     mark.record()
@@ -46,25 +46,18 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class QueueWait(NamedTuple):
+class QueueWait:
     """A wait of the training's stream for copies."""
 
-    reached: torch.cuda.Event
-    "When the stream got to the wait."
-    end: torch.cuda.Event
-    "The end of the copies."
-
-    @classmethod
-    def begin(cls, end: torch.cuda.Event) -> "QueueWait":
-        """Have the current stream wait for the end of the copies, and not the CPU."""
+    def __init__(self, end: torch.cuda.Event) -> None:
+        """Have the current stream wait for the `end` of the copies, and not the CPU."""
         stream = torch.cuda.current_stream(end.device)
-        reached = torch.cuda.Event(enable_timing=True)
-        reached.record(stream)
+        self._end, self._reached = end, torch.cuda.Event(enable_timing=True)
+        self._reached.record(stream)
         stream.wait_event(end)
-        return cls(reached, end)
 
     @property
     def seconds(self) -> float:
         """How long the GPU stood still for the copies; returns once these have ended."""
-        self.end.synchronize()
-        return max(0.0, self.reached.elapsed_time(self.end) / 1000) if self.reached.query() else 0.0
+        self._end.synchronize()
+        return max(0.0, self._reached.elapsed_time(self._end) / 1000) if self._reached.query() else 0.0

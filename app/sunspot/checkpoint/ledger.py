@@ -41,20 +41,13 @@ class Exchange:
         mine = torch.full((most,), -1, dtype=torch.int64)
         if rows is not None:
             mine[: len(rows)] = rows
-        self._step, self._rows = step, torch.empty(0)
-        self._parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        "Every worker's message, until `_rows` has them."
+        self._step, self._parts = step, [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         self._work = dist.all_gather(self._parts, mine, group=group, async_op=True)
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all workers, as a window has them."""
-        if self._parts:
-            self._work.wait()
-            self._rows = torch.cat(
-                [label_rows(self._step, rank, part[part >= 0]) for rank, part in enumerate(self._parts)]
-            )
-            self._parts = []
-        return self._rows
+        self._work.wait()
+        return torch.cat([label_rows(self._step, rank, part[part >= 0]) for rank, part in enumerate(self._parts)])
 
 
 def label_rows(step: int, rank: int, rows: torch.Tensor) -> torch.Tensor:

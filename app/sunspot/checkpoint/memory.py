@@ -28,7 +28,6 @@ from sunspot.checkpoint.memory_files import (
     remove_others,
     room_for_copies,
 )
-from sunspot.errors import DamageError
 from sunspot.run.attempts import nonce_of
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.objects import with_checksum
@@ -123,11 +122,15 @@ class Slot:
             return None, str(error)
         return snapshot, ""
 
-    def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> None:
-        """Mark what came from another worker's slot; raises `DamageError` when other bytes came than it marked."""
+    def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
+        """Mark what came from another worker's slot; returns whether it is what that worker marked."""
         if self._crc32() != snapshot.crc32 or zlib.crc32(sidecar) != snapshot.sidecar_crc32:
-            raise DamageError(f"the part of rank {snapshot.part} did not arrive as it was sent")
-        self._write_marker(replace(snapshot, file=str(self.file)), sidecar)
+            return False
+        try:
+            self._write_marker(replace(snapshot, file=str(self.file)), sidecar)
+        except OSError:
+            return False
+        return True
 
     def _crc32(self) -> int:
         return zlib.crc32(memoryview(self.map)[: self.size])

@@ -139,20 +139,14 @@ class NodeState:
 
         `rank` has it, and perhaps others have; each hands in what it has `found`. All workers call this together.
         """
-        has = found is not None and _identity(found.held) == _identity(chosen)
+        has = found and (found.held.checkpoint, found.held.crc32) == (chosen.checkpoint, chosen.crc32)
         sidecar = gather_objects(found.sidecar if found and rank == self._rank else None, self._group)[rank]
         data = share_pages(self._group, self._nodes, {0: found} if found and has else {}, {0: chosen})
         return data[0], sidecar
 
     def close(self) -> None:
         """Let go of files that were read."""
-        for pages in self._files.values():
-            pages.close()
         self._files = {}
-
-
-def _identity(held: MemorySnapshot) -> tuple[int, int, int]:
-    return held.attempt, held.step, held.crc32
 
 
 class PartCopy(NamedTuple):

@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import logging
 import pickle
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sunspot.background import map_parallel
+from sunspot.checkpoint.commit import CommitOrder
 from sunspot.checkpoint.files import (
     Files,
     load_state,
@@ -45,7 +48,7 @@ from sunspot.checkpoint.files import (
     upload_shard,
     upload_state,
 )
-from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, extent_of, make_metadata, read_index, read_into
+from sunspot.checkpoint.pieces import INDEX, Piece, extent_of, make_metadata, read_index, read_into
 from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
 from sunspot.errors import DamageError
@@ -83,10 +86,11 @@ class ShardWriter:
         worker: WorkerPlace,
         names: list[str],
         settings: Settings,
+        order: CommitOrder,
         more_files: MoreFiles | None = None,
     ) -> None:
         """`names` are the parameters', in the optimizer's order (`parameter_names`); the last one has `more_files`."""
-        self._run, self._names, self._more_files = run, names, more_files
+        self._run, self._order, self._names, self._more_files = run, order, names, more_files
         self._rank, self._world_size = worker.rank, worker.world_size
         self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
@@ -101,15 +105,15 @@ class ShardWriter:
         safetensors = self._safetensors and snapshot.manifest.finished
         self._write_once(name, INDEX, lambda: self.write_part(snapshot))
         if safetensors:
-            self._wait_for_all(name, INDEX)
+            self._wait_for_parts(name)
             self._write_once(name, WEIGHTS, lambda: self.write_weights(snapshot))
         if self._rank:
             return {}
-        self._wait_for_all(name, WEIGHTS if safetensors else INDEX)
+        self._wait_for_indexes(name, WEIGHTS if safetensors else INDEX)
         return self.write_common(snapshot)
 
-    def write_part(self, snapshot: Snapshot) -> None:
-        """Write this rank's part: the tensors, then their index, which tells that they are in storage."""
+    def write_part(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Write this rank's part of the tensors, and return its index."""
         name, files, pieces = snapshot.manifest.name, Files(), list[Piece]()
         tensors = zip(keys_of(snapshot.state, self._names), tensors_in(snapshot.state), snapshot.places, strict=True)
         # What is not cut comes first: every rank reads that of rank 0, in one piece.
@@ -122,16 +126,17 @@ class ShardWriter:
             def write(writer: Writer, file: str = file, kind: str = kind) -> None:
                 for key, tensor, place in mine:
                     if key.startswith(f"{kind}."):
-                        begin, checked = writer.size, ChecksummedWriter(writer)
-                        torch.save(tensor, checked)  # type: ignore[arg-type]  # it needs only write()
-                        size, extent = writer.size - begin, extent_of(key, tensor, place)
-                        pieces.append(Piece(*extent, file, begin, size, checked.crc32))
+                        content = io.BytesIO()
+                        torch.save(tensor, content)
+                        data, extent = content.getbuffer(), extent_of(key, tensor, place)
+                        pieces.append(Piece(*extent, file, writer.size, len(data), zlib.crc32(data)))
+                        writer.write(data)
 
             files[file] = upload(self._run, name, file, write)
-        self._write_index(name, INDEX, {"files": files, "tensors": [piece._asdict() for piece in pieces]})
+        return {"files": files, "tensors": [piece._asdict() for piece in pieces]}
 
-    def write_weights(self, snapshot: Snapshot) -> None:
-        """Write this rank's share of the whole model as safetensors, out of all ranks' parts; then their index."""
+    def write_weights(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Write this rank's share of the whole model as safetensors, out of all ranks' parts; returns its index."""
         run, name, written = self._run, snapshot.manifest.name, Files()
         whole = whole_model(read_indexes(run, name, 1)[1])
         mine = list(plan_shards(whole).items())[self._rank :: self._world_size]
@@ -142,7 +147,7 @@ class ShardWriter:
             wanted = [piece for piece in pieces if piece.name in into]
             read_into(run, replace(snapshot.manifest, files=files), wanted, into)
             written[file] = upload_shard(run, name, file, {tensor: into[f"model.{tensor}"] for tensor in tensors})
-        self._write_index(name, WEIGHTS, {"files": written})
+        return {"files": written}
 
     def write_common(self, snapshot: Snapshot) -> Files:
         """Write the files common to all ranks, once all theirs are there; returns the files of the whole checkpoint.
@@ -169,29 +174,41 @@ class ShardWriter:
             files |= {file: upload_bytes(run, name, file, content) for file, content in more.items()}
         return files
 
-    def _write_index(self, name: str, index: str, content: Any) -> None:
-        self._run.storage.write(self._run.key("checkpoints", name, index.format(self._rank)), to_json(content))
-
-    def _write_once(self, name: str, index: str, write: Callable[[], None]) -> None:
-        """Write what `index` lists, unless an earlier try has."""
+    def _write_once(self, name: str, index: str, write: Callable[[], dict[str, Any]]) -> None:
+        """Write files, then the `index` of them, which tells that they are in storage; unless an earlier try has."""
         own = self._run.key("checkpoints", name, index.format(self._rank))
         if own not in self._written:
             began = time.monotonic()
-            write()
+            self._run.storage.write(own, to_json(write()))
             self._took_s = time.monotonic() - began
             self._written = [own, *self._written[:1]]
 
-    def _wait_for_all(self, name: str, index: str) -> None:
-        """Return once all ranks have written this index; raises `RuntimeError` when that takes too long."""
-        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
-        while True:
+    def _wait_for_parts(self, name: str) -> None:
+        """Return once all ranks have written their parts: rank 0 looks for them, and tells the others."""
+        if self._rank == 0:
+            self._wait_for_indexes(name, INDEX)
+            self._order.tell_written(name)
+        else:
+            told = "rank 0 has not seen the parts of all ranks"
+            self._wait(name, lambda: "" if self._order.is_written(name) else told)
+
+    def _wait_for_indexes(self, name: str, index: str) -> None:
+        """Return once all ranks have written their index."""
+
+        def find_missing() -> str:
             entries = self._run.storage.list(self._run.key("checkpoints", name))
             there = {entry.key.rpartition("/")[2] for entry in entries}
             missing = [str(rank) for rank in range(self._world_size) if index.format(rank) not in there]
-            if not missing:
-                return
+            return f"no part of ranks {', '.join(missing)}" if missing else ""
+
+        self._wait(name, find_missing)
+
+    def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
+        """Return once nothing is missing of a checkpoint; raises `RuntimeError` when that takes too long."""
+        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
+        while missing := find_missing():
             waited = time.monotonic() - began
-            text = f"{name}: no part of ranks {', '.join(missing)} after {waited:.0f} s"
+            text = f"{name}: {missing} after {waited:.0f} s"
             if waited > limit_s:
                 raise RuntimeError(text)
             if waited > WARN_AFTER_S and not warned:

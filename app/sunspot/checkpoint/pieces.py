@@ -20,7 +20,7 @@ from sunspot.errors import DamageError
 from sunspot.parallel.sharding import Place
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.storage.base import CHUNK, Writer
+from sunspot.storage.base import CHUNK
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -86,21 +86,6 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
             raise DamageError(f"{name}: its pieces do not make up the whole tensor of shape {list(tensor.size)}")
     return Metadata(tensors, storage_data=storage)
-
-
-class ChecksummedWriter:
-    """Passes bytes on to a writer, and counts their checksum."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._writer.write(data)
-
-    def flush(self) -> None:
-        self._writer.flush()
 
 
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:

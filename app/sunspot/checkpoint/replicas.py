@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sunspot.checkpoint.memory import Changed, NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import MemorySnapshot
-from sunspot.errors import DamageError, shorten
+from sunspot.errors import shorten
 from sunspot.parallel.collectives import any_rank, gather_objects
 from sunspot.run.checkpoints import Checkpoint
 
@@ -94,7 +94,7 @@ class PartExchange:
         began = time.monotonic()
         self._pass_on([bytearray(sidecar), slot.map], taken)
         self.cost_s = TRANSFER_COST * (time.monotonic() - began)
-        accepted = [self._accept(rank, everyone[rank][0], bytes(taken[rank][0])) for rank in self._peers]
+        accepted = [self._next[rank].accept_copy(everyone[rank][0], bytes(taken[rank][0])) for rank in self._peers]
         if any_rank(self._group, not all(accepted))[0]:
             return False
         self._newest, self._next = self._next, self._newest
@@ -108,14 +108,6 @@ class PartExchange:
             slot = self._next[rank] = self._memory.make_peer_slot(size, others)
         slot.unmark()
         return slot
-
-    def _accept(self, rank: int, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
-        """Mark what came from a peer; returns whether it is whole."""
-        try:
-            self._next[rank].accept_copy(snapshot, sidecar)
-        except (DamageError, OSError):
-            return False
-        return True
 
     def _pass_on(self, given: Sequence[Any], taken: Mapping[int, Sequence[Any]]) -> None:
         """Send buffers to the keeper, while those of the peers are filled, by rank."""

@@ -154,16 +154,14 @@ class Snapshots:
         "The `id` of each tensor that has torn a copy."
         self._queue_wait: QueueWait | None = None
         self._sealing: Future[None] | None = None
-        self._spent = self._charged = 0.0
+        self.spent_s = 0.0
+        "Seconds of training that all snapshots so far have cost."
+        self._charged_s = 0.0
+        "Those of all but the newest."
         self.size = 0
         "Bytes of a snapshot."
         self.costs: deque[float] = deque(maxlen=5)
         "Seconds of training that each of the last snapshots cost."
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds of training that all snapshots so far have cost."""
-        return self._charged + self._spent
 
     # In the training thread.
 
@@ -181,7 +179,8 @@ class Snapshots:
         if needed:
             self.wait_until_complete()  # then a slot is free
         elif self._sealing and not self._sealing.done():
-            self._all_copy(False)
+            if self._exchange:
+                self._exchange.all_copy(False)
             return None
         self._add_up_costs()
 
@@ -193,30 +192,27 @@ class Snapshots:
         structure, device = self._outline(source)
         slot = self._memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
-        agreed = self._all_copy(slot is not None)
+        agreed = self._exchange.all_copy(slot is not None) if self._exchange else True
         began += time.perf_counter() - asked  # waiting for slower workers is no cost: the next gradients would
         if slot is None or not agreed:
             return None
         state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
 
         # What may change in the next forward pass is copied now, and the rest in the copy thread.
-        copy_now: Pairs = []
-        copy_async: Pairs = []
+        later: Pairs = []
         watched: list[torch.Tensor] = []
         for target, tensor in zip(tensors_in(state), tensors_in(source), strict=True):
-            pair = (target, part_of(tensor.detach()))
+            part = part_of(tensor.detach())
             if id(tensor) in changing:
-                copy_now.append(pair)
+                target.copy_(part, non_blocking=True)  # before whatever comes later in a GPU's queue
             else:
-                copy_async.append(pair)
+                later.append((target, part))
                 watched.append(tensor)
-        for target, tensor in copy_now:
-            target.copy_(tensor, non_blocking=True)  # before whatever comes later in a GPU's queue
-        mark = mark_queue([*copy_now, *copy_async])
+        mark = mark_queue(device)
         if extra_state is not None:
             slot.uses.add(Use.UPLOADING)
         self._watch = ChangeWatch(watched)
-        self._copying = self._copies.submit(self._copy, copy_async, mark)
+        self._copying = self._copies.submit(self._copy, later, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
         if mark:  # a slot that was made at once is not pinned; nobody waits for that
             self._copies.submit(self._memory.pin, slot, mark.device)
@@ -229,7 +225,7 @@ class Snapshots:
             plain_places = [place and tuple(place) for place in places]
             sidecar = Sidecar(structure, fields, plain_places, ledger, self._names)
             self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
-        self._spent += time.perf_counter() - began
+        self.spent_s += time.perf_counter() - began
         return snapshot
 
     def reserve(self) -> None:
@@ -239,33 +235,29 @@ class Snapshots:
 
     def charge(self, seconds: float) -> None:
         """Add to the cost of the newest snapshot."""
-        self._spent += seconds
+        self.spent_s += seconds
 
     def wait_for_copy(self) -> None:
         """Return when the state may change: by this thread, or by what it puts into the GPU's queue from now on."""
         if self._copying:
             began = time.perf_counter()
             end = self._copying.result()
-            self._copying, self._queue_wait = None, QueueWait.begin(end) if end else None
+            self._copying, self._queue_wait = None, QueueWait(end) if end else None
             self._unsteady |= self._watch.end()
-            self._spent += time.perf_counter() - began
+            self.spent_s += time.perf_counter() - began
 
     def wait_until_complete(self) -> None:
         """Return when the newest copy is complete, in memory."""
         if self._sealing:
             self._sealing.result()
 
-    def _all_copy(self, has_slot: bool) -> bool:
-        return self._exchange.all_copy(has_slot) if self._exchange else has_slot
-
     def _add_up_costs(self) -> None:
         if self._queue_wait:
-            self._spent += self._queue_wait.seconds
+            self.spent_s += self._queue_wait.seconds
             self._queue_wait = None
-        if self._spent:
-            self.costs.append(self._spent)
-            self._charged += self._spent
-            self._spent = 0.0
+        if self.spent_s > self._charged_s:
+            self.costs.append(self.spent_s - self._charged_s)
+            self._charged_s = self.spent_s
 
     def _outline(self, source: dict[str, Any]) -> tuple[Any, torch.device | None]:
         """Return the state to copy without its values, and the GPU that it is on, if any."""
@@ -290,12 +282,12 @@ class Snapshots:
         complete(snapshot.slot, snapshot.manifest, sidecar.to_bytes(), snapshot.watch.changed)
         self._charge_thread(before, on_cpu)
         if self._exchange:
-            self._spent += self._exchange.cost_s
+            self.spent_s += self._exchange.cost_s
 
     def _charge_thread(self, before: float, on_cpu: bool) -> None:
         """On a CPU, this thread's work slows the threads that train; beside a GPU it is free."""
         if on_cpu:
-            self._spent += (time.thread_time() - before) / torch.get_num_threads()
+            self.spent_s += (time.thread_time() - before) / torch.get_num_threads()
 
 
 def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:

@@ -202,10 +202,6 @@ class Bucket(Storage):
         folders = [entry.key for entry in everything if entry.key.endswith("/")]
         self.delete_many([key for key in folders if not any(held.startswith(key) for held in holding)])
 
-    def exists(self, key: str) -> bool:
-        # Not by HEAD: its 404 has no body, so a missing bucket would pass for a missing object.
-        return any(entry.key == key for entry in self.list(key))
-
     @contextlib.contextmanager
     def _errors(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
         """An operation whose errors become a `StorageError`; `gives_s` as in `operation`."""

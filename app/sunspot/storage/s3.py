@@ -82,10 +82,10 @@ class S3Storage(Bucket):
                 while got := source.readinto(memoryview(body)[filled : filled + CHUNK]):
                     record_progress(got)
                     filled += got
-        if filled != len(body):
-            raise StorageError(f"{self.locate(key)}: cannot read: cut off after {filled} of {len(body)} bytes")
-        total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # none: it is all there
-        return Range(body, total, _etag_of(answer))
+            if filled != len(body):
+                raise StorageError(f"{self.locate(key)}: cannot read: cut off after {filled} of {len(body)} bytes")
+            total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # none: it is all there
+            return Range(body, total, _etag_of(answer))
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         client = self._transfers if len(data) > CHUNK else self._client
@@ -191,7 +191,8 @@ class S3Storage(Bucket):
         return any(
             rule["Status"] == "Enabled"
             and "AbortIncompleteMultipartUpload" in rule
-            and self._full("").startswith(_prefix_of(rule))
+            # Rules without a filter have the older form.
+            and self._full("").startswith(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
             for rule in rules
         )
 
@@ -210,11 +211,6 @@ def _etag_of(answer: dict[str, Any]) -> str:
     if "ETag" not in answer:
         raise ValueError("the server sends no ETag, which S3 does: without it, versions cannot be told apart")
     return str(answer["ETag"])
-
-
-def _prefix_of(rule: dict[str, Any]) -> str:
-    """The key prefix a lifecycle rule applies to; rules without a filter have the older form."""
-    return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
 
 
 def _s3_client(url: str, **options: Any) -> Any:
