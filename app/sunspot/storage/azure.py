@@ -100,16 +100,16 @@ class AzureStorage(Bucket):
         return [each.name for each in found if each.name.endswith("/")]
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        found = []
         with self._errors("list the unfinished uploads of", prefix):
             whole = {blob.name for blob in self._list_blobs(self._full(prefix))}
             both = self._list_blobs(self._full(prefix), include=["uncommittedblobs"])
-            names = [blob.name for blob in both if blob.name not in whole]
-            return sorted(
-                Unfinished(key, sum(block.size for block in blocks), *latest_of(blocks))
-                for name in names
-                if is_below(key := self._relative(name), prefix)
-                if (blocks := self._container.get_blob_client(name).get_block_list("uncommitted")[1])
-            )
+            for name in [blob.name for blob in both if blob.name not in whole]:
+                key, blob = self._relative(name), self._container.get_blob_client(name)
+                if is_below(key, prefix) and (blocks := blob.get_block_list("uncommitted")[1]):
+                    token = max(block.id.rpartition("-")[0] for block in blocks)  # the latest: it begins with the time
+                    found.append(Unfinished(key, sum(block.size for block in blocks), float(token[:10]), token))
+        return sorted(found)
 
     def discard(self, unfinished: Unfinished) -> None:
         BlockUpload(self, unfinished.key, unfinished.token).abort()
@@ -174,10 +174,10 @@ class BlockUpload(PartUpload):
     """
 
     def __init__(self, storage: AzureStorage, key: str, token: str = "") -> None:
-        """`token` tells its blocks from those of other uploads of the blob (`make_token`)."""
+        """`token` tells its blocks from those of other uploads of the blob."""
         super().__init__(storage, key)
         self._blob = storage._container.get_blob_client(storage._full(key))
-        self._token = token or make_token()
+        self._token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # `list_unfinished`
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():
@@ -203,14 +203,3 @@ class BlockUpload(PartUpload):
 
     def _block(self, number: int) -> str:
         return f"{self._token}-{number:05d}"
-
-
-def make_token() -> str:
-    """A token for a new upload, which begins with the time."""
-    return f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"
-
-
-def latest_of(blocks: Sequence[Any]) -> tuple[float, str]:
-    """The latest upload of these blocks: when it was begun, in seconds since the epoch, and its token."""
-    token = max(block.id.rpartition("-")[0] for block in blocks)
-    return float(token[:10]), token

@@ -197,10 +197,10 @@ class Bucket(Storage):
         map_parallel(self.delete, keys)
 
     def delete_folders(self, prefix: str) -> None:
-        everything = self._entries(prefix)
-        holding = [entry.key for entry in everything if not entry.key.endswith("/")]
-        folders = [entry.key for entry in everything if entry.key.endswith("/")]
-        self.delete_many([key for key in folders if not any(held.startswith(key) for held in holding)])
+        keys = [entry.key for entry in self._entries(prefix)]
+        held = [key for key in keys if not key.endswith("/")]
+        empty = [key for key in keys if key.endswith("/") and not any(each.startswith(key) for each in held)]
+        self.delete_many(empty)
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
