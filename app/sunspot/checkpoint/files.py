@@ -28,10 +28,7 @@ Files = dict[str, dict[str, Any]]
 SHARD_BYTES = 1 << 30
 """Largest file, unless a single tensor is larger: it is in memory twice while it is written."""
 
-SUFFIX = ".safetensors"
-
-WEIGHTS_INDEX = f"model{SUFFIX}.index.json"
-"""Names the file of each tensor, if there are several files."""
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 
 # PyTorch's own CRC-32 of each tensor, at 1.3 GB/s the slowest part of `torch.save`, is read by nothing: a file counts
 # with the SHA-256 in its manifest. There is one switch for the process, so it is set once and not around each call.
@@ -122,7 +119,7 @@ def upload_shard(run: Run, name: str, file: str, tensors: dict[str, torch.Tensor
 
 
 def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Files:
-    """Write the index of the files; none for a single file."""
+    """Write the index of the files, which names that of each tensor; none for a single file."""
     shards = plan_shards(tensors)
     if len(shards) == 1:
         return {}
@@ -130,7 +127,8 @@ def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Fi
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {tensor: file for file, names in shards.items() for tensor in names},
     }
-    return {WEIGHTS_INDEX: upload_bytes(run, name, WEIGHTS_INDEX, json.dumps(index, indent=2).encode())}
+    file = f"model{INDEX_SUFFIX}"
+    return {file: upload_bytes(run, name, file, json.dumps(index, indent=2).encode())}
 
 
 def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
@@ -232,7 +230,7 @@ def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
     """
     if file.endswith(SUFFIX):
         return _load(bytes(content))
-    if not file.endswith(f"{SUFFIX}.index.json"):
+    if not file.endswith(INDEX_SUFFIX):
         return unpack(io.BytesIO(content))
     try:
         files = sorted(set(json.loads(content)["weight_map"].values()))

@@ -106,8 +106,7 @@ class CheckpointManager:
         Raises `SettingsError`, after the first step, for a state that could not be loaded again.
         """
         if not self._loadable:  # the optimizer's state is there from the first step on
-            states = {"model": self._saved.model.state_dict(), "optimizer": self._saved.optimizer.state_dict()}
-            refuse_unloadable(states, self._settings.task)
+            refuse_unloadable(self._saved.state(), self._settings.task)
             self._loadable = True
             self._snapshots.reserve()
         self._stepped.after_step()

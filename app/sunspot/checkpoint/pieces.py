@@ -147,10 +147,10 @@ def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """Group pieces, sorted by their places, that one request each reads: REQUEST_BYTES, or one larger piece."""
     groups: list[list[Piece]] = []
     for piece in pieces:
-        first, last = (groups[-1][0], groups[-1][-1]) if groups else (None, None)
-        near = last and piece.file == last.file and piece.begin - (last.begin + last.size) <= CHUNK
-        if first and near and piece.begin + piece.size - first.begin <= REQUEST_BYTES:
-            groups[-1].append(piece)
+        group = groups[-1] if groups else []
+        near = group and piece.file == group[-1].file and piece.begin - (group[-1].begin + group[-1].size) <= CHUNK
+        if near and piece.begin + piece.size - group[0].begin <= REQUEST_BYTES:
+            group.append(piece)
         else:
             groups.append([piece])
     return groups

@@ -1,23 +1,25 @@
 """Copies of the training state, taken behind the training.
 
 What only the optimizer changes stays as it is during forward and backward, so it is copied meanwhile, and only the next
-optimizer step waits (`wait_for_copy`; on a GPU, its queue does: copying.py). Anything else in the model may change in
-the very next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. What
-turns out to have changed while it was copied has torn that copy, which is dropped, and is copied at once from then on.
+optimizer step waits (`wait_for_copy`). Anything else in the model may change in the very next forward pass (batch
+norm's averages, a teacher that follows the weights), and is copied at once. What turns out to have changed while it was
+copied has torn that copy, which is dropped, and is copied at once from then on.
+
+A GPU copies in a stream of its own. The training's stream waits for that, and no thread: the CPU goes on filling it.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from sunspot.background import start_thread
 from sunspot.checkpoint.average import WeightAverage
-from sunspot.checkpoint.copying import Pairs, QueueWait, copy, mark_queue
 from sunspot.checkpoint.memory import NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import Sidecar
 from sunspot.checkpoint.replicas import PartExchange
@@ -27,6 +29,9 @@ from sunspot.run.checkpoints import Checkpoint
 
 OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of so many bytes, as which the bits of a number are summed up."""
+
+Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Target and source of each copy."""
 
 MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
 """Returns what else a task wants in its checkpoints, by the names of the files, given the model's state_dict."""
@@ -295,3 +300,54 @@ def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool
     if end := copying.result():
         end.synchronize()
     return end is None
+
+
+def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
+    """Mark the point in the GPU's current stream at which the state is the one to copy; None without a GPU."""
+    if device is None:
+        return None
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    """Copy, or with a `mark` have the GPU copy what is there at that point; returns the end of the GPU's copies.
+
+    The sources must be kept until that end: memory that is free is given to other tensors.
+    """
+    if mark is None:
+        for target, source in pairs:
+            target.copy_(source)
+        return None
+    end = torch.cuda.Event(enable_timing=True)
+    stream = _side_stream(mark.device)
+    stream.wait_event(mark)
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        end.record()
+    return end
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all copies from a GPU: one for all, as each keeps memory of its own for what it lays out."""
+    return torch.cuda.Stream(device)
+
+
+class QueueWait:
+    """A wait of the training's stream for copies."""
+
+    def __init__(self, end: torch.cuda.Event) -> None:
+        """Have the current stream wait for the `end` of the copies, and not the CPU."""
+        stream = torch.cuda.current_stream(end.device)
+        self._end, self._reached = end, torch.cuda.Event(enable_timing=True)
+        self._reached.record(stream)
+        stream.wait_event(end)
+
+    @property
+    def seconds(self) -> float:
+        """How long the GPU stood still for the copies; returns once these have ended."""
+        self._end.synchronize()
+        return max(0.0, self._reached.elapsed_time(self._end) / 1000) if self._reached.query() else 0.0
