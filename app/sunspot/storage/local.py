@@ -268,7 +268,10 @@ def _sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
-    """An operation whose `OSError` becomes a `StorageError`; `gives_s` as in `operation`."""
+    """An operation whose `OSError` becomes a `StorageError`; `gives_s` as in `operation`.
+
+    For calls of this module alone: a caller's `FileNotFoundError` would pass for a missing object.
+    """
     try:
         with operation(location, gives_s):
             yield
