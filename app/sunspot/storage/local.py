@@ -14,16 +14,7 @@ from stat import S_ISREG
 from typing import Any, BinaryIO
 
 from sunspot.errors import NotFoundError, SettingsError, StorageError, shorten
-from sunspot.storage.base import (
-    CHUNK,
-    RACE_TRIES,
-    Entry,
-    LeaveOut,
-    Storage,
-    Unfinished,
-    Writer,
-    completed,
-)
+from sunspot.storage.base import CHUNK, RACE_TRIES, Entry, LeaveOut, Storage, Unfinished, Writer, completed
 from sunspot.storage.limits import OPERATION_S, operation, record_progress, refuse_if_given_up
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
