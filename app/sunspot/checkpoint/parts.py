@@ -119,7 +119,9 @@ class ShardWriter:
         # What is not cut comes first: every rank reads that of rank 0, in one piece.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
         # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
-        mine = [item for item in in_order if self._rank == 0 or (item[2] and item[1].numel())]
+        mine = [
+            (key, tensor, place) for key, tensor, place in in_order if self._rank == 0 or (place and tensor.numel())
+        ]
         for number, kind in enumerate(KINDS):
             file = f"__{self._rank}_{number}.distcp"
 
