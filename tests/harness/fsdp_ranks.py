@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import sunspot.checkpoint.files
 import sunspot.checkpoint.memory_files
-import sunspot.checkpoint.weights
 from sunspot.checkpoint import CheckpointManager, NodeMemory, SavedObjects
 from sunspot.checkpoint.memory_files import Sidecar, as_bytes, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState
@@ -120,7 +120,7 @@ def share_copy(root: str, rank: int) -> None:
 
 def main(root: str) -> None:
     torch.set_num_threads(1)
-    sunspot.checkpoint.weights.SHARD_BYTES = SHARD_BYTES
+    sunspot.checkpoint.files.SHARD_BYTES = SHARD_BYTES
     for name, groups in RUNS.items():
         for number, (ranks, settings) in enumerate(groups, start=1):
             plan = plan_without_evaluation(settings_of(storage_path=root, run_name=name, **settings))

@@ -28,11 +28,10 @@ import sunspot.checkpoint.parts
 import sunspot.checkpoint.pieces
 import sunspot.checkpoint.snapshot
 from sunspot.checkpoint import CheckpointManager, SavedObjects
-from sunspot.checkpoint.files import load_state
+from sunspot.checkpoint.files import load_state, refuse_other_than_tensors
 from sunspot.checkpoint.memory_files import find_parts
 from sunspot.checkpoint.parts import ShardWriter, load_model, load_parts, load_whole, read_contents
 from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_into
-from sunspot.checkpoint.weights import refuse_other_than_tensors
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text
@@ -382,7 +381,7 @@ def test_without_every_part_there_is_no_checkpoint(run: Run, monkeypatch: pytest
 
 def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     halves, write_part = Halves(run, monkeypatch, wait_s=0.1), ShardWriter.write_part
-    slowly = lambda writer, snapshot: (time.sleep(2 - writer._rank), write_part(writer, snapshot))  # noqa: E731
+    slowly = lambda writer, snapshot: (time.sleep(2 - writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", slowly)
     halves.save(0, 1)
     threading.Timer(2, halves.save, (1, 1)).start()  # a second after that of rank 0, which took two
@@ -392,7 +391,7 @@ def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: 
 
 def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write_part = list[int](), ShardWriter.write_part
-    note = lambda writer, snapshot: (written.append(writer._rank), write_part(writer, snapshot))  # noqa: E731
+    note = lambda writer, snapshot: (written.append(writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", note)
     common, failed = ShardWriter.write_common, []
 

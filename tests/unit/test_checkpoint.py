@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import random
@@ -39,6 +40,7 @@ from sunspot.checkpoint.files import load_state, unpack, upload_state
 from sunspot.checkpoint.memory import Use
 from sunspot.checkpoint.node_state import NodeState
 from sunspot.checkpoint.parts import ShardWriter, load_model, read_indexes
+from sunspot.checkpoint.pieces import INDEX
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.restore import load_start, read_init
@@ -719,7 +721,8 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
     name = checkpoint_name(1, 1)
     snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
     for rank in (0, 1):
-        ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitOrder()).write_part(snapshot)
+        writer = ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitOrder())
+        writer._write_once(name, INDEX, functools.partial(writer.write_part, snapshot))
     _, pieces = read_indexes(run, name, 2)
     assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
     key = run.key("checkpoints", name, "__1_0.distcp")

@@ -214,7 +214,9 @@ def test_google_is_asked_for_the_parts_as_they_were_written() -> None:
         return SimpleNamespace(name=name, generation=generation) if generation else joined
 
     bucket: Any = SimpleNamespace(blob=blob, name="bucket", list_blobs=lambda **_: [])
-    upload = ComposedUpload(bucket, "model.pt", contextlib.nullcontext, {}, "token")
+    errors = lambda *_: contextlib.nullcontext()  # noqa: E731
+    storage: Any = SimpleNamespace(_bucket=bucket, _full=lambda key: key, _errors=errors, _limits={})
+    upload = ComposedUpload(storage, "model.pt", "token")
     assert upload.complete([Part(1, "20"), Part(0, "10")], 7)
     assert [source.generation for source in asked["blobs"]] == [10, 20]
     assert asked["if_source_generation_match"] == [10, 20]

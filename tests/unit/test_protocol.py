@@ -325,7 +325,7 @@ class Protocol(RuleBasedStateMachine):
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
     ) -> None:
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
-        committer = CheckpointCommitter(run, attempt, SETTINGS, [OneFile(run)], CommitOrder(), {}, ledger)
+        committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), {}, ledger)
         for step in itertools.count(attempt.step + 1):
             ledger.add_step(step, torch.tensor(rows_of(taker, step)))
             state.append(taker)

@@ -66,7 +66,7 @@ class Worker(NodeMemory):
         slot.unmark()
         slot.map[:] = bytes([16 * step + self.rank]) * slot.size
         manifest, sidecar = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1), f"sidecar {self.rank}".encode()
-        marked = slot.mark(manifest, sidecar, part=self.rank, parts=3) if own else None
+        marked = slot.mark(manifest, sidecar, part=self.rank, parts=3)[0] if own else None
         return self.exchange.share(slot, marked, sidecar)
 
     def held(self) -> set[tuple[int, int, int, str]]:
@@ -126,10 +126,10 @@ def test_a_neighbor_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_pat
 def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_copy = Slot.accept_copy
 
-    def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> None:
+    def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
         if (snapshot.part, snapshot.step) == (0, 2):
             slot.map[5:6] = b"x"
-        accept_copy(slot, snapshot, sidecar)
+        return accept_copy(slot, snapshot, sidecar)
 
     monkeypatch.setattr(Slot, "accept_copy", spoil)
 

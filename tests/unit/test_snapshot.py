@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import sunspot.checkpoint.memory_files
 import sunspot.checkpoint.snapshot
-from sunspot.checkpoint.interval import SnapshotInterval
+from sunspot.checkpoint.manager import SnapshotInterval
 from sunspot.checkpoint.memory import MAX_SLOTS, NodeMemory, Slot
 from sunspot.checkpoint.memory_files import (
     STALE_S,
@@ -447,9 +447,10 @@ def test_memory_that_cuda_does_not_pin_is_reported_once(monkeypatch: pytest.Monk
 
     cudart, trainee = Cudart(), Trainee()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     for slot in (Slot(64, None), Slot(64, None)):
-        trainee.memory.pin(slot)
-        trainee.memory.pin(slot)
+        trainee.memory.pin(slot, torch.device("cuda"))
+        trainee.memory.pin(slot, torch.device("cuda"))
     assert cudart.asked == 2
     [warning] = trainee.warnings
     assert "not pinned, and take longer: error 2: out of memory" in warning
@@ -508,7 +509,7 @@ def test_training_does_not_wait_for_pinned_memory(
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or Mock())
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(device=device))
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
-    monkeypatch.setattr(sunspot.checkpoint.snapshot, "mark_queue", lambda pairs: Mock(device=device))
+    monkeypatch.setattr(sunspot.checkpoint.snapshot, "mark_queue", lambda _: Mock(device=device))
     monkeypatch.setattr(Slot, "pin", lambda slot: go.wait(10))
     trainee.train()
     began = time.monotonic()

@@ -5,15 +5,14 @@ The way from `CheckpointManager.save` (manager.py, in every worker) to a manifes
 training thread   `save` gathers the rows consumed (ledger.py) and calls `Snapshots.take` (snapshot.py). That gets a
                   slot in shared memory (`NodeMemory.free_slot`, memory.py), copies at once what may change in the next
                   forward pass, and leaves the rest to the copy thread. `wait_for_copy`, before the next optimizer step,
-                  waits for that; on a GPU the device's queue waits (copying.py).
+                  waits for that; on a GPU the device's queue waits.
 copy thread       `Snapshots._copy` copies the tensors to the slot.
 seal thread       `NodeMemory.complete` writes the sidecar and the marker: from here on a restart may go on from this
                   copy. Under FSDP `PartExchange.complete` (replicas.py) also sends the part to the next node.
 commit thread     `CheckpointCommitter` (commit.py), on rank 0, or under FSDP on every rank, begins with the newest
-                  snapshot. It checks that this attempt still owns the run, has each `SnapshotWriter` upload and verify
-                  its files (`WholeState` in files.py, weights.py; under FSDP `ShardWriter` in parts.py), checks again,
-                  and writes the manifest: now the checkpoint exists. Then it deletes what has expired, and releases
-                  the slot.
+                  snapshot. It checks that this attempt still owns the run, has a `SnapshotWriter` upload and verify its
+                  files (`WholeState` in files.py; under FSDP `ShardWriter` in parts.py), checks again, and writes the
+                  manifest: now the checkpoint exists. Then it deletes what has expired, and releases the slot.
 
 The way back: node_state.py reads what a node has in memory, or a checkpoint, for all workers of the node.
 """

@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -103,16 +102,16 @@ class CheckpointCommitter:
         run: Run,
         attempt: Attempt,
         settings: Settings,
-        writers: Sequence[SnapshotWriter],
+        writer: SnapshotWriter,
         order: CommitOrder,
         journals: Journals | None,
         ledger: Ledger | None,
     ) -> None:
-        """`writers` write the files of a snapshot. A checkpoint relies on `journals` and on the rows in the `ledger`
+        """`writer` writes the files of a snapshot. A checkpoint relies on `journals` and on the rows in the `ledger`
         (None: another rank has them), which are in storage before it.
         """
         self._run, self._attempt, self._settings = run, attempt, settings
-        self._writers, self._order, self._journals, self._ledger = writers, order, journals, ledger
+        self._writer, self._order, self._journals, self._ledger = writer, order, journals, ledger
         self._waiting: list[Snapshot] = []
         "The snapshots not begun yet, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
         self._committing = self._closing = False
@@ -253,7 +252,7 @@ class CheckpointCommitter:
         if not committed or committed.damage:  # or else an earlier try has committed it, and failed later
             refuse_unloadable({**snapshot.state, "extra_state": snapshot.extra_state}, self._settings.task)
             self._write_history()
-            files = {file: entry for writer in self._writers for file, entry in writer.files(snapshot).items()}
+            files = self._writer.files(snapshot)
             if not self._order.leads:
                 return
             ensure_owner(self._run, self._attempt)

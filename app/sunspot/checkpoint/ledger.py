@@ -36,30 +36,23 @@ class LedgerWindow(NamedTuple):
 class Exchange:
     """The rows of one step, on their way between the workers."""
 
-    def __init__(self, step: int, work: dist.Work, parts: list[torch.Tensor]) -> None:
-        self._step, self._work, self._parts = step, work, parts
-        self._rows: torch.Tensor | None = None
-
-    @classmethod
-    def begin(cls, group: dist.ProcessGroup, step: int, rows: torch.Tensor | None, most: int) -> Exchange:
+    def __init__(self, group: dist.ProcessGroup, step: int, rows: torch.Tensor | None, most: int) -> None:
         """Begin the exchange; every worker's message has the same size, with -1 in the place of no row."""
         mine = torch.full((most,), -1, dtype=torch.int64)
         if rows is not None:
             mine[: len(rows)] = rows
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        return cls(step, dist.all_gather(parts, mine, group=group, async_op=True), parts)
+        self._step, self._parts = step, [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        self._work = dist.all_gather(self._parts, mine, group=group, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """Return the rows of all workers: int64 [N, 3], step, rank and row id."""
-        if self._rows is None:
-            self._work.wait()
-            known = [part[part >= 0] for part in self._parts]
-            columns = [
-                torch.stack([torch.full_like(part, self._step), torch.full_like(part, rank), part], dim=1)
-                for rank, part in enumerate(known)
-            ]
-            self._rows = torch.cat(columns)
-        return self._rows
+        """Return the rows of all workers, as a window has them."""
+        self._work.wait()
+        return torch.cat([label_rows(self._step, rank, part[part >= 0]) for rank, part in enumerate(self._parts)])
+
+
+def label_rows(step: int, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    """Return row ids as a window has them, with their step and rank: int64 [N, 3]."""
+    return torch.stack([torch.full_like(rows, step), torch.full_like(rows, rank), rows], dim=1)
 
 
 class Ledger:
@@ -86,7 +79,7 @@ class Ledger:
     def begin_exchange(self, step: int, rows: torch.Tensor | None, most: int) -> None:
         """Begin to tell the other workers this one's rows of the step to take: at most `most` ids, int64 [B]."""
         if self._on and self._group:
-            self._exchange = Exchange.begin(self._group, step, rows, most)
+            self._exchange = Exchange(self._group, step, rows, most)
 
     def wait_for_exchange(self) -> None:
         """Return once the rows of all workers are known, if an exchange has begun; call it before parameters change."""
@@ -114,10 +107,7 @@ class Ledger:
         if not self._on:
             return []
         rank = dist.get_rank(self._group) if self._group else 0
-        mine = [
-            torch.stack([torch.full_like(rows, taken), torch.full_like(rows, rank), rows], dim=1)
-            for taken, rows in ((taken, rows.cpu()) for taken, rows in self._mine)
-        ]
+        mine = [label_rows(taken, rank, rows.cpu()) for taken, rows in self._mine]
         numbers = torch.cat(mine).numpy() if mine else np.empty((0, 3), np.int64)
         everyone = gather_objects((numbers, self._written), self._group)
         rows = torch.cat([*self._everyones, *(torch.from_numpy(numbers) for numbers, _ in everyone)])

@@ -1,9 +1,12 @@
 """What training needs of checkpoints: when to save, saving without holding up the training, and the wait at the end."""
 
 import dataclasses
+import math
 import platform
 import time
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -12,15 +15,13 @@ import torch.distributed as dist
 
 from sunspot.background import Timer
 from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
-from sunspot.checkpoint.files import SnapshotWriter, WholeState, refuse_unloadable
-from sunspot.checkpoint.interval import SnapshotInterval, exceeds_notice
+from sunspot.checkpoint.files import SnapshotWriter, WholeState, refuse_other_than_tensors, refuse_unloadable
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.parts import ShardWriter
 from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, Snapshots
 from sunspot.checkpoint.tensors import parameter_names
-from sunspot.checkpoint.weights import SafetensorsWeights, TaskFiles, refuse_other_than_tensors
 from sunspot.data.order import share
 from sunspot.data.source import ModelData
 from sunspot.parallel.collectives import ALONE, WorkerPlace, run_on_all_ranks, sync_buffers
@@ -33,6 +34,9 @@ from sunspot.run.history import Journals
 
 COPIES_MEASURED = 3
 """Copies in memory after which their cost is reported."""
+
+NOTICE_MARGIN_S = 4.0
+"""Between a notice and the save: the driver polls twice a second, rank 0 polls it as often, and a step has to end."""
 
 
 class CheckpointManager:
@@ -84,7 +88,7 @@ class CheckpointManager:
             order = CommitOrder(place.group if self._sharded else None)
             ledger = self._ledger if place.rank == 0 else None
             self._committer = CheckpointCommitter(
-                run, attempt, self._settings, self._writers(order), order, journals, ledger
+                run, attempt, self._settings, self._writer(order), order, journals, ledger
             )
 
     def name_at(self, step: int) -> str:
@@ -102,8 +106,7 @@ class CheckpointManager:
         Raises `SettingsError`, after the first step, for a state that could not be loaded again.
         """
         if not self._loadable:  # the optimizer's state is there from the first step on
-            states = {"model": self._saved.model.state_dict(), "optimizer": self._saved.optimizer.state_dict()}
-            refuse_unloadable(states, self._settings.task)
+            refuse_unloadable(self._saved.state(), self._settings.task)
             self._loadable = True
             self._snapshots.reserve()
         self._stepped.after_step()
@@ -223,18 +226,13 @@ class CheckpointManager:
         every = "step" if interval.every == 1 else f"{interval.every} steps"
         return f"every {every}, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
 
-    def _writers(self, order: CommitOrder) -> list[SnapshotWriter]:
-        """Make the writers of a checkpoint's files."""
-        run, saved = self._run, self._saved
-        if self._sharded:
-            names = parameter_names(saved.model, saved.optimizer)
-            return [ShardWriter(run, self._place, names, self._settings, order, saved.more_files)]
-        writers: list[SnapshotWriter] = [WholeState(run)]
-        if self._settings.weights == "safetensors":
-            writers.append(SafetensorsWeights(run))
-        if saved.more_files:
-            writers.append(TaskFiles(run, saved.more_files))
-        return writers
+    def _writer(self, order: CommitOrder) -> SnapshotWriter:
+        """Make the writer of a checkpoint's files."""
+        saved, safetensors = self._saved, self._settings.weights == "safetensors"
+        if not self._sharded:
+            return WholeState(self._run, safetensors, saved.more_files)
+        names = parameter_names(saved.model, saved.optimizer)
+        return ShardWriter(self._run, self._place, names, self._settings, order, saved.more_files)
 
     def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
         """Make the manifest of a checkpoint, its files not known yet."""
@@ -264,6 +262,46 @@ class CheckpointManager:
             "data": ModelData.of(self._plan.source).record(),
             "versions": versions(),
         }
+
+
+class SnapshotInterval:
+    """The shortest interval, in steps, at which snapshots cost at most a given share of the steps' time."""
+
+    def __init__(self, share: float, start: int) -> None:
+        """A `share` of 0 turns snapshots off; the first interval begins at step `start`."""
+        self._share = share
+        self._last = start
+        self._times: deque[float] = deque(maxlen=20)
+        self.every = 1
+        "Steps between two snapshots."
+        self.cost = 0.0
+        "Share of the time that they cost."
+
+    def due(self, step: int, step_s: float, costs: deque[float]) -> bool:
+        """Return whether a snapshot is due at `step`, which took `step_s` seconds; True begins the next interval.
+
+        `costs` are the seconds that the last snapshots cost.
+        """
+        if not self._share:
+            return False
+        self._times.append(step_s)
+        if costs:
+            cost, usual = median(costs), median(self._times)
+            self.every = max(1, math.ceil(cost / (self._share * usual)))
+            self.cost = cost / (self.every * usual)
+        if self.left(step) > 0:
+            return False
+        self._last = step
+        return True
+
+    def left(self, step: int) -> int:
+        """Count the steps after `step` until a snapshot is due; at most 0 when it is."""
+        return self._last + self.every - step
+
+
+def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:
+    """Return whether a commit of `commit_s` seconds takes longer than a notice leaves; False if either is unknown."""
+    return bool(commit_s and notice_s and commit_s + NOTICE_MARGIN_S > notice_s)
 
 
 def versions() -> dict[str, str]:

@@ -28,7 +28,6 @@ from sunspot.checkpoint.memory_files import (
     remove_others,
     room_for_copies,
 )
-from sunspot.errors import DamageError
 from sunspot.run.attempts import nonce_of
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.objects import with_checksum
@@ -94,14 +93,14 @@ class Slot:
 
     def mark(
         self, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple, part: int = 0, parts: int = 0
-    ) -> MemorySnapshot | None:
-        """Write the sidecar of its copy, which is complete, and then the marker; None for a slot without a file.
+    ) -> tuple[MemorySnapshot | None, str]:
+        """Write the sidecar of its copy, which is complete, and then the marker; also returns why it could not be.
 
-        Raises `DamageError` when something has `changed` while it was copied. That is asked for after the checksum: a
+        A slot without a file has no marker. What has `changed` while it was copied is asked for after the checksum: a
         change that was under way at the end of the copy has been counted by then.
         """
         if not self.file:
-            return None
+            return None, ""
         snapshot = MemorySnapshot(
             attempt=manifest.attempt,
             step=manifest.step,
@@ -116,15 +115,22 @@ class Slot:
             parts=parts,
         )
         if changed():
-            raise DamageError("weights changed while they were copied, and not by the optimizer")
-        self._write_marker(snapshot, sidecar)
-        return snapshot
+            return None, "weights changed while they were copied, and not by the optimizer"
+        try:
+            self._write_marker(snapshot, sidecar)
+        except OSError as error:
+            return None, str(error)
+        return snapshot, ""
 
-    def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> None:
-        """Mark what came from another worker's slot; raises `DamageError` when other bytes came than it marked."""
+    def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
+        """Mark what came from another worker's slot; returns whether it is what that worker marked."""
         if self._crc32() != snapshot.crc32 or zlib.crc32(sidecar) != snapshot.sidecar_crc32:
-            raise DamageError(f"the part of rank {snapshot.part} did not arrive as it was sent")
-        self._write_marker(replace(snapshot, file=str(self.file)), sidecar)
+            return False
+        try:
+            self._write_marker(replace(snapshot, file=str(self.file)), sidecar)
+        except OSError:
+            return False
+        return True
 
     def _crc32(self) -> int:
         return zlib.crc32(memoryview(self.map)[: self.size])
@@ -193,8 +199,17 @@ class NodeMemory:
         Then another one is made meanwhile (`reserve`), and so it is when none will be free after this copy. One that is
         needed, and not there yet, is made at once.
         """
-        slot = self._choose_slot(size, needed, device)
-        if slot and all(Use.UPLOADING in other.uses for other in self._slots if other is not slot):
+        if self._making:
+            if not needed and not self._making.done():
+                return None
+            self._pause_without_room(self._making.result())
+            self._making = None
+        self._drop_unused(size)
+        slot = self._find_free(size)
+        if needed and not slot:
+            self._pause_without_room(self._make_slot(size, None))
+            slot = self._find_free(size) or self._add(size, None)
+        if not slot or all(Use.UPLOADING in other.uses for other in self._slots if other is not slot):
             self.reserve(size, device)
         return slot
 
@@ -202,21 +217,6 @@ class NodeMemory:
         """Make a slot in a thread: its memory, pinned for copies from `device`, takes a second for each GB."""
         if self.shared and not self._making:
             self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
-
-    def _choose_slot(self, size: int, needed: bool, device: torch.device | None) -> Slot | None:
-        if self._making:
-            if not needed and not self._making.done():
-                return None
-            self._pause_without_room(self._making.result())
-            self._making = None
-        self._drop_unused(size)
-        if slot := self._find_free(size):
-            return slot
-        if needed:
-            self._pause_without_room(self._make_slot(size, None))
-            return self._find_free(size) or self._add(size, None)
-        self.reserve(size, device)
-        return None
 
     def _find_free(self, size: int) -> Slot | None:
         for slot in self._slots:
@@ -251,13 +251,14 @@ class NodeMemory:
         except OSError as error:
             return str(error.strerror or error)
         if device:
-            with torch.cuda.device(device):
-                self.pin(slot)
+            self.pin(slot, device)
         return ""
 
-    def pin(self, slot: Slot) -> None:
-        """Lock a slot's pages, as far as CUDA lets us."""
-        if (refusal := slot.pin()) and not self._unpinned:
+    def pin(self, slot: Slot, device: torch.device) -> None:
+        """Lock a slot's pages for copies from `device`, as far as CUDA lets us."""
+        with torch.cuda.device(device):
+            refusal = slot.pin()
+        if refusal and not self._unpinned:
             self._tell(f"copies of the state go to memory that is not pinned, and take longer: {refusal}")
             self._unpinned = True
 
@@ -290,12 +291,8 @@ class NodeMemory:
 
         The one before stays the newest without room for the mark, or when something has `changed` meanwhile.
         """
-        problem = ""
         try:
-            snapshot = slot.mark(manifest, sidecar, changed)
-        except (OSError, DamageError) as error:
-            snapshot, problem = None, str(error)
-        try:
+            snapshot, problem = slot.mark(manifest, sidecar, changed)
             if snapshot or problem:
                 self.settle(slot, manifest.step, problem)
         finally:

@@ -214,19 +214,15 @@ def remove_copy(file: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- directories
 
 
-def _root(location: str) -> Path:
-    """Return the directory of a run's copies on this node."""
-    return node_memory_directory(location, SHARED_MEMORY)
-
-
 def lock_directory(location: str) -> tuple[Path, IO[str]]:
     """Lock the run's first directory that no living process has locked; returns it, and what keeps it locked.
 
     Raises `OSError` when there is no shared memory.
     """
-    _claim_user_directory(_root(location).parent)
+    root = node_memory_directory(location, SHARED_MEMORY)
+    _claim_user_directory(root.parent)
     for number in range(MAX_PROCESSES):
-        directory = _root(location) / str(number)
+        directory = root / str(number)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (directory / "lock").open("w")
         try:
@@ -260,7 +256,7 @@ def _is_own(path: Path) -> bool:
 
 def _list_processes(location: str) -> list[Path]:
     """List the directories of all processes of the run on this node."""
-    root = _root(location)
+    root = node_memory_directory(location, SHARED_MEMORY)
     return sorted(root.glob("*")) if _is_own(root.parent) else []
 
 

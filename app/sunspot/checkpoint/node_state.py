@@ -19,11 +19,10 @@ from sunspot.background import map_parallel
 from sunspot.checkpoint.files import load_checked
 from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, as_bytes, read_if_good
 from sunspot.checkpoint.parts import Contents, is_sharded, load_pieces
-from sunspot.checkpoint.pieces import Piece, Reads
+from sunspot.checkpoint.pieces import Piece, Reads, extent_of
 from sunspot.checkpoint.replicas import CHUNK, TIMEOUT_S
 from sunspot.checkpoint.tensors import keys_of, make_outline, padded, tensors_in
 from sunspot.parallel.collectives import gather_objects, run_on_all_ranks
-from sunspot.parallel.sharding import Place
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
 from sunspot.shared_pages import Pages, map_pages
@@ -105,15 +104,16 @@ class NodeState:
         sharded.
         """
         self.close()
-        if absent := [file for file in STATES if file not in checkpoint.files and not is_sharded(checkpoint)]:
+        sharded, mine = is_sharded(checkpoint), sorted(checkpoint.files)
+        if sharded:
+            mine = mine[self._rank :: len(self._nodes)]
+        elif absent := [file for file in STATES if file not in mine]:
             return [f"its manifest lists no {file}" for file in absent]
-        if is_sharded(checkpoint):
-            mine = sorted(checkpoint.files)[self._rank :: len(self._nodes)]
-        else:
-            mine = sorted(checkpoint.files) if self.reads else []
+        elif not self.reads:
+            return []
 
         def read(file: str) -> list[str]:
-            if file not in STATES or is_sharded(checkpoint):
+            if sharded or file not in STATES:
                 return compare_bytes(self._run, checkpoint, file)
             pages = self._files[file] = Pages()
             return compare_bytes(self._run, checkpoint, file, pages.write)
@@ -139,20 +139,14 @@ class NodeState:
 
         `rank` has it, and perhaps others have; each hands in what it has `found`. All workers call this together.
         """
-        has = found is not None and _identity(found.held) == _identity(chosen)
+        has = found and (found.held.checkpoint, found.held.crc32) == (chosen.checkpoint, chosen.crc32)
         sidecar = gather_objects(found.sidecar if found and rank == self._rank else None, self._group)[rank]
         data = share_pages(self._group, self._nodes, {0: found} if found and has else {}, {0: chosen})
         return data[0], sidecar
 
     def close(self) -> None:
         """Let go of files that were read."""
-        for pages in self._files.values():
-            pages.close()
         self._files = {}
-
-
-def _identity(held: MemorySnapshot) -> tuple[int, int, int]:
-    return held.attempt, held.step, held.crc32
 
 
 class PartCopy(NamedTuple):
@@ -161,15 +155,6 @@ class PartCopy(NamedTuple):
     rank: int
     "The worker that reads it, on a node that holds it."
     held: MemorySnapshot
-
-
-class PartIndex(NamedTuple):
-    """Where the tensors of a part lie in its slot."""
-
-    cut: list[Piece]
-    "Pieces of tensors."
-    whole: list[Piece]
-    "Tensors that each part has (buffers, the optimizer's step counts)."
 
 
 class NodeParts:
@@ -185,7 +170,8 @@ class NodeParts:
         self._chosen: Sequence[PartCopy] = ()
         self._loaded: dict[int, LoadedSnapshot] = {}
         "The parts that this rank has read."
-        self._indexes: dict[int, PartIndex] = {}
+        self._pieces: list[Piece] = []
+        "What this rank may read."
         self._outline: Any = None
 
     def read(self, chosen: Sequence[PartCopy]) -> list[PartCopy]:
@@ -202,8 +188,9 @@ class NodeParts:
     def describe(self) -> Sidecar:
         """Return the sidecar of the first part; all workers call this together, before `load`."""
         mine = {part: make_index(part, loaded.sidecar) for part, loaded in self._loaded.items()}
-        for indexes in gather_objects(mine, self._group):
-            self._indexes |= indexes
+        indexes = {part: index for its in gather_objects(mine, self._group) for part, index in its.items()}
+        nearest = self._rank * len(indexes) // len(self._nodes)  # it has most of what this rank needs
+        self._pieces = [piece for cut, _ in indexes.values() for piece in cut] + indexes[nearest][1]
         first = self._loaded.get(0)
         sidecars = gather_objects(first and first.sidecar, self._group)
         sidecar: Sidecar = next(filter(None, sidecars))
@@ -215,12 +202,9 @@ class NodeParts:
 
         Raises `ConflictError` when the copy is of another model.
         """
-        nearest = self._rank * len(self._indexes) // len(self._nodes)  # it has most of what this rank needs
-        pieces = [piece for index in self._indexes.values() for piece in index.cut]
-        pieces += self._indexes[nearest].whole
 
         def read(into: dict[str, torch.Tensor]) -> None:
-            reads = Reads(pieces, into)
+            reads = Reads(self._pieces, into)
             wanted = {int(piece.file): self._chosen[int(piece.file)].held for piece in reads.wanted}
             data = share_pages(self._group, self._nodes, self._loaded, wanted)
             self._loaded = {}
@@ -228,21 +212,21 @@ class NodeParts:
                 content = data[int(piece.file)][piece.begin : piece.begin + piece.size]
                 reads.put(piece, content.view(getattr(torch, piece.dtype)).view(piece.lengths))
 
-        contents = Contents(pieces, self._outline)
+        contents = Contents(self._pieces, self._outline)
         load_pieces(contents, self._chosen[0].held.checkpoint, model, optimizer, read)
 
 
-def make_index(part: int, sidecar: Sidecar) -> PartIndex:
-    """Tell where the tensors lie in the slot of a part, from its sidecar."""
+def make_index(part: int, sidecar: Sidecar) -> tuple[list[Piece], list[Piece]]:
+    """Tell where the tensors lie in the slot of a part, from its sidecar: those that are cut, and those that each part
+    has whole (buffers, the optimizer's step counts).
+    """
     tensors = tensors_in(sidecar.structure)
     keys = keys_of(sidecar.structure, sidecar.names)
     begins = itertools.accumulate(map(padded, tensors), initial=0)
-    index = PartIndex([], [])
+    cut, whole = list[Piece](), list[Piece]()
     for key, tensor, place, begin in zip(keys, tensors, sidecar.places, begins, strict=False):
         if tensor.numel() or not place:  # of a tensor with fewer rows than there are ranks, the last ranks have nothing
-            shape, offset = place or Place(tuple(tensor.shape), (0,) * tensor.ndim)
-            dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-            extent = (list(shape), list(offset), list(tensor.shape))
-            piece = Piece(key, dtype, *extent, str(part), begin, size, crc32=0)  # the whole part has been checked
-            (index.cut if place else index.whole).append(piece)
-    return index
+            # No checksum: the whole part has been checked.
+            piece = Piece(*extent_of(key, tensor, place), str(part), begin, tensor.nbytes, crc32=0)
+            (cut if place else whole).append(piece)
+    return cut, whole

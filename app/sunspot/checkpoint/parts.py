@@ -8,7 +8,7 @@ The files are those of torch.distributed.checkpoint, so any PyTorch program can 
     .metadata                   the same for all ranks, for torch; not read here, as it is a pickle
     extra_state.pt              as under DDP, and the optimizer's plain values, under `state`
     model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, in
-                                its place, the files of weights.py, which all ranks write, and weights-00000.json
+                                its place, safetensors, which all ranks write, and weights-00000.json
 
 Rank 0 writes the tensors that are not cut (buffers, the optimizer's step counts).
 
@@ -21,11 +21,14 @@ What only they need of torch is imported where it is used, as it takes seconds a
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import io
 import json
 import logging
 import pickle
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,18 +37,28 @@ import torch
 
 from sunspot.background import map_parallel
 from sunspot.checkpoint.commit import CommitOrder
-from sunspot.checkpoint.files import Files, load_state, load_weights, upload, upload_state
-from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
+from sunspot.checkpoint.files import (
+    Files,
+    load_state,
+    load_weights,
+    plan_shards,
+    upload,
+    upload_bytes,
+    upload_index,
+    upload_shard,
+    upload_state,
+)
+from sunspot.checkpoint.pieces import INDEX, Piece, extent_of, make_metadata, read_index, read_into
 from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
-from sunspot.checkpoint.weights import plan_shards, upload_index, upload_more, upload_shard
 from sunspot.errors import DamageError
 from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.sharding import Place, parameters_of
+from sunspot.parallel.sharding import parameters_of
 from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
+from sunspot.storage.limits import WARN_AFTER_S
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +75,6 @@ PEER_TIMEOUT_S = 60.0
 
 POLL_EVERY_S = 0.5
 """Time between two listings while rank 0 waits for parts as large as its own."""
-
-WARN_AFTER_S = 30.0
 
 
 class ShardWriter:
@@ -101,17 +112,15 @@ class ShardWriter:
         self._wait_for_indexes(name, WEIGHTS if safetensors else INDEX)
         return self.write_common(snapshot)
 
-    def write_part(self, snapshot: Snapshot) -> None:
-        """Write this rank's part: the tensors, then their index, which tells that they are in storage."""
+    def write_part(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Write this rank's part of the tensors, and return its index."""
         name, files, pieces = snapshot.manifest.name, Files(), list[Piece]()
         tensors = zip(keys_of(snapshot.state, self._names), tensors_in(snapshot.state), snapshot.places, strict=True)
         # What is not cut comes first: every rank reads that of rank 0, in one piece.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
         # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
         mine = [
-            (key, tensor, place or Place(tuple(tensor.shape), (0,) * tensor.ndim))
-            for key, tensor, place in in_order
-            if self._rank == 0 or (place and tensor.numel())
+            (key, tensor, place) for key, tensor, place in in_order if self._rank == 0 or (place and tensor.numel())
         ]
         for number, kind in enumerate(KINDS):
             file = f"__{self._rank}_{number}.distcp"
@@ -119,17 +128,17 @@ class ShardWriter:
             def write(writer: Writer, file: str = file, kind: str = kind) -> None:
                 for key, tensor, place in mine:
                     if key.startswith(f"{kind}."):
-                        begin, checked = writer.size, ChecksummedWriter(writer)
-                        torch.save(tensor, checked)  # type: ignore[arg-type]  # it needs only write()
-                        dtype = str(tensor.dtype).removeprefix("torch.")
-                        extent = (list(place.shape), list(place.offset), list(tensor.shape))
-                        pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin, checked.crc32))
+                        content = io.BytesIO()
+                        torch.save(tensor, content)
+                        data, extent = content.getbuffer(), extent_of(key, tensor, place)
+                        pieces.append(Piece(*extent, file, writer.size, len(data), zlib.crc32(data)))
+                        writer.write(data)
 
             files[file] = upload(self._run, name, file, write)
-        self._write_index(name, INDEX, {"files": files, "tensors": [piece._asdict() for piece in pieces]})
+        return {"files": files, "tensors": [piece._asdict() for piece in pieces]}
 
-    def write_weights(self, snapshot: Snapshot) -> None:
-        """Write this rank's share of the whole model as safetensors, out of all ranks' parts; then their index."""
+    def write_weights(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Write this rank's share of the whole model as safetensors, out of all ranks' parts; returns its index."""
         run, name, written = self._run, snapshot.manifest.name, Files()
         whole = whole_model(read_indexes(run, name, 1)[1])
         mine = list(plan_shards(whole).items())[self._rank :: self._world_size]
@@ -140,7 +149,7 @@ class ShardWriter:
             wanted = [piece for piece in pieces if piece.name in into]
             read_into(run, replace(snapshot.manifest, files=files), wanted, into)
             written[file] = upload_shard(run, name, file, {tensor: into[f"model.{tensor}"] for tensor in tensors})
-        self._write_index(name, WEIGHTS, {"files": written})
+        return {"files": written}
 
     def write_common(self, snapshot: Snapshot) -> Files:
         """Write the files common to all ranks, once all theirs are there; returns the files of the whole checkpoint.
@@ -160,21 +169,19 @@ class ShardWriter:
             model: Any = whole_model(pieces)
             files |= read_indexes(run, name, self._world_size, WEIGHTS)[0] | upload_index(run, name, model)
         else:
-            model = _read_whole(run, replace(snapshot.manifest, files=files), Contents(pieces, outline["model"]))
+            model = load_whole(run, replace(snapshot.manifest, files=files), Contents(pieces, outline["model"]))
             files["model.pt"] = upload_state(run, name, "model.pt", model)
         if self._more_files:
-            files |= upload_more(run, name, self._more_files(model))
+            more = self._more_files(model)
+            files |= {file: upload_bytes(run, name, file, content) for file, content in more.items()}
         return files
 
-    def _write_index(self, name: str, index: str, content: Any) -> None:
-        self._run.storage.write(self._run.key("checkpoints", name, index.format(self._rank)), to_json(content))
-
-    def _write_once(self, name: str, index: str, write: Callable[[], None]) -> None:
-        """Write what `index` lists, unless an earlier try has."""
+    def _write_once(self, name: str, index: str, write: Callable[[], dict[str, Any]]) -> None:
+        """Write files, then the `index` of them, which tells that they are in storage; unless an earlier try has."""
         own = self._run.key("checkpoints", name, index.format(self._rank))
         if own not in self._written:
             began = time.monotonic()
-            write()
+            self._run.storage.write(own, to_json(write()))
             self._took_s = time.monotonic() - began
             self._written = [own, *self._written[:1]]
 
@@ -215,9 +222,7 @@ class ShardWriter:
 def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
     """Make the model's tensors, whole, without memory (meta); in the order of rank 0's part, which has of each."""
     return {
-        piece.name.removeprefix("model."): torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device="meta")
-        for piece in pieces
-        if piece.name.startswith("model.")
+        piece.name.removeprefix("model."): piece.allocate("meta") for piece in pieces if piece.name.startswith("model.")
     }
 
 
@@ -268,13 +273,17 @@ def load_model(run: Run, checkpoint: Checkpoint, contents: Contents | None = Non
     """Load the model's whole state_dict, on the CPU, from `model.pt` or from parts; raises `DamageError`."""
     if "model.pt" in checkpoint.files:
         return load_state(run, checkpoint, "model.pt")
-    return load_whole(run, checkpoint, contents or read_contents(run, checkpoint), ["model"])["model"]
+    pieces, outline = contents or read_contents(run, checkpoint)
+    return load_whole(run, checkpoint, Contents(pieces, outline["model"]))
 
 
-def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
-    """Load the whole state_dicts of a checkpoint in parts, by their kinds, on the CPU; raises `DamageError`."""
-    pieces, outline = contents
-    return {kind: _read_whole(run, checkpoint, Contents(pieces, outline[kind])) for kind in kinds}
+def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
+    """Load the state that the outline describes, with whole tensors on the CPU; raises `DamageError`."""
+    named = {name for _, name in leaves_of(contents.outline)}
+    wanted = [piece for piece in contents.pieces if piece.name in named]
+    tensors = {piece.name: piece.allocate() for piece in wanted}
+    read_into(run, checkpoint, wanted, tensors)
+    return fill(contents.outline, tensors)
 
 
 def load_parts(
@@ -284,10 +293,7 @@ def load_parts(
 
     Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
     """
-
-    def read(into: dict[str, torch.Tensor]) -> None:
-        read_into(run, checkpoint, contents.pieces, into)
-
+    read = functools.partial(read_into, run, checkpoint, contents.pieces)
     load_pieces(contents, checkpoint.name, model, optimizer, read)
 
 
@@ -306,14 +312,14 @@ def load_pieces(
         key: parameters[number]
         for number, values in outline["optimizer"]["state"].items()
         if number < len(parameters)
-        for key in leaves_of(values)
+        for _, key in leaves_of(values)
         if isinstance(key, str)
     }
 
     def place(piece: Piece) -> torch.Tensor:
         like = own.get(piece.name, owners.get(piece.name))
         if like is None or list(like.shape) != piece.shape:
-            return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+            return piece.allocate()
         return like if piece.name in own else torch.empty_like(like.detach(), dtype=getattr(torch, piece.dtype))
 
     tensors = {piece.name: place(piece) for piece in pieces}
@@ -329,12 +335,3 @@ def weights_digest(checkpoint: Checkpoint) -> str:
     ending = f"_{KINDS.index('model')}.distcp"
     parts = sorted((file, entry["sha256"]) for file, entry in checkpoint.files.items() if file.endswith(ending))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _read_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
-    """Read the state that the outline describes, with whole tensors."""
-    named = set(leaves_of(contents.outline))
-    wanted = [piece for piece in contents.pieces if piece.name in named]
-    tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
-    read_into(run, checkpoint, wanted, tensors)
-    return fill(contents.outline, tensors)

@@ -9,17 +9,18 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sunspot.background import map_parallel
 from sunspot.checkpoint.files import read_file
 from sunspot.errors import DamageError
+from sunspot.parallel.sharding import Place
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.storage.base import CHUNK, Writer
+from sunspot.storage.base import CHUNK
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -52,6 +53,16 @@ class Piece(NamedTuple):
     crc32: int
     "The checksum of these bytes."
 
+    def allocate(self, device: str = "cpu") -> torch.Tensor:
+        """Make the whole tensor, without its values."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+
+
+def extent_of(name: str, part: torch.Tensor, place: Place | None) -> tuple[str, str, list[int], list[int], list[int]]:
+    """Return the fields of a piece up to its file, for a part of a tensor at `place`; None: it is the whole one."""
+    shape, offset = place or (part.shape, (0,) * part.ndim)
+    return name, str(part.dtype).removeprefix("torch."), list(shape), list(offset), list(part.shape)
+
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
     """Make the metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
@@ -77,21 +88,6 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
     return Metadata(tensors, storage_data=storage)
 
 
-class ChecksummedWriter:
-    """Passes bytes on to a writer, and counts their checksum."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._writer.write(data)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
     """Read all pieces of a checkpoint, by rank."""
     indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
@@ -107,8 +103,16 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
     reads = Reads(pieces, into)
 
     def load(adjacent: list[Piece]) -> None:
-        for piece, content in _read_adjacent(run, checkpoint, adjacent):
-            reads.put(piece, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+        key, at = run.key("checkpoints", checkpoint.name, adjacent[0].file), adjacent[0].begin
+        with run.storage.open(key, at) as stream:
+            for piece in adjacent:
+                stream.read(piece.begin - at)
+                data = stream.read(piece.size)
+                at = piece.begin + piece.size
+                if zlib.crc32(data) != piece.crc32:
+                    where = run.storage.locate(key)
+                    raise DamageError(f"{where}: {piece.name} in it does not match the index of its part")
+                reads.put(piece, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
     map_parallel(load, group_adjacent(reads.wanted), REQUESTS_AT_ONCE)
 
@@ -143,32 +147,10 @@ def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """Group pieces, sorted by their places, that one request each reads: REQUEST_BYTES, or one larger piece."""
     groups: list[list[Piece]] = []
     for piece in pieces:
-        first, last = (groups[-1][0], groups[-1][-1]) if groups else (None, None)
-        near = last and piece.file == last.file and piece.begin - (last.begin + last.size) <= CHUNK
-        if first and near and piece.begin + piece.size - first.begin <= REQUEST_BYTES:
-            groups[-1].append(piece)
+        group = groups[-1] if groups else []
+        near = group and piece.file == group[-1].file and piece.begin - (group[-1].begin + group[-1].size) <= CHUNK
+        if near and piece.begin + piece.size - group[0].begin <= REQUEST_BYTES:
+            group.append(piece)
         else:
             groups.append([piece])
     return groups
-
-
-def _read_adjacent(run: Run, checkpoint: Checkpoint, pieces: list[Piece]) -> Iterator[tuple[Piece, bytearray]]:
-    """Yield each of some pieces in one file with its bytes, checked; raises `DamageError`."""
-    file, at = pieces[0].file, pieces[0].begin
-    key = run.key("checkpoints", checkpoint.name, file)
-    with run.storage.open(key, at) as stream:
-        for piece in pieces:
-            _read_exactly(stream, piece.begin - at)
-            data = _read_exactly(stream, piece.size)
-            at = piece.begin + piece.size
-            if zlib.crc32(data) != piece.crc32:
-                raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it does not match the index of its part")
-            yield piece, data
-
-
-def _read_exactly(stream: BinaryIO, size: int) -> bytearray:
-    """Read the next bytes of a stream; fewer at its end."""
-    content = bytearray()
-    while len(content) < size and (chunk := stream.read(min(CHUNK, size - len(content)))):
-        content += chunk
-    return content

@@ -5,10 +5,8 @@ of its own, beside the training; a worker that does not answer is waited for no 
 """
 
 import itertools
-import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,10 +15,9 @@ import torch.distributed as dist
 
 from sunspot.checkpoint.memory import Changed, NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import MemorySnapshot
-from sunspot.errors import DamageError, shorten
-from sunspot.parallel.collectives import any_rank
+from sunspot.errors import shorten
+from sunspot.parallel.collectives import any_rank, gather_objects
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.objects import parse_verified, with_checksum
 
 CHUNK = 16 << 20
 """Bytes of one message."""
@@ -30,23 +27,6 @@ TIMEOUT_S = 60.0
 
 TRANSFER_COST = 0.1
 """Share of a transfer's seconds that counts as lost to training, whose own messages take the same network."""
-
-SIZES = struct.Struct("<qqq")
-"""Bytes of a marker, of the sidecar, and of the slot."""
-
-
-class PeerCopy:
-    """The part of a worker on another node, which is kept here, too."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.newest: Slot | None = None
-        "The newest copy that all workers have."
-        self.next: Slot | None = None
-
-    def settle(self) -> None:
-        """Have the next copy be the newest."""
-        self.newest, self.next = self.next, self.newest
 
 
 class PartExchange:
@@ -59,7 +39,11 @@ class PartExchange:
         self._rank, self._world_size = dist.get_rank(self._group), len(nodes)
         keepers, here = find_keepers(nodes), nodes[self._rank]
         self._keeper = keepers[self._rank]
-        self._peers = [PeerCopy(rank) for rank, keeper in enumerate(keepers) if keeper == self._rank != rank]
+        self._peers = [rank for rank, keeper in enumerate(keepers) if keeper == self._rank != rank]
+        "The workers on another node whose parts are kept here, too."
+        self._newest: dict[int, Slot] = {}
+        "By these ranks, the newest copies that all workers have."
+        self._next: dict[int, Slot] = {}
         kept = sum(nodes[keeper] == here != node for node, keeper in zip(nodes, keepers, strict=True))
         self.cost_s = 0.0
         "What the newest transfer cost training."
@@ -80,12 +64,8 @@ class PartExchange:
 
         It is the newest once all workers have theirs. They call this together, in their threads that seal copies.
         """
-        problem = ""
         try:
-            snapshot = slot.mark(manifest, sidecar, changed, self._rank, self._world_size)
-        except (OSError, DamageError) as error:
-            snapshot, problem = None, str(error)
-        try:
+            snapshot, problem = slot.mark(manifest, sidecar, changed, self._rank, self._world_size)
             if not self.share(slot, snapshot, sidecar):
                 problem = problem or "a worker could not keep its part, or that of another node"
             self._memory.settle(slot, manifest.step, problem)
@@ -100,47 +80,34 @@ class PartExchange:
         `snapshot` None: this worker has none. Returns whether each part is where it should be. Raises `RuntimeError`
         when a worker is gone, or does not answer for TIMEOUT_S.
         """
-        marker = bytearray(with_checksum(asdict(snapshot)) if snapshot else b"")
-        sizes = {peer.rank: bytearray(SIZES.size) for peer in self._peers}
-        own = bytearray(SIZES.pack(len(marker), len(sidecar), slot.size))
-        self._pass_on([own], {rank: [size] for rank, size in sizes.items()})
+        everyone = gather_objects((snapshot, len(sidecar), slot.size), self._group)
         taken: dict[int, list[Any]] = {}
         room = True
-        for peer in self._peers:
-            *beside, size = SIZES.unpack(sizes[peer.rank])
+        for rank in self._peers:
+            _, beside, size = everyone[rank]
             try:
-                taken[peer.rank] = [*map(bytearray, beside), self._next_slot(peer, size).map]
+                taken[rank] = [bytearray(beside), self._next_slot(rank, size).map]
             except OSError:
                 room = False
         if any_rank(self._group, not room or snapshot is None)[0]:
             return False
         began = time.monotonic()
-        self._pass_on([marker, bytearray(sidecar), slot.map], taken)
+        self._pass_on([bytearray(sidecar), slot.map], taken)
         self.cost_s = TRANSFER_COST * (time.monotonic() - began)
-        accepted = [self._accept(peer, *taken[peer.rank][:2]) for peer in self._peers]
+        accepted = [self._next[rank].accept_copy(everyone[rank][0], bytes(taken[rank][0])) for rank in self._peers]
         if any_rank(self._group, not all(accepted))[0]:
             return False
-        for peer in self._peers:
-            peer.settle()
+        self._newest, self._next = self._next, self._newest
         return True
 
-    def _next_slot(self, peer: PeerCopy, size: int) -> Slot:
-        if peer.next is None or peer.next.size != size:
-            peer.next = None
-            others = [slot for each in self._peers for slot in (each.newest, each.next) if slot]
-            peer.next = self._memory.make_peer_slot(size, others)
-        peer.next.unmark()
-        return peer.next
-
-    def _accept(self, peer: PeerCopy, marker: bytearray, sidecar: bytearray) -> bool:
-        """Mark what came from a peer; returns whether it is whole."""
-        assert peer.next
-        try:
-            snapshot = parse_verified(MemorySnapshot, bytes(marker), f"the marker of rank {peer.rank}")
-            peer.next.accept_copy(snapshot, bytes(sidecar))
-        except (DamageError, OSError):
-            return False
-        return True
+    def _next_slot(self, rank: int, size: int) -> Slot:
+        slot = self._next.get(rank)
+        if slot is None or slot.size != size:
+            self._next.pop(rank, None)
+            others = [*self._newest.values(), *self._next.values()]
+            slot = self._next[rank] = self._memory.make_peer_slot(size, others)
+        slot.unmark()
+        return slot
 
     def _pass_on(self, given: Sequence[Any], taken: Mapping[int, Sequence[Any]]) -> None:
         """Send buffers to the keeper, while those of the peers are filled, by rank."""

@@ -1,23 +1,25 @@
 """Copies of the training state, taken behind the training.
 
 What only the optimizer changes stays as it is during forward and backward, so it is copied meanwhile, and only the next
-optimizer step waits (`wait_for_copy`; on a GPU, its queue does: copying.py). Anything else in the model may change in
-the very next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. What
-turns out to have changed while it was copied has torn that copy, which is dropped, and is copied at once from then on.
+optimizer step waits (`wait_for_copy`). Anything else in the model may change in the very next forward pass (batch
+norm's averages, a teacher that follows the weights), and is copied at once. What turns out to have changed while it was
+copied has torn that copy, which is dropped, and is copied at once from then on.
+
+A GPU copies in a stream of its own. The training's stream waits for that, and no thread: the CPU goes on filling it.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from sunspot.background import start_thread
 from sunspot.checkpoint.average import WeightAverage
-from sunspot.checkpoint.copying import Pairs, QueueWait, copy, mark_queue
 from sunspot.checkpoint.memory import NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import Sidecar
 from sunspot.checkpoint.replicas import PartExchange
@@ -27,6 +29,9 @@ from sunspot.run.checkpoints import Checkpoint
 
 OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of so many bytes, as which the bits of a number are summed up."""
+
+Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Target and source of each copy."""
 
 MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
 """Returns what else a task wants in its checkpoints, by the names of the files, given the model's state_dict."""
@@ -154,16 +159,14 @@ class Snapshots:
         "The `id` of each tensor that has torn a copy."
         self._queue_wait: QueueWait | None = None
         self._sealing: Future[None] | None = None
-        self._spent = self._charged = 0.0
+        self.spent_s = 0.0
+        "Seconds of training that all snapshots so far have cost."
+        self._charged_s = 0.0
+        "Those of all but the newest."
         self.size = 0
         "Bytes of a snapshot."
         self.costs: deque[float] = deque(maxlen=5)
         "Seconds of training that each of the last snapshots cost."
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds of training that all snapshots so far have cost."""
-        return self._charged + self._spent
 
     # In the training thread.
 
@@ -181,7 +184,8 @@ class Snapshots:
         if needed:
             self.wait_until_complete()  # then a slot is free
         elif self._sealing and not self._sealing.done():
-            self._all_copy(False)
+            if self._exchange:
+                self._exchange.all_copy(False)
             return None
         self._add_up_costs()
 
@@ -193,33 +197,30 @@ class Snapshots:
         structure, device = self._outline(source)
         slot = self._memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
-        agreed = self._all_copy(slot is not None)
+        agreed = self._exchange.all_copy(slot is not None) if self._exchange else True
         began += time.perf_counter() - asked  # waiting for slower workers is no cost: the next gradients would
         if slot is None or not agreed:
             return None
         state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
 
         # What may change in the next forward pass is copied now, and the rest in the copy thread.
-        copy_now: Pairs = []
-        copy_async: Pairs = []
+        later: Pairs = []
         watched: list[torch.Tensor] = []
         for target, tensor in zip(tensors_in(state), tensors_in(source), strict=True):
-            pair = (target, part_of(tensor.detach()))
+            part = part_of(tensor.detach())
             if id(tensor) in changing:
-                copy_now.append(pair)
+                target.copy_(part, non_blocking=True)  # before whatever comes later in a GPU's queue
             else:
-                copy_async.append(pair)
+                later.append((target, part))
                 watched.append(tensor)
-        for target, tensor in copy_now:
-            target.copy_(tensor, non_blocking=True)  # before whatever comes later in a GPU's queue
-        mark = mark_queue([*copy_now, *copy_async])
+        mark = mark_queue(device)
         if extra_state is not None:
             slot.uses.add(Use.UPLOADING)
         self._watch = ChangeWatch(watched)
-        self._copying = self._copies.submit(self._copy, copy_async, mark)
+        self._copying = self._copies.submit(self._copy, later, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
         if mark:  # a slot that was made at once is not pinned; nobody waits for that
-            self._copies.submit(self._pin, slot, mark.device)
+            self._copies.submit(self._memory.pin, slot, mark.device)
         snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
 
         # Once it is copied, it is marked in memory as complete.
@@ -229,7 +230,7 @@ class Snapshots:
             plain_places = [place and tuple(place) for place in places]
             sidecar = Sidecar(structure, fields, plain_places, ledger, self._names)
             self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
-        self._spent += time.perf_counter() - began
+        self.spent_s += time.perf_counter() - began
         return snapshot
 
     def reserve(self) -> None:
@@ -239,33 +240,29 @@ class Snapshots:
 
     def charge(self, seconds: float) -> None:
         """Add to the cost of the newest snapshot."""
-        self._spent += seconds
+        self.spent_s += seconds
 
     def wait_for_copy(self) -> None:
         """Return when the state may change: by this thread, or by what it puts into the GPU's queue from now on."""
         if self._copying:
             began = time.perf_counter()
             end = self._copying.result()
-            self._copying, self._queue_wait = None, QueueWait.begin(end) if end else None
+            self._copying, self._queue_wait = None, QueueWait(end) if end else None
             self._unsteady |= self._watch.end()
-            self._spent += time.perf_counter() - began
+            self.spent_s += time.perf_counter() - began
 
     def wait_until_complete(self) -> None:
         """Return when the newest copy is complete, in memory."""
         if self._sealing:
             self._sealing.result()
 
-    def _all_copy(self, has_slot: bool) -> bool:
-        return self._exchange.all_copy(has_slot) if self._exchange else has_slot
-
     def _add_up_costs(self) -> None:
         if self._queue_wait:
-            self._spent += self._queue_wait.seconds
+            self.spent_s += self._queue_wait.seconds
             self._queue_wait = None
-        if self._spent:
-            self.costs.append(self._spent)
-            self._charged += self._spent
-            self._spent = 0.0
+        if self.spent_s > self._charged_s:
+            self.costs.append(self.spent_s - self._charged_s)
+            self._charged_s = self.spent_s
 
     def _outline(self, source: dict[str, Any]) -> tuple[Any, torch.device | None]:
         """Return the state to copy without its values, and the GPU that it is on, if any."""
@@ -281,10 +278,6 @@ class Snapshots:
         self._charge_thread(before, mark is None)
         return end
 
-    def _pin(self, slot: Slot, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self._memory.pin(slot)
-
     # In the seal thread.
 
     def _seal(self, snapshot: Snapshot, sidecar: Sidecar) -> None:
@@ -294,12 +287,12 @@ class Snapshots:
         complete(snapshot.slot, snapshot.manifest, sidecar.to_bytes(), snapshot.watch.changed)
         self._charge_thread(before, on_cpu)
         if self._exchange:
-            self._spent += self._exchange.cost_s
+            self.spent_s += self._exchange.cost_s
 
     def _charge_thread(self, before: float, on_cpu: bool) -> None:
         """On a CPU, this thread's work slows the threads that train; beside a GPU it is free."""
         if on_cpu:
-            self._spent += (time.thread_time() - before) / torch.get_num_threads()
+            self.spent_s += (time.thread_time() - before) / torch.get_num_threads()
 
 
 def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:
@@ -307,3 +300,54 @@ def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool
     if end := copying.result():
         end.synchronize()
     return end is None
+
+
+def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
+    """Mark the point in the GPU's current stream at which the state is the one to copy; None without a GPU."""
+    if device is None:
+        return None
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    """Copy, or with a `mark` have the GPU copy what is there at that point; returns the end of the GPU's copies.
+
+    The sources must be kept until that end: memory that is free is given to other tensors.
+    """
+    if mark is None:
+        for target, source in pairs:
+            target.copy_(source)
+        return None
+    end = torch.cuda.Event(enable_timing=True)
+    stream = _side_stream(mark.device)
+    stream.wait_event(mark)
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        end.record()
+    return end
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all copies from a GPU: one for all, as each keeps memory of its own for what it lays out."""
+    return torch.cuda.Stream(device)
+
+
+class QueueWait:
+    """A wait of the training's stream for copies."""
+
+    def __init__(self, end: torch.cuda.Event) -> None:
+        """Have the current stream wait for the `end` of the copies, and not the CPU."""
+        stream = torch.cuda.current_stream(end.device)
+        self._end, self._reached = end, torch.cuda.Event(enable_timing=True)
+        self._reached.record(stream)
+        stream.wait_event(end)
+
+    @property
+    def seconds(self) -> float:
+        """How long the GPU stood still for the copies; returns once these have ended."""
+        self._end.synchronize()
+        return max(0.0, self._reached.elapsed_time(self._end) / 1000) if self._reached.query() else 0.0

@@ -14,20 +14,34 @@ ALIGNMENT = 64
 """Each tensor begins at a multiple of so many bytes, where any dtype can be viewed."""
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the same nested dicts, lists and tuples, with `change(tensor)` for every tensor, in a fixed order."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the same nested dicts, lists and tuples, with `change(item)` for all else in them, in a fixed order."""
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value
+        return type(value)(map_leaves(item, change) for item in value)
+    return change(value)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Do the same for tensors alone."""
+    return map_leaves(value, lambda item: change(item) if isinstance(item, torch.Tensor) else item)
+
+
+def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what `map_leaves` changes, in its order, each after the keys that lead to it."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves_of(item, (*path, key))
+    else:
+        yield path, value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """List every tensor, in the order of `map_tensors`."""
-    return [tensor for _, tensor in _paths(value)]
+    return [item for _, item in leaves_of(value) if isinstance(item, torch.Tensor)]
 
 
 # ------------------------------------------------------------------------------------------------------ in a buffer
@@ -40,7 +54,7 @@ def size_of(structure: Any) -> int:
 
 def padded(tensor: torch.Tensor) -> int:
     """Count the bytes that a tensor takes in a buffer."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def in_buffer(structure: Any, buffer: Any) -> Any:
@@ -69,7 +83,7 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
     """List the name of each tensor of `model` and `optimizer`, in the order of `tensors_in`."""
     keys = []
-    for path, _ in _paths(state):
+    for path in [path for path, item in leaves_of(state) if isinstance(item, torch.Tensor)]:
         if path[:2] == ("optimizer", "state"):
             path = (*path[:2], names[path[2]], *path[3:])
         keys.append(".".join(map(str, path)))
@@ -79,36 +93,9 @@ def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
 def make_outline(state: Mapping[str, Any], names: list[str]) -> Any:
     """Return the state with each tensor replaced by its name."""
     keys = iter(keys_of(state, names))
-    return map_tensors(state, lambda _: next(keys))  # type: ignore[arg-type, return-value]  # a name for each tensor
+    return map_tensors(state, lambda _: next(keys))
 
 
 def fill(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the state that `make_outline` was given, with these tensors."""
-    if isinstance(outline, Mapping):
-        return {key: fill(item, tensors) for key, item in outline.items()}
-    if isinstance(outline, (list, tuple)):
-        return type(outline)(fill(item, tensors) for item in outline)
-    return tensors.get(outline, outline) if isinstance(outline, str) else outline
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield everything in nested dicts, lists and tuples that is none of these."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves_of(item)
-    else:
-        yield value
-
-
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Yield each tensor with the keys that lead to it, in the order of `map_tensors`."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _paths(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _paths(item, (*path, number))
+    return map_leaves(outline, lambda item: tensors.get(item, item) if isinstance(item, str) else item)

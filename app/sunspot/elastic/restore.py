@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from sunspot.checkpoint.files import read_weights
 from sunspot.checkpoint.memory_files import as_bytes
 from sunspot.checkpoint.parts import Contents, is_sharded, load_model, load_parts, load_whole, read_contents
 from sunspot.checkpoint.tensors import in_buffer
-from sunspot.checkpoint.weights import read_weights
 from sunspot.elastic.claim import LocalState, StartPoint
 from sunspot.elastic.copies import ChosenCopy
 from sunspot.errors import ConflictError, NotFoundError, SettingsError

@@ -13,16 +13,14 @@ from sunspot.storage.local import LocalStorage
 __all__ = ["Storage", "open_storage"]
 
 BACKENDS = {
-    "s3": ("s3", "S3Storage"),
-    "gs": ("google", "GoogleStorage"),
-    "az": ("azure", "AzureStorage"),
-    "abfs": ("azure", "AzureStorage"),
+    "s3": ("s3", "S3Storage", ""),
+    "gs": ("google", "GoogleStorage", "gcs"),
+    "az": ("azure", "AzureStorage", "azure"),
+    "abfs": ("azure", "AzureStorage", "azure"),
 }
-"""Module and class by the scheme of the storage path; none: a local path. A module brings its cloud's client, which is
-slow to import: only the one that is needed is."""
-
-EXTRAS = {"google": "gcs", "azure": "azure"}
-"""The extra that installs what a module imports; others come with Sunspot."""
+"""Module and class by the scheme of the storage path, and the extra that installs what the module imports (none: it
+comes with Sunspot); no scheme: a local path. A module brings its cloud's client, which is slow to import: only the one
+that is needed is."""
 
 
 def open_storage(storage_path: str) -> Storage:
@@ -30,12 +28,12 @@ def open_storage(storage_path: str) -> Storage:
     scheme, separator, _ = storage_path.partition("://")
     if not separator or scheme not in BACKENDS:
         return LocalStorage(storage_path)
-    module, name = BACKENDS[scheme]
+    module, name, extra = BACKENDS[scheme]
     try:
         backend: type[Storage] = getattr(importlib.import_module(f"sunspot.storage.{module}"), name)
     except ImportError as error:
-        if module not in EXTRAS:
+        if not extra:
             raise
-        install = how_to_install(EXTRAS[module])
-        raise StorageError(f"{storage_path}: {module.capitalize()}'s client is not installed; {install}") from error
+        missing = f"{storage_path}: {module.capitalize()}'s client is not installed"
+        raise StorageError(f"{missing}; {how_to_install(extra)}") from error
     return backend(storage_path)

@@ -6,7 +6,6 @@ An upload in parts is blocks of the blob, which one request makes its content.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 import uuid
@@ -19,7 +18,7 @@ from azure.storage.blob import BlobBlock, BlobServiceClient, ExponentialRetry
 
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import Entry, Errors, Unfinished
+from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
 from sunspot.storage.limits import record_progress
 
@@ -55,7 +54,7 @@ class AzureStorage(Bucket):
         self._service = _azure_client(storage_path)
         self._container = self._service.get_container_client(self.bucket)
 
-    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
         condition = {"etag": version, "match_condition": MatchConditions.IfNotModified} if version else {}
         with self._errors("read", key, gives_s=0):
             try:
@@ -67,7 +66,7 @@ class AzureStorage(Bucket):
                 raise
         record_progress(len(body))
         total = int(answer.properties.content_range.rpartition("/")[2])
-        return Range(lambda: body, total, answer.properties.etag)
+        return Range(body, total, answer.properties.etag)
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         self._container.upload_blob(self._full(key), bytes(data), overwrite=True, validate_content="md5")
@@ -79,56 +78,47 @@ class AzureStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str, token: str = "") -> BlockUpload:
-        errors = functools.partial(self._errors, "upload", key)
-        return BlockUpload(self._container.get_blob_client(self._full(key)), errors, token or make_token())
+    def _begin_upload(self, key: str) -> BlockUpload:
+        return BlockUpload(self, key)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
-        for blobs, more in self._pages_of_blobs(prefix):
-            entries = [
-                Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag) for blob in blobs
-            ]
-            yield Page(entries, more)
-
-    def _pages_of_blobs(self, prefix: str, **options: Any) -> Iterator[tuple[list[Any], bool]]:
-        pages = self._container.list_blobs(
-            name_starts_with=prefix,
-            raw_response_hook=lambda answer: self._note_clock(answer.http_response.headers.get("date")),
-            **options,
-        ).by_page()
+        pages = self._list_blobs(prefix).by_page()
         for page in pages:
-            yield list(page), bool(pages.continuation_token)
+            entries = [
+                Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag) for blob in page
+            ]
+            yield Page(entries, bool(pages.continuation_token))
+
+    def _list_blobs(self, prefix: str, **options: Any) -> Any:
+        def note_clock(answer: Any) -> None:
+            self._note_clock(answer.http_response.headers.get("date"))
+
+        return self._container.list_blobs(name_starts_with=prefix, raw_response_hook=note_clock, **options)
 
     def _list_prefixes(self, prefix: str) -> Iterable[str]:
         found = self._container.walk_blobs(name_starts_with=prefix, delimiter="/")
         return [each.name for each in found if each.name.endswith("/")]
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        found = []
         with self._errors("list the unfinished uploads of", prefix):
-            whole = {blob.name for blobs, _ in self._pages_of_blobs(self._full(prefix)) for blob in blobs}
-            both = self._pages_of_blobs(self._full(prefix), include=["uncommittedblobs"])
-            names = [blob.name for blobs, _ in both for blob in blobs if blob.name not in whole]
-            return sorted(
-                Unfinished(key, sum(block.size for block in blocks), *latest_of(blocks))
-                for name in names
-                if is_below(key := self._relative(name), prefix)
-                if (blocks := self._container.get_blob_client(name).get_block_list("uncommitted")[1])
-            )
+            whole = {blob.name for blob in self._list_blobs(self._full(prefix))}
+            both = self._list_blobs(self._full(prefix), include=["uncommittedblobs"])
+            for name in [blob.name for blob in both if blob.name not in whole]:
+                key, blob = self._relative(name), self._container.get_blob_client(name)
+                if is_below(key, prefix) and (blocks := blob.get_block_list("uncommitted")[1]):
+                    token = max(block.id.rpartition("-")[0] for block in blocks)  # the latest: it begins with the time
+                    found.append(Unfinished(key, sum(block.size for block in blocks), float(token[:10]), token))
+        return sorted(found)
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._begin_upload(unfinished.key, unfinished.token).abort()
+        BlockUpload(self, unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
-        from azure.core import MatchConditions
-        from azure.core.exceptions import ResourceModifiedError
-
         quoted = f'"{version}"'  # listings leave the quotes out
         condition = {"etag": quoted, "match_condition": MatchConditions.IfNotModified} if version else {}
-        with (
-            contextlib.suppress(NotFoundError),
-            self._errors("delete", key),
-            contextlib.suppress(ResourceModifiedError),
-        ):
+        changed = contextlib.suppress(exceptions.ResourceModifiedError)
+        with contextlib.suppress(NotFoundError), self._errors("delete", key), changed:
             self._container.delete_blob(self._full(key), **condition)
 
     def keeps_versions(self) -> bool | None:
@@ -183,9 +173,11 @@ class BlockUpload(PartUpload):
     blocks of the other, which then fails. Checkpoints have names of their own, so that only happens to tries of one.
     """
 
-    def __init__(self, blob: Any, errors: Errors, token: str) -> None:
-        """`token` tells its blocks from those of other uploads of the blob (`make_token`)."""
-        self._blob, self._errors, self._token = blob, errors, token
+    def __init__(self, storage: AzureStorage, key: str, token: str = "") -> None:
+        """`token` tells its blocks from those of other uploads of the blob."""
+        super().__init__(storage, key)
+        self._blob = storage._container.get_blob_client(storage._full(key))
+        self._token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # `list_unfinished`
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():
@@ -211,14 +203,3 @@ class BlockUpload(PartUpload):
 
     def _block(self, number: int) -> str:
         return f"{self._token}-{number:05d}"
-
-
-def make_token() -> str:
-    """A token for a new upload, which begins with the time."""
-    return f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"
-
-
-def latest_of(blocks: Sequence[Any]) -> tuple[float, str]:
-    """The latest upload of these blocks: when it was begun, in seconds since the epoch, and its token."""
-    token = max(block.id.rpartition("-")[0] for block in blocks)
-    return float(token[:10]), token

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
@@ -21,10 +20,6 @@ CHUNK = 1 << 20
 
 RACE_TRIES, RACE_PAUSE_S = 5, 0.2
 """Tries of a write that collides with another process's write, or with its delete of a neighbouring object."""
-
-Errors = Callable[[], contextlib.AbstractContextManager[None]]
-"""Turns a backend's errors into `StorageError` for one object. It wraps the backend's own calls only: a caller's
-`FileNotFoundError` would pass for a missing object."""
 
 LeaveOut = Callable[[str, StorageError], Any]
 """Hears of a folder that may not be read: its key, and why."""
@@ -168,9 +163,10 @@ class Storage(ABC):
     def delete_folders(self, prefix: str) -> None:
         """Delete the empty folders at and below `prefix`, which no listing shows."""
 
-    @abstractmethod
     def exists(self, key: str) -> bool:
         """Whether the object is there."""
+        # Of a bucket not by HEAD: its 404 has no body, so a missing bucket would pass for a missing object.
+        return any(entry.key == key for entry in self.list(key))
 
     def refresh(self, prefix: str) -> None:  # noqa: B027  # most backends have nothing to do
         """Let the next look below `prefix` show what other machines have written there by now."""
@@ -220,33 +216,9 @@ def completed(writer: Writer) -> Iterator[Writer]:
         if writer.failure:
             raise writer.failure
         writer.complete()
-    except Exception as error:
+    except BaseException as error:
         writer.abort()
         # torch.save replaces the error of a write by one of its own that does not mention storage.
-        if writer.failure and error is not writer.failure:
+        if writer.failure and error is not writer.failure and isinstance(error, Exception):
             raise writer.failure from writer.failure.__cause__
         raise
-    except BaseException:
-        writer.abort()
-        raise
-
-
-class ObjectReader(io.RawIOBase):
-    """Bytes of an object; errors of reading, and only those, go through `errors`."""
-
-    def __init__(self, source: Any, errors: Errors) -> None:
-        super().__init__()
-        self._source, self._errors = source, errors
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        with self._errors():
-            size: int = self._source.readinto(buffer)
-        record_progress(size)
-        return size
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()

@@ -35,10 +35,10 @@ CONNECTIONS = 4 * PARTS_IN_FLIGHT
 
 
 class Range(NamedTuple):
-    """Some bytes of an object, which storage has begun to send."""
+    """Some bytes of an object."""
 
-    read: Callable[[], bytes | bytearray]
-    "All of them: as many as were asked for, or up to the object's end."
+    body: bytes | bytearray
+    "As many as were asked for, or up to the object's end."
     total: int
     "Bytes of the whole object, if no version was named."
     version: str
@@ -80,7 +80,7 @@ class Bucket(Storage):
     # What each service does in its own way.
 
     @abstractmethod
-    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
         """Some bytes of an object, of this version if one is named; None when it has none there."""
 
     @abstractmethod
@@ -120,23 +120,22 @@ class Bucket(Storage):
 
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
-        with io.BufferedReader(_RangeReader(functools.partial(self._begin_range, key), offset), CHUNK) as stream:
+        with io.BufferedReader(_RangeReader(functools.partial(self._read_range, key), offset), CHUNK) as stream:
             yield stream
 
     def chunks(self, key: str) -> Iterator[bytes | bytearray]:
-        first = self._begin_range(key, 0, PART)
+        first = self._read_range(key, 0, CHUNK)
         if first is None:
             return
-        version = first.version
+        yield first.body
 
         def read_part(begin: int) -> bytes | bytearray:
-            part = self._begin_range(key, begin, PART, version)
+            part = self._read_range(key, begin, PART, first.version)
             assert part
-            return part.read()
+            return part.body
 
-        begins = deque(range(PART, first.total, PART))
-        under_way = deque([start_thread(first.read, "storage-part")])
-        while under_way:
+        begins, under_way = deque(range(CHUNK, first.total, PART)), deque[Future[bytes | bytearray]]()
+        while begins or under_way:
             while begins and len(under_way) < PARTS_IN_FLIGHT:
                 under_way.append(start_thread(functools.partial(read_part, begins.popleft()), "storage-part"))
             yield under_way.popleft().result()
@@ -158,11 +157,7 @@ class Bucket(Storage):
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
-        def put(body: bytearray) -> None:
-            with self._errors("upload", key):
-                self._put(key, body)
-
-        with completed(PartWriter(lambda: self._begin_upload(key), put)) as writer:
+        with completed(PartWriter(self, key)) as writer:
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
@@ -202,14 +197,10 @@ class Bucket(Storage):
         map_parallel(self.delete, keys)
 
     def delete_folders(self, prefix: str) -> None:
-        everything = self._entries(prefix)
-        holding = [entry.key for entry in everything if not entry.key.endswith("/")]
-        folders = [entry.key for entry in everything if entry.key.endswith("/")]
-        self.delete_many([key for key in folders if not any(held.startswith(key) for held in holding)])
-
-    def exists(self, key: str) -> bool:
-        # Not by HEAD: its 404 has no body, so a missing bucket would pass for a missing object.
-        return any(entry.key == key for entry in self.list(key))
+        keys = [entry.key for entry in self._entries(prefix)]
+        held = [key for key in keys if not key.endswith("/")]
+        empty = [key for key in keys if key.endswith("/") and not any(each.startswith(key) for each in held)]
+        self.delete_many(empty)
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
@@ -248,15 +239,15 @@ class _RangeReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._left and self._next < self._total:
-            begun = self._ask(self._next, self._size, self._version)
-            assert begun
-            self._take(begun)
+            following = self._ask(self._next, self._size, self._version)
+            assert following
+            self._take(following)
         size = min(len(buffer), len(self._left))
         buffer[:size], self._left = self._left[:size], self._left[size:]
         return size
 
-    def _take(self, begun: Range) -> None:
-        self._left = memoryview(begun.read())
+    def _take(self, got: Range) -> None:
+        self._left = memoryview(got.body)
         self._next += len(self._left)
         self._size = min(2 * self._size, PART)
 
@@ -283,6 +274,9 @@ class Part(NamedTuple):
 class PartUpload(ABC):
     """A large object on its way in parts."""
 
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self._errors = functools.partial(bucket._errors, "upload", key)
+
     @abstractmethod
     def send(self, number: int, body: bytes | bytearray) -> Part:
         """Send one part; a part of the same number is replaced."""
@@ -303,9 +297,9 @@ class PartWriter(Writer):
     or a second copy of the state in memory.
     """
 
-    def __init__(self, begin: Callable[[], PartUpload], put: Callable[[bytearray], None]) -> None:
+    def __init__(self, bucket: Bucket, key: str) -> None:
         super().__init__()
-        self._begin, self._put = begin, put
+        self._bucket, self._key = bucket, key
         self._buffer, self._filled = bytearray(), 0
         self._sent: list[bytearray] = []
         "Buffers of parts that have arrived, to be filled again: the pages of a new one cost as much as filling it."
@@ -324,7 +318,7 @@ class PartWriter(Writer):
             self._filled, view = end, view[taken:]
 
     def _send_part(self) -> None:
-        self._upload = self._upload or self._begin()
+        self._upload = self._upload or self._bucket._begin_upload(self._key)
         if len(self._parts) >= PARTS_IN_FLIGHT:
             self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
         number, body = len(self._parts) + 1, self._buffer
@@ -340,7 +334,8 @@ class PartWriter(Writer):
 
     def complete(self) -> None:
         if self._upload is None:
-            self._put(self._buffer)
+            with self._bucket._errors("upload", self._key):
+                self._bucket._put(self._key, self._buffer)
             return
         self._send_part()
         self.verified = self._upload.complete([part.result() for part in self._parts], self.size)

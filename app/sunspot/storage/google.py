@@ -28,7 +28,7 @@ from requests.adapters import HTTPAdapter
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import Entry, Errors, Unfinished
+from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range
 from sunspot.storage.limits import record_progress
 
@@ -85,7 +85,7 @@ class GoogleStorage(Bucket):
             "retry": retry.DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
         }
 
-    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
         blob = self._bucket.blob(self._full(key), generation=version or None)
         content = _Counted()
         with self._errors("read", key, gives_s=0):
@@ -105,7 +105,7 @@ class GoogleStorage(Bucket):
             if len(body) == size and not version:  # there is more, perhaps
                 blob.reload(**self._limits)
                 total = blob.size
-        return Range(lambda: body, total, str(blob.generation))
+        return Range(body, total, str(blob.generation))
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         put(self._bucket.blob(self._full(key)), data, self._limits)
@@ -117,9 +117,8 @@ class GoogleStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str, token: str = "") -> ComposedUpload:
-        errors = functools.partial(self._errors, "upload", key)
-        return ComposedUpload(self._bucket, self._full(key), errors, self._limits, token or uuid.uuid4().hex)
+    def _begin_upload(self, key: str) -> ComposedUpload:
+        return ComposedUpload(self, key)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         listing = self._bucket.list_blobs(prefix=prefix, page_size=LISTED_AT_ONCE, **self._limits)
@@ -151,11 +150,9 @@ class GoogleStorage(Bucket):
         )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._begin_upload(unfinished.key, unfinished.token).abort()
+        ComposedUpload(self, unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
-        from google.api_core.exceptions import PreconditionFailed
-
         condition = {"if_generation_match": int(version)} if version else {}
         with contextlib.suppress(NotFoundError), self._errors("delete", key), contextlib.suppress(PreconditionFailed):
             self._bucket.blob(self._full(key)).delete(**condition, **self._limits)
@@ -210,9 +207,11 @@ def _google_client(url: str) -> Any:
 class ComposedUpload(PartUpload):
     """An upload in parts."""
 
-    def __init__(self, bucket: Any, name: str, errors: Errors, limits: dict[str, Any], token: str) -> None:
+    def __init__(self, storage: GoogleStorage, key: str, token: str = "") -> None:
         """`token` tells its parts from those of other uploads of the object."""
-        self._bucket, self._name, self._errors, self._limits, self._token = bucket, name, errors, limits, token
+        super().__init__(storage, key)
+        self._bucket, self._name, self._limits = storage._bucket, storage._full(key), storage._limits
+        self._token = token or uuid.uuid4().hex
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():

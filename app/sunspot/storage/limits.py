@@ -81,8 +81,7 @@ class ProgressDeadline:
 
     @contextlib.contextmanager
     def operation(self, where: str, gives_s: float) -> Iterator[None]:
-        """An operation on the object at `where`, whose answer gives back so much; raises if the work was given up."""
-        self.refuse_if_passed(where)
+        """An operation on the object at `where`, whose answer gives back so much."""
         this = object()
         with self._lock:
             self._running[this] = where
@@ -100,10 +99,6 @@ class ProgressDeadline:
                 self._progress = time.monotonic()
                 self._ends = min(self._progress + self._limit_s, self._ends + seconds)
 
-    def refuse_if_passed(self, where: str) -> None:
-        if self.passed:
-            raise StorageError(f"{where}: not begun, as the work that it is part of was given up")
-
 
 def with_deadline(limit_s: float, what: str, work: Callable[[], Result]) -> Result:
     """What `work` returns or raises, with a `ProgressDeadline`."""
@@ -114,15 +109,14 @@ CURRENT: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=No
 """The deadline of the work that this thread is part of."""
 
 
-@contextlib.contextmanager
-def operation(where: str, gives_s: float = OPERATION_S) -> Iterator[None]:
+def operation(where: str, gives_s: float = OPERATION_S) -> contextlib.AbstractContextManager[None]:
     """An operation on the object at `where`, for the deadline of the work that it is part of, if there is one.
 
     `gives_s` is 0 for one whose bytes `record_progress` counts. Raises `StorageError` when the work was given up.
     """
+    refuse_if_given_up(where)
     deadline = CURRENT.get()
-    with deadline.operation(where, gives_s) if deadline else contextlib.nullcontext():
-        yield
+    return deadline.operation(where, gives_s) if deadline else contextlib.nullcontext()
 
 
 def record_progress(size: int) -> None:
@@ -133,8 +127,9 @@ def record_progress(size: int) -> None:
 
 def refuse_if_given_up(where: str) -> None:
     """Raise `StorageError` when the work that this thread is part of was given up: call before publishing an object."""
-    if deadline := CURRENT.get():
-        deadline.refuse_if_passed(where)
+    deadline = CURRENT.get()
+    if deadline and deadline.passed:
+        raise StorageError(f"{where}: not begun, as the work that it is part of was given up")
 
 
 class RetryWindow:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import os
 import re
@@ -12,21 +11,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from stat import S_ISREG
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from sunspot.errors import NotFoundError, SettingsError, StorageError, shorten
-from sunspot.storage.base import (
-    CHUNK,
-    RACE_TRIES,
-    Entry,
-    LeaveOut,
-    ObjectReader,
-    Storage,
-    Unfinished,
-    Writer,
-    completed,
-)
-from sunspot.storage.limits import OPERATION_S, operation, refuse_if_given_up
+from sunspot.storage.base import CHUNK, RACE_TRIES, Entry, LeaveOut, Storage, Unfinished, Writer, completed
+from sunspot.storage.limits import OPERATION_S, operation, record_progress, refuse_if_given_up
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 """A file that is not yet, or never became, the object named by the group."""
@@ -43,30 +32,23 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
-        errors = functools.partial(_os_errors, self.locate(key), reading=True, gives_s=0)
         with _os_errors(self.locate(key), reading=True):
             source = io.FileIO(self.root / key, opener=_open_file)
             source.seek(offset)
-        with io.BufferedReader(ObjectReader(source, errors), CHUNK) as stream:
+        with io.BufferedReader(_LocalReader(source), CHUNK) as stream:
             yield stream
 
     def write(self, key: str, data: bytes) -> None:
-        with _os_errors(self.locate(key)), self._temporary(key, data) as temporary:
-            refuse_if_given_up(self.locate(key))
-            os.replace(temporary, self.root / key)
-            _sync_directory((self.root / key).parent)
+        with completed(_LocalWriter(self.root / key)) as writer:
+            writer.write(data)
 
     def create(self, key: str, data: bytes) -> bool:
-        with _os_errors(self.locate(key)), self._temporary(key, data) as temporary:
-            refuse_if_given_up(self.locate(key))
-            try:
-                os.link(temporary, self.root / key)
-            except FileExistsError:
-                # NFS also raises this when the server made the link and its answer was lost.
-                if temporary.stat().st_nlink == 1:
-                    return False
-            _sync_directory((self.root / key).parent)
-            return True
+        writer = _LocalWriter(self.root / key)
+        try:
+            writer.write(data)
+            return writer.complete_new()
+        finally:
+            writer.abort()
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
@@ -159,18 +141,26 @@ class LocalStorage(Storage):
             os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             os.unlink(probe)
 
-    @contextlib.contextmanager
-    def _temporary(self, key: str, data: bytes) -> Iterator[Path]:
-        temporary = _temporary_name(self.root / key)
-        try:
-            with _open_new(temporary) as sink:
-                sink.write(data)
-                sink.flush()
-                os.fsync(sink.fileno())
-            yield temporary
-        finally:
-            with contextlib.suppress(OSError):  # or it would hide the first error
-                temporary.unlink()
+
+class _LocalReader(io.RawIOBase):
+    """Reads an open file, at most CHUNK at a time."""
+
+    def __init__(self, source: io.FileIO) -> None:
+        super().__init__()
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _os_errors(str(self._source.name), reading=True, gives_s=0):
+            size = self._source.readinto(memoryview(buffer)[:CHUNK])
+        record_progress(size)
+        return size
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
 
 
 class _LocalWriter(Writer):
@@ -188,12 +178,28 @@ class _LocalWriter(Writer):
 
     def complete(self) -> None:
         with _os_errors(str(self._path)):
-            with self._sink:
-                self._sink.flush()
-                os.fsync(self._sink.fileno())
-            refuse_if_given_up(str(self._path))
+            self._end()
             os.replace(self._temporary, self._path)
             _sync_directory(self._path.parent)
+
+    def complete_new(self) -> bool:
+        """Publish what was written if there is no such object; returns whether it is."""
+        with _os_errors(str(self._path)):
+            self._end()
+            try:
+                os.link(self._temporary, self._path)
+            except FileExistsError:
+                # NFS also raises this when the server made the link and its answer was lost.
+                if self._temporary.stat().st_nlink == 1:
+                    return False
+            _sync_directory(self._path.parent)
+            return True
+
+    def _end(self) -> None:
+        with self._sink:
+            self._sink.flush()
+            os.fsync(self._sink.fileno())
+        refuse_if_given_up(str(self._path))
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
@@ -253,7 +259,10 @@ def _sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
-    """An operation whose `OSError` becomes a `StorageError`; `gives_s` as in `operation`."""
+    """An operation whose `OSError` becomes a `StorageError`; `gives_s` as in `operation`.
+
+    For calls of this module alone: a caller's `FileNotFoundError` would pass for a missing object.
+    """
     try:
         with operation(location, gives_s):
             yield

@@ -34,7 +34,6 @@ MAX_LATENCY_S = 1.0
 MAX_SKEW_S = 30.0
 """A run counts as lost after about two minutes of silence by the reader's clock."""
 
-
 UNKNOWN = "may not be looked up here, or the server does not know it"
 
 

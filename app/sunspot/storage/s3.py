@@ -6,10 +6,9 @@ import base64
 import contextlib
 import functools
 import os
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from typing import Any, ClassVar
 
 import boto3
@@ -20,8 +19,9 @@ from urllib3.exceptions import HTTPError
 from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import CHUNK, Entry, Errors, ObjectReader, Unfinished
+from sunspot.storage.base import CHUNK, Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
+from sunspot.storage.limits import record_progress
 
 DELETED_AT_ONCE = 1000
 """Objects that S3 deletes in one request, at most."""
@@ -31,9 +31,6 @@ NO_PART = 10_000
 
 WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
 """S3's error codes for a part that does not match the checksum sent along, and MinIO's."""
-
-
-Prove = Callable[[Callable[[], bool]], Future[bool]]
 
 
 class S3Storage(Bucket):
@@ -64,9 +61,6 @@ class S3Storage(Bucket):
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
         self._client = _s3_client(storage_path)
-        self._proof: Future[bool] | None = None
-        "Whether the server refuses a part that does not match its checksum: proven once."
-        self._proving = threading.Lock()
 
     @functools.cached_property
     def _transfers(self) -> Any:
@@ -74,7 +68,7 @@ class S3Storage(Bucket):
         help, that would cost more than everything else."""
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
 
-    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
         part = {"Range": f"bytes={begin}-{begin + size - 1}"} | ({"IfMatch": version} if version else {})
         with self._errors("read", key):
             try:
@@ -83,17 +77,15 @@ class S3Storage(Bucket):
                 if begin == 0 and error.response["Error"]["Code"] == "InvalidRange":
                     return None
                 raise
+            body, filled = bytearray(answer["ContentLength"]), 0
+            with contextlib.closing(answer["Body"]) as source:
+                while got := source.readinto(memoryview(body)[filled : filled + CHUNK]):
+                    record_progress(got)
+                    filled += got
+            if filled != len(body):
+                raise StorageError(f"{self.locate(key)}: cannot read: cut off after {filled} of {len(body)} bytes")
             total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # none: it is all there
-            return Range(functools.partial(self._read_range, key, answer), total, _etag_of(answer))
-
-    def _read_range(self, key: str, answer: dict[str, Any]) -> bytearray:
-        content, size = bytearray(answer["ContentLength"]), 0
-        with ObjectReader(answer["Body"], functools.partial(self._errors, "read", key, gives_s=0)) as source:
-            while got := source.readinto(memoryview(content)[size : size + CHUNK]):
-                size += got
-        if size != len(content):
-            raise StorageError(f"{self.locate(key)}: cannot read: cut off after {size} of {len(content)} bytes")
-        return content
+            return Range(body, total, _etag_of(answer))
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         client = self._transfers if len(data) > CHUNK else self._client
@@ -109,15 +101,7 @@ class S3Storage(Bucket):
         return True
 
     def _begin_upload(self, key: str) -> MultipartUpload:
-        errors = functools.partial(self._errors, "upload", key)
-        return MultipartUpload(self._transfers, self.bucket, self._full(key), errors, self._prove)
-
-    def _prove(self, refuses_damage: Callable[[], bool]) -> Future[bool]:
-        """The proof that there is, or else one by a try in an upload: one that failed may have met another error."""
-        with self._proving:
-            if self._proof is None or (self._proof.done() and not self._proof.result()):
-                self._proof = start_thread(refuses_damage, "storage-part")
-            return self._proof
+        return MultipartUpload(self, key)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
@@ -163,8 +147,6 @@ class S3Storage(Bucket):
             self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=unfinished.token)
 
     def delete(self, key: str, version: str = "") -> None:
-        from botocore.exceptions import ClientError
-
         condition = {"IfMatch": version.rpartition("-")[0]} if version else {}
         # S3 answers 204 when there is nothing, others NoSuchKey.
         with contextlib.suppress(NotFoundError), self._errors("delete", key):
@@ -209,7 +191,8 @@ class S3Storage(Bucket):
         return any(
             rule["Status"] == "Enabled"
             and "AbortIncompleteMultipartUpload" in rule
-            and self._full("").startswith(_prefix_of(rule))
+            # Rules without a filter have the older form.
+            and self._full("").startswith(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
             for rule in rules
         )
 
@@ -228,11 +211,6 @@ def _etag_of(answer: dict[str, Any]) -> str:
     if "ETag" not in answer:
         raise ValueError("the server sends no ETag, which S3 does: without it, versions cannot be told apart")
     return str(answer["ETag"])
-
-
-def _prefix_of(rule: dict[str, Any]) -> str:
-    """The key prefix a lifecycle rule applies to; rules without a filter have the older form."""
-    return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
 
 
 def _s3_client(url: str, **options: Any) -> Any:
@@ -262,13 +240,14 @@ def _s3_client(url: str, **options: Any) -> Any:
 class MultipartUpload(PartUpload):
     """A multipart upload."""
 
-    def __init__(self, client: Any, bucket: str, key: str, errors: Errors, prove: Prove) -> None:
-        self._client = client
-        self._object, self._errors = {"Bucket": bucket, "Key": key}, errors
-        with errors():
+    def __init__(self, storage: S3Storage, key: str) -> None:
+        super().__init__(storage, key)
+        self._client, self._object = storage._transfers, {"Bucket": storage.bucket, "Key": storage._full(key)}
+        with self._errors():
             upload = self._client.create_multipart_upload(**self._object, ChecksumAlgorithm="CRC32")
         self._upload = {**self._object, "UploadId": upload["UploadId"]}
-        self._verifies = prove(self._refuses_damage)
+        self._verifies = start_thread(self._refuses_damage, "storage-part")
+        "Whether the server refuses a part that does not match its checksum."
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         checksum = zlib.crc32(body)

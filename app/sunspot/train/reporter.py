@@ -9,7 +9,7 @@ from typing import Any
 
 from sunspot.background import Background, Timer
 from sunspot.checkpoint import CheckpointManager
-from sunspot.checkpoint.interval import exceeds_notice
+from sunspot.checkpoint.manager import exceeds_notice
 from sunspot.data.source import rows_in
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel, ControlClient
