@@ -14,11 +14,12 @@ from sunspot.run.status import RunState
 from sunspot.run.submissions import newest_submission
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
-from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S, Follower, OutageReporter
+from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, OutageReporter, follow
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, warn_of_hidden
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.start import parse_submission
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER
+from sunspot.submitter.cluster.stopping import LOOK_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.printing import progress_note, warn
@@ -76,9 +77,8 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
     """Show every change until the run has ended, but an end because its head was given up, which may be none."""
     outage = OutageReporter()
     again = access.arguments
-    follower = Follower(access)
     try:
-        for snapshot in follower:
+        for snapshot in follow(access):
             state, reason = snapshot.state()
             if access.cluster:
                 outage.note(snapshot)
@@ -86,7 +86,7 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
                 show(snapshot, state, reason)
             # As long as the cluster does not answer, a failure may be followed by another try.
             sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (access.cluster and snapshot.cluster.trouble)
-            if state.terminal and sure and (follower.settled or snapshot.storage.trouble):
+            if state.terminal and sure:
                 return snapshot
             if timeout is not None and time.monotonic() - began > timeout:
                 still = f"{access.run.name} is {state} after {timeout:g} s: {reason}"
@@ -154,7 +154,7 @@ def start_again(access: RunAccess, restart: Restart) -> None:
             while trouble := _replace(cluster, restart):
                 if time.monotonic() > deadline:
                     raise trouble
-                time.sleep(TICK_S)
+                time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         again = f"{job.kept_by} puts it back" if job.kept_by else f"`sunspot resume {access.arguments}` starts it again"
         warn(f"\n{job.name} may be gone; {again}")

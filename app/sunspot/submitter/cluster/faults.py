@@ -170,8 +170,7 @@ class FaultInjector:
     def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
         """Delete a ready pod of the RayCluster of the run's newest live RayJob; None if there is none, or no answer."""
         try:
-            jobs, _ = self.cluster.list_jobs(self.run.name)
-            live = [job for job in jobs if job.live][:1]
+            live = [job for job in self.cluster.list_jobs(self.run.name) if job.live][:1]
             ready = [pod for pod in self.cluster.list_pods(live) if pod.ready and not pod.deleting]
             if kind is FaultKind.HEAD:
                 pods = [pod for pod in ready if pod.head]

@@ -13,7 +13,7 @@ from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, re
 from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.run.submissions import owner_of
-from sunspot.submitter.cluster.api import Cluster, RefusedError, newest_first, try_connect
+from sunspot.submitter.cluster.api import Cluster, RefusedError, try_connect
 from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, is_of, judge
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -33,6 +33,11 @@ class ClusterPart:
     "What this user may not see (pods, events), and the API server's words on it."
     trouble: str = ""
     "Why it is missing or old."
+
+    @property
+    def newest(self) -> JobView | None:
+        """The newest RayJob."""
+        return self.jobs[0] if self.jobs else None
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class RunSnapshot:
     @property
     def job(self) -> JobView | None:
         """The newest RayJob."""
-        return self.cluster.jobs[0] if self.cluster.jobs else None
+        return self.cluster.newest
 
     @property
     def in_cluster(self) -> JobInCluster | None:
@@ -109,11 +114,10 @@ class RunAccess:
         seen = ClusterPart(trouble=self.cluster_error)
         if self.cluster:
             try:
-                jobs, _ = self.cluster.list_jobs(self.run.name)
-                seen = read_cluster(self.cluster, [job for job in jobs if include(job)])
+                seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
-        return RunSnapshot(seen, read_storage(self.run, seen.jobs[0] if seen.jobs else None), time.time())
+        return RunSnapshot(seen, read_storage(self.run, seen.newest))
 
     def observe_existing(self) -> RunSnapshot:
         """Look at a run to stop or resume. Raises `StorageError`, `NotFoundError`, `ConflictError` for one deleted."""
@@ -157,7 +161,7 @@ def reach_run(target: Target) -> RunAccess:
     if storage_path is None and cluster and not os.environ.get(STORAGE_PATH):
         # The next request tells why it does not answer.
         with contextlib.suppress(ClusterError), progress_note("asking the cluster"):
-            jobs, _ = cluster.list_jobs(target.run)
+            jobs = cluster.list_jobs(target.run)
             storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
     return RunAccess(named_run(target.run, storage_path), cluster, cluster_error)
 
@@ -184,8 +188,7 @@ def warn_of_hidden(snapshot: RunSnapshot) -> None:
 
 
 def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
-    """Read what this user may see of the cluster's part; the RayJobs at least. Raises `ClusterError`."""
-    newest = newest_first(jobs)
+    """Read what this user may see of the cluster's part, given its RayJobs. Raises `ClusterError`."""
     hidden: dict[str, str] = {}
 
     def read_if_allowed(what: str, read: Callable[[], Iterable[Any]]) -> tuple[Any, ...]:
@@ -197,9 +200,9 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
             hidden[what] = str(error)
             return ()
 
-    pods = read_if_allowed("pods", lambda: cluster.list_pods(newest))
-    warnings = read_if_allowed("events", lambda: cluster.list_warnings(newest[:1]))
-    return ClusterPart(tuple(newest), pods, warnings, hidden)
+    pods = read_if_allowed("pods", lambda: cluster.list_pods(jobs))
+    warnings = read_if_allowed("events", lambda: cluster.list_warnings(jobs[:1]))
+    return ClusterPart(tuple(jobs), pods, warnings, hidden)
 
 
 def read_storage(run: Run, job: JobView | None) -> StoragePart:

@@ -17,7 +17,7 @@ from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.render import image_problem
 
 NEEDED = {
-    ("ray.io", "rayjobs"): ("create", "get", "list", "watch", "patch", "delete"),
+    ("ray.io", "rayjobs"): ("create", "get", "list", "patch", "delete"),
     ("", "pods"): ("get", "list"),
     ("", "events"): ("list",),
 }

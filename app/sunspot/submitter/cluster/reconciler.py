@@ -44,7 +44,7 @@ class Reconciler:
     def reconcile(self) -> None:
         """Look at every run once. Raises `ClusterError` when the API server refuses to list RayJobs."""
         try:
-            jobs, _ = self._cluster.list_jobs()
+            jobs = self._cluster.list_jobs()
         except UnreachableError as error:
             self._outage.note(RunSnapshot(ClusterPart(trouble=str(error))))
             return

@@ -111,7 +111,7 @@ def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView
     """Find the newest RayJob of each run in this storage; none when the cluster does not answer."""
     newest: dict[str, JobView] = {}
     try:
-        jobs = cluster.list_jobs()[0] if cluster else []
+        jobs = cluster.list_jobs() if cluster else []
     except ClusterError as error:
         warn(f"from storage alone, without the cluster: {error}")
         return newest

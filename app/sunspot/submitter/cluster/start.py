@@ -18,7 +18,7 @@ from sunspot.settings import PREFIX, Settings, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers
 from sunspot.submitter.cluster.preflight import check, check_identity
-from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, LOOK_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.render import JobRequest, Rendered, choose_profile, render, settings_of
@@ -27,8 +27,6 @@ from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
 """How long a run that is being stopped may take to save and end."""
-
-LOOK_EVERY_S = 1.0
 
 MAX_CHANGES_SHOWN = 20
 

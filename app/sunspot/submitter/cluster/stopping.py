@@ -9,13 +9,16 @@ from sunspot.errors import GaveUpError
 from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.follow import TICK_S, Follower
+from sunspot.submitter.cluster.follow import follow
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
 GONE_WITHIN_S = 180.0
 """How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""
+
+LOOK_EVERY_S = 1.0
+"""Between two looks at a RayJob that ends or is deleted."""
 
 
 def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
@@ -55,10 +58,9 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
 
 def _await_end(access: RunAccess, timeout: float) -> RunSnapshot:
     deadline = time.monotonic() + timeout
-    follower = Follower(access)
-    for snapshot in follower:
+    for snapshot in follow(access):
         state, reason = snapshot.state()
-        if state.terminal and follower.settled:
+        if state.terminal:
             return snapshot
         if time.monotonic() > deadline:
             again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
@@ -82,4 +84,4 @@ def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, froze
             return True
         if time.monotonic() > deadline:
             return False
-        time.sleep(TICK_S)
+        time.sleep(LOOK_EVERY_S)
