@@ -16,7 +16,7 @@ from sunspot.run import Run
 from sunspot.run.status import RunState
 from sunspot.run.submissions import record_submission
 from sunspot.submitter.cluster.api import connect
-from sunspot.submitter.cluster.reconciler import Reconciler
+from sunspot.submitter.cluster.waiting import Reconciler
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, kept, rayjob
 from tests.harness.runs import set_status

@@ -24,8 +24,7 @@ from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState
 from sunspot.run.submissions import owner_of, record_submission
 from sunspot.submitter.cluster.api import UnreachableError
-from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, follow
-from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, timestamp
@@ -146,7 +145,7 @@ def test_an_outage_of_the_api_server_is_waited_out(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.OUTAGE_EVERY_S", 0.3)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.OUTAGE_EVERY_S", 0.3)
 
     def finish() -> None:
         set_status(run, RunState.SUCCEEDED)
@@ -163,7 +162,7 @@ def test_an_outage_without_end_is_given_up(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.MAX_OUTAGE_S", 0.5)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.MAX_OUTAGE_S", 0.5)
     when(starting=cluster.down)
     assert sunspot("wait", "run") == 4
     assert "cannot be reached" in sunspot.err
@@ -190,7 +189,7 @@ class Breaking:
 def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Breaking()
     clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda seconds: None)
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.time", clock)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.time", clock)
     troubles = [bool(seen.cluster.trouble) for seen, _ in zip(follow(RunAccess(run, server)), range(8), strict=False)]
     assert troubles == [True, False] * 4
 
@@ -209,7 +208,7 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.REFUSAL_PAUSES_S", (0.05,) * 3)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.REFUSAL_PAUSES_S", (0.05,) * 3)
 
     def expire() -> None:
         cluster.on("GET", "rayjobs", answer(status, "the webhook that reviews tokens failed"), times=times)
@@ -419,7 +418,7 @@ def test_what_a_repository_keeps_is_deleted_and_put_back_by_who_keeps_it(
 
 
 def test_what_is_not_put_back_is_said(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.completion.PUT_BACK_WITHIN_S", 0.0)
+    monkeypatch.setattr("sunspot.submitter.cluster.waiting.PUT_BACK_WITHIN_S", 0.0)
     cluster.put_job(kept(rayjob(JOB)))
     give_up_head(cluster)
     assert sunspot("wait", "run", "--timeout", "20") == 5
@@ -447,7 +446,7 @@ def test_without_a_cluster_storage_is_followed(
     run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.LOOK_EVERY_S", 0.05)
     set_status(run, RunState.RUNNING, step=1)
     when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1

@@ -17,8 +17,7 @@ from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, describe, read_receipts
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import UnreachableError
-from sunspot.submitter.cluster.follow import OutageReporter
-from sunspot.submitter.cluster.observation import RunAccess, require_answers, stored_arguments
+from sunspot.submitter.cluster.observation import OutageReporter, RunAccess, require_answers, stored_arguments
 from sunspot.submitter.cluster.views import PodView
 from sunspot.submitter.printing import print_json_line, print_text, warn
 

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ STOPPED_WITHIN_S = 180.0
 """How long a run that is being stopped may take to save and end."""
 
 MAX_CHANGES_SHOWN = 20
-
-JOB_ID = PREFIX + "JOB_ID"
 
 
 @dataclass(frozen=True)
@@ -81,34 +79,27 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     """Check the job and start it; raises `ClusterError`, `StorageError` or `ConflictError` before any change."""
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
-    archive, absent = rendered.archive, []
+    archive = rendered.archive
     if archive:
         warn(f"code: {archive}")
-        absent = find_absent_task(settings, archive)
     with progress_note("checking the cluster and the storage"):
         expected, warnings = check(cluster, access.run, rendered.manifest)
-    for text in [*warnings, *absent, *find_local_paths(settings, archive)]:
+    for text in [*warnings, *find_absent(settings, archive)]:
         warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
     return start_job(access, PreparedJob(rendered.manifest, rendered.to_yaml(), expected, archive), dry_run)
 
 
-def find_local_paths(settings: Settings, archive: CodeArchive | None) -> list[str]:
-    """Find the task's arguments that name what is in the working directory, which pods have only with the code."""
-    return [
-        f"{PREFIX}TASK_ARGS: {name}={value!r} is here on this machine; pods do not have it, unless the image does"
-        for name, value in settings.task_args.items()
-        if isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
-        if not (archive and archive.holds(value))
-    ]
-
-
-def find_absent_task(settings: Settings, archive: CodeArchive) -> list[str]:
-    """Find a task that is not in the code, and is none of Sunspot's own."""
+def find_absent(settings: Settings, archive: CodeArchive | None) -> Iterator[str]:
+    """Find what pods have only with the code, and is not in it: the task, and files that its arguments name."""
     top = settings.task.partition(".")[0]
-    if top == "sunspot" or archive.holds(top) or archive.holds(f"{top}.py"):
-        return []
-    return [f"{PREFIX}TASK={settings.task}: the code has no {top}.py; pods do not have it, unless the image does"]
+    if archive and top != "sunspot" and not (archive.holds(top) or archive.holds(f"{top}.py")):
+        yield f"{PREFIX}TASK={settings.task}: the code has no {top}.py; pods do not have it, unless the image does"
+    for name, value in settings.task_args.items():
+        here = isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
+        if here and not (archive and archive.holds(value)):
+            given = f"{PREFIX}TASK_ARGS: {name}={value!r}"
+            yield f"{given} is here on this machine; pods do not have it, unless the image does"
 
 
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -> Submission:

@@ -9,8 +9,7 @@ from sunspot.errors import GaveUpError
 from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.follow import follow
-from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import RunAccess, follow
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
@@ -38,8 +37,14 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     training = snapshot.driver_began and state is not RunState.RETRYING
     if not state.terminal and (training or not snapshot.job):
         with progress_note("waiting for the run to save and end"):
-            snapshot = _await_end(access, timeout)
-        state, reason = snapshot.state()
+            for snapshot in follow(access):
+                state, reason = snapshot.state()
+                if state.terminal:
+                    break
+                if time.monotonic() - began > timeout:
+                    late = f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason})"
+                    again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
+                    raise GaveUpError(f"{late}; {again}")
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
         # What is kept from a repository would be put back, and start: it stays, and the operator removes its cluster.
@@ -54,18 +59,6 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
     return state, f"{saved}; `sunspot resume {access.arguments}` lets it go on"
-
-
-def _await_end(access: RunAccess, timeout: float) -> RunSnapshot:
-    deadline = time.monotonic() + timeout
-    for snapshot in follow(access):
-        state, reason = snapshot.state()
-        if state.terminal:
-            return snapshot
-        if time.monotonic() > deadline:
-            again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
-            raise GaveUpError(f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason}); {again}")
-    raise AssertionError("following never ends by itself")
 
 
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:

@@ -135,7 +135,7 @@ def _check_namespace(cluster: Cluster) -> Iterator[Check]:
 
 def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     """Check the objects that pods cannot start without."""
-    for kind, name in find_references(manifest):
+    for kind, name in sorted(set(find_references(manifest))):
         yield from _or_ok(find_missing_object(cluster, kind, name), f"{kind} {name}", "is there")
 
 
