@@ -166,10 +166,7 @@ class Cluster:
 
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
         """Delete this pod, its containers ended within `grace_s` seconds (None: its own); no error if it is gone."""
-        options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
-        if grace_s is not None:
-            options["gracePeriodSeconds"] = grace_s
-        self._delete("pod", pod.name, options)
+        self._delete("pod", pod.name, {"preconditions": {"uid": pod.uid}, "gracePeriodSeconds": grace_s})
 
     def create_pod(self, manifest: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
         """Create a pod with a name nobody else uses; returns it as the API server has it."""
@@ -211,10 +208,6 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------------- preflight
 
-    def ray_resources(self) -> set[str]:
-        """KubeRay's resources that the API server knows in the version that is rendered, such as rayjobs."""
-        return {resource["name"] for resource in (self.find("ray") or {}).get("resources", ())}
-
     def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
         """Get the object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
         try:
@@ -226,17 +219,14 @@ class Cluster:
 
     def list_all(self, kind: str, label: str = "", field: str = "") -> list[dict[str, Any]]:
         """List every object of a path in PATHS, page by page, or those that these selectors choose."""
-        selectors = {"labelSelector": label, "fieldSelector": field}
-        query = [("limit", str(PAGE)), *((name, text) for name, text in selectors.items() if text)]
+        asked = {"limit": str(PAGE), "labelSelector": label, "fieldSelector": field}
         items: list[dict[str, Any]] = []
-        rest: list[tuple[str, str]] = []
         while True:
-            answer = self._ask(Request("GET", kind, query=[*query, *rest]))
+            answer = self._ask(Request("GET", kind, query=[(name, text) for name, text in asked.items() if text]))
             items += answer.get("items") or ()
-            token = answer.get("metadata", {}).get("continue")
-            if not token:
+            asked["continue"] = answer.get("metadata", {}).get("continue", "")
+            if not asked["continue"]:
                 return items
-            rest = [("continue", token)]
 
     def exists(self, kind: str, name: str) -> bool | None:
         """Whether an object exists (`kind` as in PATHS); None if this user may not see it."""

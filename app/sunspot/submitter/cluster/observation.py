@@ -47,11 +47,6 @@ class ClusterPart:
     trouble: str = ""
     "Why it is missing or old."
 
-    @property
-    def newest(self) -> JobView | None:
-        """The newest RayJob."""
-        return self.jobs[0] if self.jobs else None
-
 
 @dataclass(frozen=True)
 class RunSnapshot:
@@ -65,7 +60,7 @@ class RunSnapshot:
     @property
     def job(self) -> JobView | None:
         """The newest RayJob."""
-        return self.cluster.newest
+        return self.cluster.jobs[0] if self.cluster.jobs else None
 
     @property
     def in_cluster(self) -> JobInCluster | None:
@@ -118,7 +113,7 @@ class RunAccess:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
-        return RunSnapshot(seen, read_storage(self.run, seen.newest))
+        return RunSnapshot(seen, read_storage(self.run, next(iter(seen.jobs), None)))
 
     def observe_existing(self) -> RunSnapshot:
         """Look at a run to stop or resume. Raises `StorageError`, `NotFoundError`, `ConflictError` for one deleted."""
@@ -249,7 +244,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
                     raise
                 ask_at = time.monotonic() + pause
                 cluster = replace(cluster, trouble=str(error))
-        storage = read_storage(access.run, cluster.newest)
+        storage = read_storage(access.run, next(iter(cluster.jobs), None))
         if storage.trouble:
             storage = replace(snapshot.storage, trouble=storage.trouble)
         snapshot = RunSnapshot(cluster, storage)

@@ -139,7 +139,7 @@ def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterat
 
 def find_missing_resources(cluster: Cluster) -> Iterator[Check]:
     """Find the resources of KubeRay that the API server does not know."""
-    known = cluster.ray_resources()
+    known = {resource["name"] for resource in (cluster.find("ray") or {}).get("resources", ())}
     missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
     if missing:
         what = f"{cluster.server} knows no {' and no '.join(missing)} (ray.io/v1)"

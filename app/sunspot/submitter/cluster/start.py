@@ -43,10 +43,6 @@ class PreparedJob:
     archive: CodeArchive | None = None
     "Own code to upload first."
 
-    @property
-    def name(self) -> str:
-        return str(self.manifest["metadata"]["name"])
-
 
 @dataclass(frozen=True)
 class Submission:
@@ -109,7 +105,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     when an ending one does not end.
     """
     run = access.run
-    name = prepared.name
+    name = str(prepared.manifest["metadata"]["name"])
     cluster = access.require_cluster()
 
     def submission(action: str, reason: str) -> Submission:
@@ -149,8 +145,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     if status and not state.terminal:
         was = f"it takes the run over from {status.owner}: {reason}"
     if not dry_run:
-        if prepared.archive:
-            _upload(access, prepared.archive)
+        if prepared.archive:  # over what may be there: it may have been damaged, or be due to be collected
+            with progress_note("uploading the code"), run.storage.writer(run.key(prepared.archive.name)) as file:
+                file.write(prepared.archive.content)
         clear_stop(run)
         with progress_note("waiting for the old cluster to go"):
             gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
@@ -160,13 +157,6 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
             record_submission(run, name, prepared.text)
             cluster.apply(dict(prepared.manifest))
     return submission("replaced" if ended else "created", was)
-
-
-def _upload(access: RunAccess, archive: CodeArchive) -> None:
-    """Put the code into the run, over what may be there: it may have been damaged, or be due to be collected."""
-    run = access.run
-    with progress_note("uploading the code"), run.storage.writer(run.key(archive.name)) as file:
-        file.write(archive.content)
 
 
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
