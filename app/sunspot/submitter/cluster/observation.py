@@ -113,7 +113,7 @@ class RunAccess:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
-        return RunSnapshot(seen, read_storage(self.run, next(iter(seen.jobs), None)))
+        return RunSnapshot(seen, read_storage(self.run, next(iter(seen.jobs), None)), time.time())
 
     def observe_existing(self) -> RunSnapshot:
         """Look at a run to stop or resume. Raises `StorageError`, `NotFoundError`, `ConflictError` for one deleted."""
