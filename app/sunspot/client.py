@@ -18,14 +18,14 @@ from sunspot.run.overview import read_view
 from sunspot.settings import load_settings, setting_text, with_place
 from sunspot.submitter.checkpoint_list import list_checkpoints
 from sunspot.submitter.cluster.api import try_connect
-from sunspot.submitter.cluster.completion import wait_for_end
 from sunspot.submitter.cluster.deletion import delete_run, find_contents
 from sunspot.submitter.cluster.observation import reach_run
-from sunspot.submitter.cluster.progress_lines import print_pods, print_state, print_submission, show_progress
+from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_state, print_submission
 from sunspot.submitter.cluster.records import describe_runs, gather, summarize
 from sunspot.submitter.cluster.start import render_for_cluster, resume_run
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
+from sunspot.submitter.cluster.waiting import wait_for_end
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.metric_tables import to_table, with_ranks
@@ -130,7 +130,7 @@ class Run:
         run goes on.
         """
         access = reach_run(self._target)
-        return wait_for_end(access, timeout, show_progress(access.run)).value
+        return wait_for_end(access, timeout, ProgressLines(access.run)).value
 
     def stop(self, timeout: float = 600) -> None:
         """Have it save and end, and remove its cluster; `submit` lets it go on.

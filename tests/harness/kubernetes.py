@@ -1,4 +1,4 @@
-"""A small Kubernetes API server over real HTTP: RayJobs, pods, events, access reviews, watches, and faults."""
+"""A small Kubernetes API server over real HTTP: RayJobs, pods, events, access reviews, and faults."""
 
 from __future__ import annotations
 
@@ -83,12 +83,9 @@ class FakeCluster:
         self.requests: list[tuple[str, str]] = []
         self.tokens: set[str] = set()
         "What requests were signed with."
-        self.oldest_version = 0
-        "Watches from before this are refused with 410."
         self._faults: list[tuple[str, str, Fault, float]] = []
-        self._changes: list[tuple[int, str, dict[str, Any]]] = []
         self._version = 100
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self._server: _Server | None = None
         self._port = 0
         self.up()
@@ -117,8 +114,6 @@ class FakeCluster:
         assert self._server
         self._server.end()
         self._server = None
-        with self.changed:
-            self.changed.notify_all()
 
     def up(self) -> None:
         """Be there, at the same address."""
@@ -131,17 +126,14 @@ class FakeCluster:
 
     def put_job(self, job: dict[str, Any]) -> dict[str, Any]:
         """Create a RayJob, or replace it."""
-        with self.changed:
+        with self.lock:
             name = job["metadata"]["name"]
-            kind = "MODIFIED" if name in self.jobs else "ADDED"
             self._version += 1
             job["metadata"]["resourceVersion"] = str(self._version)
             job["metadata"].setdefault("uid", f"uid-{self._version}")
             job["metadata"].setdefault("namespace", "sunspot")
             job["metadata"].setdefault("creationTimestamp", timestamp(time.time()))
             self.jobs[name] = job
-            self._changes.append((self._version, kind, json.loads(json.dumps(job))))
-            self.changed.notify_all()
             return job
 
     def set_status(self, name: str, deployment: str, ray: str = "", **more: Any) -> None:
@@ -151,16 +143,12 @@ class FakeCluster:
         self.put_job(job)
 
     def delete_job(self, name: str) -> None:
-        with self.changed:
-            job = self.jobs.pop(name)
+        with self.lock:
+            del self.jobs[name]
             self.pods = [p for p in self.pods if not p["metadata"]["name"].startswith(name)]
-            self._version += 1
-            job["metadata"]["resourceVersion"] = str(self._version)
-            self._changes.append((self._version, "DELETED", job))
-            self.changed.notify_all()
 
     def delete_pod(self, name: str, grace_s: int | None) -> None:
-        with self.changed:
+        with self.lock:
             self.pods = [p for p in self.pods if p["metadata"]["name"] != name]
             self.deleted.append((name, grace_s))
         self.on_delete(name)
@@ -174,15 +162,11 @@ class FakeCluster:
                 return fault
         return None
 
-    def list_jobs(self, labels: str) -> dict[str, Any]:
+    def list_jobs(self, labels: str) -> list[dict[str, Any]]:
         name, equals, value = labels.partition("=")
-        with self.changed:
+        with self.lock:
             labelled = [(job, job["metadata"].get("labels", {}).get(name)) for job in self.jobs.values()]
-            items = [job for job, found in labelled if found is not None and (not equals or found == value)]
-            return {"metadata": {"resourceVersion": str(self._version)}, "items": items}
-
-    def changes_after(self, version: int) -> list[tuple[int, str, dict[str, Any]]]:
-        return [change for change in self._changes if change[0] > version]
+            return [job for job, found in labelled if found is not None and (not equals or found == value)]
 
 
 class _Server(ThreadingHTTPServer):
@@ -194,7 +178,6 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
         self.cluster = cluster
         self._open: set[Any] = set()
-        self.over = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
@@ -203,7 +186,6 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def end(self) -> None:
-        self.over.set()
         self.shutdown()
         self.server_close()
         self._thread.join()
@@ -250,11 +232,8 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(self.body)["spec"]["resourceAttributes"]
             denied = f"{asked['verb']} {asked['resource']}" in cluster.forbidden
             self.reply(201, {"status": {"allowed": not denied}})
-        elif path == JOBS and query.get("watch") == "true":
-            self.watch()
         elif path == JOBS:
-            found = cluster.list_jobs(query["labelSelector"])
-            self.reply_page(found["items"], **found["metadata"])
+            self.reply_page(cluster.list_jobs(query["labelSelector"]))
         elif path.startswith(f"{JOBS}/"):
             self.one_job(path.rpartition("/")[2])
         elif path == f"{CORE}/pods" and self.command == "POST":
@@ -338,38 +317,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.cluster.delete_pod(name, options.get("gracePeriodSeconds"))
             self.reply(200, {})
 
-    def watch(self) -> None:
-        cluster, version = self.server.cluster, int(self.query["resourceVersion"])
-        if version < cluster.oldest_version:
-            self.refuse(410, "too old resource version")
-            return
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        until = time.monotonic() + float(self.query["timeoutSeconds"])
-        while time.monotonic() < until and not self.server.over.is_set():
-            with cluster.changed:
-                changes = cluster.changes_after(version)
-                if not changes:
-                    cluster.changed.wait(0.02)
-            for version, kind, job in changes:  # noqa: B007
-                self.send_event(kind, job)
-        if not self.server.over.is_set():
-            # At its end a watch tells the version it came to, in an object without a name.
-            self.send_event("BOOKMARK", {"kind": "RayJob", "metadata": {"resourceVersion": str(version)}})
-            self.wfile.write(b"0\r\n\r\n")
-
-    def send_event(self, kind: str, changed: dict[str, Any]) -> None:
-        line = json.dumps({"type": kind, "object": changed}).encode() + b"\n"
-        self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
-        self.wfile.flush()
-
-    def reply_page(self, items: list[Any], **about: Any) -> None:
+    def reply_page(self, items: list[Any]) -> None:
         """Reply with as many as were asked for, and how to ask for the rest."""
         begin = int(self.query.get("continue", 0))
         end = begin + int(self.query["limit"])
         more = {"continue": str(end)} if end < len(items) else {}
-        self.reply(200, {"metadata": {**about, **more}, "items": items[begin:end]})
+        self.reply(200, {"metadata": more, "items": items[begin:end]})
 
     def refuse(self, status: int, message: str) -> None:
         answer(status, message)(self)
@@ -443,10 +396,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("sunspot.submitter.cluster.api.RETRY_PAUSES_S", (0.01, 0.02, 0.04))
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.WATCH_S", 1)
-    for name in ("follow.STORAGE_EVERY_S", "follow.TICK_S", "follow.OUTAGE_PAUSE_S", "stopping.TICK_S"):
-        monkeypatch.setattr(f"sunspot.submitter.cluster.{name}", 0.05)
-    monkeypatch.setattr("sunspot.submitter.cluster.start.LOOK_EVERY_S", 0.02)
+    for module in ("waiting", "observation", "start", "stopping"):
+        monkeypatch.setattr(f"sunspot.submitter.cluster.{module}.LOOK_EVERY_S", 0.03)
     yield fake
     if not fake.ended:
         fake.down()

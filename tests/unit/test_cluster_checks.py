@@ -21,7 +21,7 @@ from sunspot.storage.prove import FOLDER, Check, Result, probe_path, probe_stora
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.doctor.cluster_checks import check_cluster, what_it_takes
 from sunspot.submitter.doctor.probe_pods import LABEL, make_pod, read_checks
-from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes
+from sunspot.submitter.doctor.schedulable_nodes import find_room
 from sunspot.submitter.manifest.profile import manifests
 from sunspot.submitter.manifest.quantities import parse_quantity
 from tests.harness import REPOSITORY, s3
@@ -363,18 +363,17 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
         gpu_node(spot, [*tainted, {"key": "team", "effect": "NoExecute"}]),
         gpu_node(spot, [], "0"),
     ]
-    places = find_schedulable_nodes(worker, nodes)
-    assert (places.nodes, places.pods) == (2, 2), "by the CPUs, two GPUs of one node serve one pod"
-    assert places.why_not == {
-        "not labelled cloud.google.com/gke-spot=true": 1,
-        "taint team not tolerated": 1,
-        f"too little {gpu}": 1,
-    }
-    assert find_schedulable_nodes(head, [good]).why_not == {"excluded by the node affinity": 1}
-    assert find_schedulable_nodes(head, [node()]).nodes == 1
+    assert [find_room(worker, each) for each in nodes] == [
+        *[(1, "")] * 2,  # by the CPUs, two GPUs of one node serve one pod
+        (0, "not labelled cloud.google.com/gke-spot=true"),
+        (0, "taint team not tolerated"),
+        (0, f"too little {gpu}"),
+    ]
+    assert find_room(head, good) == (0, "excluded by the node affinity")
+    assert find_room(head, node())[0]
     broken = node()
     broken["status"]["conditions"][0]["status"] = "Unknown"
-    assert find_schedulable_nodes(head, [broken]).why_not == {"not ready": 1}
+    assert find_room(head, broken) == (0, "not ready")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from cel_expr_python import cel
 from lupa import lua51
 
 from sunspot.run.status import RunState, Status
-from sunspot.submitter.cluster.completion import PUT_BACK_WITHIN_S
-from sunspot.submitter.cluster.reconciler import annotations
-from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, judge
+from sunspot.submitter.cluster.state import JobInCluster, StoragePart, judge
 from sunspot.submitter.cluster.views import KEEPERS, job_view
+from sunspot.submitter.cluster.waiting import PUT_BACK_WITHIN_S, annotations
 from sunspot.submitter.manifest.profile import manifests
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, kept, rayjob
 
@@ -99,7 +98,7 @@ def test_a_job_that_has_completed_is_well_if_it_succeeded(ray: str) -> None:
 def test_they_agree_with_the_command() -> None:
     for case in CASES:
         job = a_rayjob(*case)
-        state, _ = judge(JobInCluster(job_view(job)), StoredRecord())
+        state, _ = judge(JobInCluster(job_view(job)), StoragePart())
         assert (argo_cd(job)[0] == "Healthy") is (state is RunState.SUCCEEDED), case
         assert argo_cd(job)[0] != "Degraded" or state.terminal, case
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case

@@ -16,7 +16,7 @@ from sunspot.run import Run
 from sunspot.run.requests import record_submission
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import connect
-from sunspot.submitter.cluster.reconciler import Reconciler
+from sunspot.submitter.cluster.waiting import Reconciler
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, kept, rayjob
 from tests.harness.runs import set_status
@@ -134,7 +134,7 @@ def test_what_goes_wrong_is_said_once_and_tried_again(
 def test_a_job_that_goes_meanwhile_is_no_error(cluster: FakeCluster) -> None:
     cluster.put_job(rayjob("run-1"))
     api = connect()
-    [job], _ = api.list_jobs()
+    [job] = api.list_jobs()
     cluster.delete_job("run-1")
     api.annotate(job, {"sunspot/state": "running"})
     cluster.put_job(another(rayjob("run-1")))

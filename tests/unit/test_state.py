@@ -13,7 +13,7 @@ import pytest
 
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
-from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobInCluster, StoredRecord
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobInCluster, StoragePart
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, timestamp
 
@@ -124,7 +124,7 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
 
 
 def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
-    return states.judge(JobInCluster(job, pods, warnings, now), StoredRecord(**stored))
+    return states.judge(JobInCluster(job, pods, warnings, now), StoragePart(**stored))
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:

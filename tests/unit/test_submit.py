@@ -265,7 +265,12 @@ def test_other_identity_settings_are_refused_before_anything_is_sent(cluster: Fa
 
 
 def test_submit_and_wait(cluster: FakeCluster, sunspot: Command) -> None:
-    cluster.on("GET", "watch=true", lambda handler: (end(cluster, sunspot.run, RunState.SUCCEEDED), handler.watch()), 1)
+    def succeed(handler: Any) -> None:
+        if cluster.jobs:
+            end(cluster, sunspot.run, RunState.SUCCEEDED)
+        handler.answer()
+
+    cluster.on("GET", "rayjobs?", succeed)
     assert sunspot.submit("--wait", "--json") == 0, sunspot.err
     lines = [json.loads(line) for line in sunspot.out.splitlines()]
     assert lines[0]["action"] == "created"
@@ -431,10 +436,11 @@ def test_stop_waits_until_the_driver_has_saved(cluster: FakeCluster, sunspot: Co
     assert name in cluster.jobs
 
     def save(handler: Any) -> None:
-        end(cluster, sunspot.run, RunState.STOPPED, checkpoint="step-00000007-attempt-0001")
+        if stop_requested(sunspot.run):
+            end(cluster, sunspot.run, RunState.STOPPED, checkpoint="step-00000007-attempt-0001")
         handler.answer()
 
-    cluster.on("GET", "watch=true", save, times=1)
+    cluster.on("GET", "rayjobs?", save)
     assert sunspot("stop", "run") == 0, sunspot.err
     assert "saved as step-00000007-attempt-0001" in sunspot.out
     assert cluster.jobs == {}
@@ -446,10 +452,11 @@ def test_stop_leaves_a_job_that_a_repository_would_put_back(cluster: FakeCluster
     write_status(sunspot.run, Status(RunState.RUNNING, "run-1"))
 
     def save(handler: Any) -> None:
-        end(cluster, sunspot.run, RunState.STOPPED)
+        if stop_requested(sunspot.run):
+            end(cluster, sunspot.run, RunState.STOPPED)
         handler.answer()
 
-    cluster.on("GET", "watch=true", save, times=1)
+    cluster.on("GET", "rayjobs?", save)
     assert sunspot("stop", "run") == 0, sunspot.err
     assert only_job(cluster) == "run-1"
 

@@ -1,4 +1,4 @@
-"""`sunspot wait` and `status`: a run followed to its end through watches, over outages on the way."""
+"""`sunspot wait` and `status`: a run followed to its end, over outages on the way."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from sunspot.cli import main
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.incidents import Cause
-from sunspot.run.overview import read_fresh_status
 from sunspot.run.requests import owner_of, record_submission, request_stop
-from sunspot.run.status import RunState, Status
+from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import UnreachableError
-from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, Follower, StorageRead
-from sunspot.submitter.cluster.observation import ClusterPart, RunAccess, RunSnapshot, StoragePart
+from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.views import job_view
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, timestamp
 from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
@@ -95,22 +92,6 @@ def test_a_run_is_followed_to_its_success(
     assert sunspot.lines[-1]["step"] == 10
 
 
-def test_changes_come_by_watch(
-    cluster: FakeCluster,
-    run: Run,
-    sunspot: Command,
-    job: str,
-    when: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.WATCH_S", 60)
-    when(pending=lambda: later(lambda: cluster.set_status(job, "Failed", "FAILED"), pause=0.3))
-    began = time.monotonic()
-    assert sunspot("wait", "run") == 1
-    assert time.monotonic() - began < 30
-    assert len([path for _, path in cluster.requests if "watch=true" in path]) == 1
-
-
 @pytest.mark.parametrize(
     ("state", "deployment", "ray", "code", "said"),
     [
@@ -135,27 +116,6 @@ def test_how_it_ended_is_the_exit_code(
     cluster.set_status(job, deployment, ray, message="bad name")
     assert sunspot("wait", "run") == code
     assert said in sunspot.out + sunspot.err
-
-
-def test_an_end_is_believed_only_when_storage_has_been_read_after_it(
-    cluster: FakeCluster,
-    run: Run,
-    sunspot: Command,
-    job: str,
-    when: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As above, with storage so slow that the change in the cluster is shown first."""
-    cluster.set_status(job, "Running", "RUNNING")
-    set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.STORAGE_WAIT_S", 0.0)
-    read = read_fresh_status
-    monkeypatch.setattr(
-        "sunspot.submitter.cluster.observation.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1]
-    )
-    when(running=lambda: (set_status(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
-    assert sunspot("wait", "run", "--json") == 0
-    assert sunspot.lines[-1]["state"] == "stopped"
 
 
 def test_a_failure_is_not_believed_without_the_cluster(
@@ -184,7 +144,7 @@ def test_an_outage_of_the_api_server_is_waited_out(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.OUTAGE_EVERY_S", 0.3)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.OUTAGE_EVERY_S", 0.3)
 
     def finish() -> None:
         set_status(run, RunState.SUCCEEDED)
@@ -201,50 +161,36 @@ def test_an_outage_without_end_is_given_up(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.MAX_OUTAGE_S", 0.5)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.MAX_OUTAGE_S", 0.5)
     when(starting=cluster.down)
     assert sunspot("wait", "run") == 4
     assert "cannot be reached" in sunspot.err
 
 
 class Breaking:
-    """An API server whose watches break, each after two thirds of the longest outage."""
+    """An API server that answers every other time, after two thirds of the longest outage."""
 
-    def __init__(self, times: int) -> None:
-        self.left, self.now = times, 0.0
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    def list_jobs(self, run: str) -> tuple[list[Any], str]:
-        return [], "1"
+    def list_jobs(self, run: str) -> list[Any]:
+        self.now += MAX_OUTAGE_S * 2 / 3
+        if self.now % (MAX_OUTAGE_S * 4 / 3):
+            raise UnreachableError("cut off")
+        return []
 
     def list_pods(self, jobs: Any) -> list[Any]:
         return []
 
     list_warnings = list_pods
 
-    def watch_jobs(self, *words: Any) -> Any:
-        self.left -= 1
-        self.now += MAX_OUTAGE_S * 2 / 3
-        raise UnreachableError("cut off")
-
 
 def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    server: Any = Breaking(5)
-    follower = Follower(RunAccess(run, server))
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.OUTAGE_PAUSE_S", 0)
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.time", SimpleNamespace(monotonic=lambda: server.now))
-    monkeypatch.setattr(follower, "_ended", SimpleNamespace(is_set=lambda: server.left <= 0, wait=lambda seconds: None))
-    follower._follow_cluster()
-    assert server.left == 0
-
-
-def test_the_status_of_a_deleted_job_is_not_shown_for_its_successor(run: Run) -> None:
-    before, after = rayjob(JOB), rayjob(JOB)
-    after["metadata"]["uid"] = "another"
-    follower = Follower(RunAccess(run))
-    follower._take(ClusterPart((job_view(before),)))
-    follower._take(StorageRead(1, StoragePart(Status(RunState.FAILED, JOB), JOB)))
-    follower._take(ClusterPart((job_view(after),)))
-    assert (follower._snapshot.storage.status, follower._snapshot.storage.owner) == (None, "")
+    server: Any = Breaking()
+    clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda seconds: None)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.time", clock)
+    troubles = [bool(seen.cluster.trouble) for seen, _ in zip(follow(RunAccess(run, server)), range(8), strict=False)]
+    assert troubles == [True, False] * 4
 
 
 @pytest.mark.parametrize(("status", "times", "code"), [(401, 3, 0), (403, 3, 0), (401, 99, 4)])
@@ -261,7 +207,7 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.REFUSAL_PAUSES_S", (0.05,) * 3)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.REFUSAL_PAUSES_S", (0.05,) * 3)
 
     def expire() -> None:
         cluster.on("GET", "rayjobs", answer(status, "the webhook that reviews tokens failed"), times=times)
@@ -309,17 +255,6 @@ def test_an_end_in_storage_is_seen_though_the_api_server_is_gone(
     set_status(run, RunState.RUNNING)
     when(running=lambda: (cluster.down(), set_status(run, RunState.SUCCEEDED)))
     assert sunspot("wait", "run", "--timeout", "60") == 0
-
-
-def test_a_watch_from_too_long_ago_begins_anew(
-    cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None]
-) -> None:
-    cluster.set_status(job, "Running", "RUNNING")
-    cluster.on("GET", "watch=true", answer(410, "too old resource version"), times=1)
-    cluster.on("GET", "watch=true", drop, times=1)
-    when(starting=lambda: later(lambda: cluster.set_status(job, "Complete", "SUCCEEDED"), pause=0.5))
-    assert sunspot("wait", "run", "--timeout", "60") == 0
-    assert len([path for _, path in cluster.requests if "watch=true" in path]) >= 3
 
 
 def test_the_cause_of_a_pending_run_is_shown_while_waiting(cluster: FakeCluster, sunspot: Command, job: str) -> None:
@@ -482,7 +417,7 @@ def test_what_a_repository_keeps_is_deleted_and_put_back_by_who_keeps_it(
 
 
 def test_what_is_not_put_back_is_said(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.completion.PUT_BACK_WITHIN_S", 0.0)
+    monkeypatch.setattr("sunspot.submitter.cluster.waiting.PUT_BACK_WITHIN_S", 0.0)
     cluster.put_job(kept(rayjob(JOB)))
     give_up_head(cluster)
     assert sunspot("wait", "run", "--timeout", "20") == 5
@@ -510,7 +445,7 @@ def test_without_a_cluster_storage_is_followed(
     run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.STORAGE_EVERY_S", 0.05)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.LOOK_EVERY_S", 0.05)
     set_status(run, RunState.RUNNING, step=1)
     when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1

@@ -8,7 +8,6 @@ The way of `sunspot submit`, which `sunspot.client.submit` goes too but for its 
     cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attach, refuse, or replace and apply
     cluster/observation.py   RunAccess.observe() -> RunSnapshot: what cluster and storage say of the run
     cluster/state.py         judge: that as one state, with the reason; pure
-    cluster/completion.py    wait_for_end: follows the run, and starts one again whose head was given up
-    cluster/reconciler.py    Reconciler: starts those of all runs again, and annotates RayJobs (`sunspot wait --all`)
+    cluster/waiting.py       wait_for_end: follows the run, and starts one again whose head was given up
     cluster/progress_lines.py  prints what was done, and how the run goes on
 """

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,6 @@ class Request:
     query: Sequence[tuple[str, str]] = ()
     body: Any = None
     kind: str = "json"
-    read_timeout_s: float = READ_TIMEOUT_S
 
 
 class Cluster:
@@ -124,32 +123,10 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------------ RayJobs
 
-    def list_jobs(self, run: str | None = None) -> tuple[list[JobView], str]:
-        """List the RayJobs of a run, or of all runs, newest first; also returns the version to watch from."""
-        selector = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
-        items, version = self._list("jobs", [("labelSelector", selector)])
-        return newest_first([job_view(item) for item in items]), version
-
-    def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield type and object of each change of a run's RayJobs after `version`, for so many seconds.
-
-        The object of a BOOKMARK has a version alone. Raises `RefusedError` with status 410 when `version` is too old.
-        """
-        query = [
-            ("labelSelector", f"{RUN_LABEL}={run}"),
-            ("watch", "true"),
-            ("allowWatchBookmarks", "true"),
-            ("resourceVersion", version),
-            ("timeoutSeconds", str(seconds)),
-        ]
-        with self._send(Request("GET", "jobs", query=query, read_timeout_s=seconds + CONNECT_TIMEOUT_S)) as response:
-            for line in filter(bytes.strip, response):
-                if not line.endswith(b"\n"):
-                    return  # it was cut off
-                event = json.loads(line)
-                if event["type"] == "ERROR":
-                    raise self._refusal("GET", event["object"].get("code", 0), event["object"])
-                yield event["type"], event["object"]
+    def list_jobs(self, run: str | None = None) -> list[JobView]:
+        """List the RayJobs of a run, or of all runs, newest first."""
+        items = self.list_all("jobs", label=RUN_LABEL if run is None else f"{RUN_LABEL}={run}")
+        return sorted(map(job_view, items), key=lambda job: (job.created, job.name), reverse=True)
 
     def has_job(self, job: JobView) -> bool:
         """Whether this very RayJob, and not a later one of its name, is still there."""
@@ -185,15 +162,11 @@ class Cluster:
         clusters = ",".join(job.cluster for job in jobs if job.cluster)
         if not clusters:
             return []
-        items, _ = self._list("pods", [("labelSelector", f"ray.io/cluster in ({clusters})")])
-        return [pod_view(item) for item in items]
+        return [pod_view(item) for item in self.list_all("pods", label=f"ray.io/cluster in ({clusters})")]
 
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
         """Delete this pod, its containers ended within `grace_s` seconds (None: its own); no error if it is gone."""
-        options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
-        if grace_s is not None:
-            options["gracePeriodSeconds"] = grace_s
-        self._delete("pod", pod.name, options)
+        self._delete("pod", pod.name, {"preconditions": {"uid": pod.uid}, "gracePeriodSeconds": grace_s})
 
     def create_pod(self, manifest: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
         """Create a pod with a name nobody else uses; returns it as the API server has it."""
@@ -207,9 +180,9 @@ class Cluster:
 
     def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
         """List the warnings about RayJobs, their RayClusters and their pods, newest first."""
-        items, _ = self._list("events", [("fieldSelector", "type=Warning")])
         prefixes = tuple(name for job in jobs for name in (job.name, job.cluster) if name)
-        mine = [event for event in map(warning_event, items) if prefixes and event.object.startswith(prefixes)]
+        events = map(warning_event, self.list_all("events", field="type=Warning"))
+        mine = [event for event in events if event.object.startswith(prefixes)]
         return sorted(mine, key=lambda event: -event.time)
 
     # ------------------------------------------------------------------------------------------------------- dashboard
@@ -235,10 +208,6 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------------- preflight
 
-    def ray_resources(self) -> set[str]:
-        """KubeRay's resources that the API server knows in the version that is rendered, such as rayjobs."""
-        return {resource["name"] for resource in (self.find("ray") or {}).get("resources", ())}
-
     def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
         """Get the object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
         try:
@@ -248,10 +217,16 @@ class Cluster:
                 return None
             raise
 
-    def list_all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
-        """List every object of a path in PATHS, or those with such labels."""
-        items, _ = self._list(kind, [("labelSelector", selector)] if selector else [])
-        return items
+    def list_all(self, kind: str, label: str = "", field: str = "") -> list[dict[str, Any]]:
+        """List every object of a path in PATHS, page by page, or those that these selectors choose."""
+        asked = {"limit": str(PAGE), "labelSelector": label, "fieldSelector": field}
+        items: list[dict[str, Any]] = []
+        while True:
+            answer = self._ask(Request("GET", kind, query=[(name, text) for name, text in asked.items() if text]))
+            items += answer.get("items") or ()
+            asked["continue"] = answer.get("metadata", {}).get("continue", "")
+            if not asked["continue"]:
+                return items
 
     def exists(self, kind: str, name: str) -> bool | None:
         """Whether an object exists (`kind` as in PATHS); None if this user may not see it."""
@@ -278,18 +253,6 @@ class Cluster:
             if error.status not in (404, 409):  # 409: the name is another object's by now
                 raise
 
-    def _list(self, path: str, query: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], str]:
-        """Read every object of a list, page by page; also returns the version of the list."""
-        items: list[dict[str, Any]] = []
-        rest: list[tuple[str, str]] = []
-        while True:
-            answer = self._ask(Request("GET", path, query=[*query, ("limit", str(PAGE)), *rest]))
-            items += answer.get("items") or ()
-            about = answer.get("metadata", {})
-            if not about.get("continue"):
-                return items, about.get("resourceVersion", "")
-            rest = [("continue", about["continue"])]
-
     def _ask(self, request: Request) -> dict[str, Any]:
         """Get the answer to a request: retried as often as allowed, once with new credentials."""
         pauses = iter(RETRY_PAUSES_S)
@@ -297,8 +260,7 @@ class Cluster:
         while True:
             api = self._api
             try:
-                with self._send(request) as response:
-                    return dict(json.loads(response.read() or b"{}"))
+                return self._send(request)
             except UnreachableError as error:
                 pause = next(pauses, None)
                 if pause is None:
@@ -316,9 +278,8 @@ class Cluster:
             if self._api is refused:
                 self._api, _ = make_client(self._context)
 
-    @contextlib.contextmanager
-    def _send(self, request: Request) -> Iterator[Any]:
-        """Send one request; its answer, a success, can be read in the context."""
+    def _send(self, request: Request) -> dict[str, Any]:
+        """Send one request, once; returns its answer, a success."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -333,35 +294,32 @@ class Cluster:
         if "json" not in request.kind:  # the client makes JSON of it, and takes other text as it is
             call = (*call[:3], json.dumps(request.body), call[4])
         try:
-            answer = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, request.read_timeout_s))
-            with contextlib.closing(answer.response) as response:
-                if not 200 <= response.status <= 299:
-                    failure = self._failure(request.method, request.path, response.status, response.read())
-                    after = response.headers.get("Retry-After", "")
-                    if isinstance(failure, UnreachableError) and after.isdigit():
-                        failure.retry_after = min(float(after), MAX_RETRY_AFTER_S)
-                    raise failure
-                yield response
-        except (HTTPError, ApiException, OSError) as error:  # of the request, or of whoever reads the answer
+            response = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)).response
+            content = response.data  # read to its end, which hands the connection back
+        except (HTTPError, ApiException, OSError) as error:
             raise self._unreachable(error) from error
-
-    def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
-        """Make the error for an answer that is no success."""
-        answer: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):
-            answer = dict(json.loads(body))
-        if status == 429 or status >= 500:
-            return UnreachableError(f"{self.server}: {status} {_said(answer)}; try again later")
-        role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
-        return self._refusal(method, status, answer, role)
+        if 200 <= response.status <= 299:
+            return dict(json.loads(content or b"{}"))
+        failure = self._failure(request.method, request.path, response.status, content)
+        after = response.headers.get("Retry-After", "")
+        if isinstance(failure, UnreachableError) and after.isdigit():
+            failure.retry_after = min(float(after), MAX_RETRY_AFTER_S)
+        raise failure
 
     def _unreachable(self, error: Exception) -> UnreachableError:
         why = shorten(error).rpartition("Failed to establish a new connection: ")[2]
         check = "check that the cluster is up, the network, and --context"
         return UnreachableError(f"{self.server}: the API server cannot be reached ({why}); {check}")
 
-    def _refusal(self, method: str, status: int, answer: dict[str, Any], role: str = ROLE) -> RefusedError:
-        said = _said(answer)
+    def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
+        """Make the error for an answer that is no success."""
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            answer = dict(json.loads(body))
+        said = shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))
+        if status == 429 or status >= 500:
+            return UnreachableError(f"{self.server}: {status} {said}; try again later")
+        role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
         no_right = status == 403 and re.search(r'\bUser "[^"]*" cannot ', said)
         if status == 401:
             text = f"{self.server} refuses these credentials ({said}); renew them, or choose another --context"
@@ -400,12 +358,3 @@ def try_connect(context: str | None, namespace: str | None) -> tuple[Cluster | N
         if context or namespace:
             raise
         return None, str(error)
-
-
-def newest_first(jobs: Sequence[JobView]) -> list[JobView]:
-    """RayJobs by creation time."""
-    return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
-
-
-def _said(answer: dict[str, Any]) -> str:
-    return shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))

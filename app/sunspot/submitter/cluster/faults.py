@@ -17,8 +17,7 @@ from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, describe, read_receipts
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import UnreachableError
-from sunspot.submitter.cluster.follow import OutageReporter
-from sunspot.submitter.cluster.observation import RunAccess, require_answers, stored_arguments
+from sunspot.submitter.cluster.observation import OutageReporter, RunAccess, require_answers, stored_arguments
 from sunspot.submitter.cluster.views import PodView
 from sunspot.submitter.printing import print_json_line, print_text, warn
 
@@ -71,16 +70,6 @@ class Plan:
         return f"{' and '.join(parts)}{apart}"
 
 
-@dataclass
-class Fault:
-    """A pod that was deleted."""
-
-    number: int
-    attempt: int
-    "The newest attempt then; any later one follows from the fault. Clocks are not compared, as they may disagree."
-    recovered: bool = False
-
-
 def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> Plan:
     """Plan so many faults of these kinds (words or comma lists) in turn, shuffled. Raises `SettingsError`."""
     words = [word.strip() for text in kinds for word in text.split(",")]
@@ -103,7 +92,9 @@ class FaultInjector:
         self._outage = OutageReporter()
         self._step = 0
         self._attempt = 0
-        self._faults: list[Fault] = []
+        self._faults: dict[int, int] = {}
+        "By number, the newest attempt then: any later one follows from the fault. Clocks may disagree."
+        self._recovered: set[int] = set()
         self._ended = ""
         "How the run has ended; empty while it is live."
 
@@ -163,15 +154,14 @@ class FaultInjector:
             self._attempt = max(self._attempt, *(attempt.number for attempt in read_attempts(self.run)), 0)
         except StorageError as error:
             warn(str(error))
-        self._faults.append(Fault(number, self._attempt))
+        self._faults[number] = self._attempt
         record = {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step}
         self.say(record, f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}")
 
     def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
         """Delete a ready pod of the RayCluster of the run's newest live RayJob; None if there is none, or no answer."""
         try:
-            jobs, _ = self.cluster.list_jobs(self.run.name)
-            live = [job for job in jobs if job.live][:1]
+            live = [job for job in self.cluster.list_jobs(self.run.name) if job.live][:1]
             ready = [pod for pod in self.cluster.list_pods(live) if pod.ready and not pod.deleting]
             if kind is FaultKind.HEAD:
                 pods = [pod for pod in ready if pod.head]
@@ -211,7 +201,7 @@ class FaultInjector:
         self._outage.note(snapshot)
         if snapshot.storage.status:
             self._step = snapshot.storage.status.step
-        if any(not fault.recovered for fault in self._faults):
+        if self._faults.keys() - self._recovered:
             with contextlib.suppress(StorageError):  # the next look tries again
                 for receipt in read_receipts(read_journal(self.run, "events")):
                     self._take(receipt)
@@ -222,23 +212,22 @@ class FaultInjector:
 
     def _take(self, receipt: Receipt) -> None:
         """Print a receipt with the faults that it answers, if there are any."""
-        faults = [fault for fault in self._faults if not fault.recovered and fault.attempt < receipt.attempt]
-        if not faults:
+        open_faults = sorted(self._faults.keys() - self._recovered)
+        numbers = [number for number in open_faults if self._faults[number] < receipt.attempt]
+        if not numbers:
             return
-        for fault in faults:
-            fault.recovered = True
-        numbers = [fault.number for fault in faults]
+        self._recovered.update(numbers)
         times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
         which = f"fault{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         self.say({**receipt.record(), "blows": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
 
     def _find_missing(self) -> str:
         """Find what has not happened yet since the last fault; empty once the run has recovered."""
-        last = self._faults[-1]
-        if not last.recovered:
-            return f"the receipt of fault {last.number}"
+        last = max(self._faults)
+        if last not in self._recovered:
+            return f"the receipt of fault {last}"
         names: list[str] = []
         with contextlib.suppress(StorageError):
             names = [name for name, files in list_directories(self.run).items() if MANIFEST in files]
-        committed = any(attempt_of(name) > last.attempt for name in names)
-        return "" if committed else f"a checkpoint after fault {last.number}"
+        committed = any(attempt_of(name) > self._faults[last] for name in names)
+        return "" if committed else f"a checkpoint after fault {last}"

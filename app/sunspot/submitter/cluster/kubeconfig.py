@@ -23,12 +23,6 @@ PLUGIN_WITHIN_S = 300.0
 NOT_CHOSEN = "default"
 """A context's namespace that nobody chose: minikube writes it into every one, and kubectl takes it without any."""
 
-GONE_PROVIDERS = {
-    "gcp": "install gke-gcloud-auth-plugin, and run `gcloud container clusters get-credentials` again",
-    "azure": "install kubelogin, and run `kubelogin convert-kubeconfig`",
-}
-"""Ways to sign in that Kubernetes gave up for plugins (1.26), and how to move on."""
-
 
 def make_client(context: str | None) -> tuple[ApiClient, str]:
     """Make a client with fresh credentials. Sends nothing; also returns the context's own namespace, or "".
@@ -76,9 +70,6 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
     entry = next((item for item in config["users"].value if item["name"] == current.get("user")), None)
     user: dict[str, Any] = (entry["user"].value if entry and entry.value.get("user") else None) or {}
     provider = user.get("auth-provider", {}).get("name", "")
-    if provider in GONE_PROVIDERS:
-        signs_in = f"user {current['user']} signs in by auth-provider {provider}, which Kubernetes gave up"
-        raise ClusterError(f"no cluster: {files}: {signs_in} for credential plugins; {GONE_PROVIDERS[provider]}")
     if entry and "exec" in user and not {"token", "tokenFile"} & set(user):
         cluster = next(item for item in config["clusters"].value if item["name"] == current["cluster"])
         # By ourselves: the client goes on as nobody without a plugin, waits for ever, and swallows what it prints.

@@ -1,23 +1,36 @@
-"""What cluster and storage know of a run at one time, and how both are reached."""
+"""What cluster and storage know of a run, at one time or as it changes, and how both are reached."""
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sunspot.errors import ClusterError, ConflictError, NotFoundError, StorageError
+from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
 from sunspot.run.requests import deletion_begun, owner_of, stop_requested
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.api import Cluster, RefusedError, newest_first, try_connect
-from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, is_of, judge
+from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
+from sunspot.submitter.cluster.state import JobInCluster, StoragePart, is_of, judge
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
+
+LOOK_EVERY_S = 3.0
+"""Between two looks at a run that is followed."""
+
+MAX_OUTAGE_S = 300.0
+"""How long an API server may be out of reach before following gives up."""
+
+REFUSAL_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
+"""Between tries of an API server that has answered this user before: credentials are rotated, webhooks fail."""
+
+OUTAGE_EVERY_S = 30.0
+"""How often a line says that the API server or storage is still out of reach."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +43,6 @@ class ClusterPart:
     warnings: tuple[WarningEvent, ...] = ()
     hidden: Mapping[str, str] = field(default_factory=dict)
     "What this user may not see (pods, events), and the API server's words on it."
-    trouble: str = ""
-    "Why it is missing or old."
-
-
-@dataclass(frozen=True)
-class StoragePart(StoredRecord):
-    """What storage says of a run. What could not be read is old or missing."""
-
-    deleting: bool = False
-    "Whether a deletion has begun."
-    state: tuple[RunState, str] | None = None
-    "State and reason by storage alone; None if there is no run, or a RayJob to ask."
     trouble: str = ""
     "Why it is missing or old."
 
@@ -108,11 +109,10 @@ class RunAccess:
         seen = ClusterPart(trouble=self.cluster_error)
         if self.cluster:
             try:
-                jobs, _ = self.cluster.list_jobs(self.run.name)
-                seen = read_cluster(self.cluster, [job for job in jobs if include(job)])
+                seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
-        return RunSnapshot(seen, read_storage(self.run, seen.jobs[0] if seen.jobs else None), time.time())
+        return RunSnapshot(seen, read_storage(self.run, next(iter(seen.jobs), None)), time.time())
 
     def observe_existing(self) -> RunSnapshot:
         """Look at a run to stop or resume. Raises `StorageError`, `NotFoundError`, `ConflictError` for one deleted."""
@@ -156,7 +156,7 @@ def reach_run(target: Target) -> RunAccess:
     if storage_path is None and cluster and not os.environ.get(STORAGE_PATH):
         # The next request tells why it does not answer.
         with contextlib.suppress(ClusterError), progress_note("asking the cluster"):
-            jobs, _ = cluster.list_jobs(target.run)
+            jobs = cluster.list_jobs(target.run)
             storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
     return RunAccess(named_run(target.run, storage_path), cluster, cluster_error)
 
@@ -183,8 +183,7 @@ def warn_of_hidden(snapshot: RunSnapshot) -> None:
 
 
 def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
-    """Read what this user may see of the cluster's part; the RayJobs at least. Raises `ClusterError`."""
-    newest = newest_first(jobs)
+    """Read what this user may see of the cluster's part, given its RayJobs. Raises `ClusterError`."""
     hidden: dict[str, str] = {}
 
     def read_if_allowed(what: str, read: Callable[[], Iterable[Any]]) -> tuple[Any, ...]:
@@ -196,9 +195,9 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
             hidden[what] = str(error)
             return ()
 
-    pods = read_if_allowed("pods", lambda: cluster.list_pods(newest))
-    warnings = read_if_allowed("events", lambda: cluster.list_warnings(newest[:1]))
-    return ClusterPart(tuple(newest), pods, warnings, hidden)
+    pods = read_if_allowed("pods", lambda: cluster.list_pods(jobs))
+    warnings = read_if_allowed("events", lambda: cluster.list_warnings(jobs[:1]))
+    return ClusterPart(tuple(jobs), pods, warnings, hidden)
 
 
 def read_storage(run: Run, job: JobView | None) -> StoragePart:
@@ -212,3 +211,62 @@ def read_storage(run: Run, job: JobView | None) -> StoragePart:
     except StorageError as error:
         return StoragePart(trouble=str(error))
     return StoragePart(status, owner, stop_wanted, deleting, state)
+
+
+# ------------------------------------------------------------------------------------------------------------ following
+
+
+def follow(access: RunAccess) -> Iterator[RunSnapshot]:
+    """Yield what is known of a run, anew every few seconds; what does not answer is as it was when it last did.
+
+    Storage is read after the cluster, whose changes it explains. Raises `ClusterError` when the API server refuses, or
+    is out of reach for MAX_OUTAGE_S.
+    """
+    snapshot = RunSnapshot(ClusterPart(trouble=access.cluster_error))
+    answered = ask_at = time.monotonic()
+    refusals: Iterator[float] = iter(())  # at first, a refusal is final
+    while True:
+        cluster = snapshot.cluster
+        if access.cluster and time.monotonic() >= ask_at:
+            try:
+                cluster = read_cluster(access.cluster, access.cluster.list_jobs(access.run.name))
+                answered = time.monotonic()
+                refusals = iter(REFUSAL_PAUSES_S)
+            except UnreachableError as error:
+                if time.monotonic() - answered > MAX_OUTAGE_S:
+                    raise
+                cluster = replace(cluster, trouble=str(error))
+            except ClusterError as error:
+                credentials = not isinstance(error, RefusedError) or error.status in (401, 403)
+                pause = next(refusals, None) if credentials else None
+                if pause is None:
+                    raise
+                ask_at = time.monotonic() + pause
+                cluster = replace(cluster, trouble=str(error))
+        storage = read_storage(access.run, next(iter(cluster.jobs), None))
+        if storage.trouble:
+            storage = replace(snapshot.storage, trouble=storage.trouble)
+        snapshot = RunSnapshot(cluster, storage)
+        yield snapshot
+        time.sleep(LOOK_EVERY_S)
+
+
+class OutageReporter:
+    """Says on stderr, now and then, that the API server or storage is out of reach, and when it is back."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._said: dict[str, float] = {}
+
+    def note(self, snapshot: RunSnapshot) -> None:
+        """Report what this snapshot says of them."""
+        now = time.monotonic()
+        for what, trouble in (("the API server", snapshot.cluster.trouble), ("storage", snapshot.storage.trouble)):
+            gone = in_words(now - self._since.setdefault(what, now))
+            if not trouble:
+                del self._since[what]
+                if self._said.pop(what, None) is not None:
+                    warn(f"{what} is back after {gone}")
+            elif now - self._said.get(what, float("-inf")) >= OUTAGE_EVERY_S:
+                self._said[what] = now
+                warn(f"{what} unreachable for {gone}, still waiting; the run is not affected: {trouble}")

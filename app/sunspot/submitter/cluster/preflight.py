@@ -1,9 +1,9 @@
 """Checks of the cluster and the storage before a job is sent; every problem is reported at once."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.formatting import plural
 from sunspot.run import Run
@@ -17,13 +17,11 @@ from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.render import image_problem
 
 NEEDED = {
-    ("ray.io", "rayjobs"): ("create", "get", "list", "watch", "patch", "delete"),
+    ("ray.io", "rayjobs"): ("create", "get", "list", "patch", "delete"),
     ("", "pods"): ("get", "list"),
     ("", "events"): ("list",),
 }
 """What the verbs of `sunspot` do, by API group and resource."""
-
-REVIEWS_AT_ONCE = 8
 
 NOT_WITHOUT_EFFECT = "does not support dry run"
 """What the API server says of a policy's webhook that it may not ask about a dry run."""
@@ -135,13 +133,13 @@ def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterat
     yield from missing
     if not missing:
         yield from find_missing_rights(cluster)
-        for kind, name in find_references(manifest):
+        for kind, name in sorted(set(find_references(manifest))):
             yield from find_missing_object(cluster, kind, name)
 
 
 def find_missing_resources(cluster: Cluster) -> Iterator[Check]:
     """Find the resources of KubeRay that the API server does not know."""
-    known = cluster.ray_resources()
+    known = {resource["name"] for resource in (cluster.find("ray") or {}).get("resources", ())}
     missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
     if missing:
         what = f"{cluster.server} knows no {' and no '.join(missing)} (ray.io/v1)"
@@ -158,8 +156,7 @@ def find_missing_namespace(cluster: Cluster) -> Iterator[Check]:
 def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
     """Each resource on which this user lacks permissions."""
     asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
-    with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
-        allowed = list(pool.map(lambda question: cluster.allows(*question), asked))
+    allowed = map_parallel(lambda question: cluster.allows(*question), asked)
     missing: dict[str, list[str]] = {}
     for (verb, _, resource), good in zip(asked, allowed, strict=True):
         if not good:
@@ -193,12 +190,8 @@ def _find_storage_problems(run: Run) -> list[str]:
         return [f"{error}. By this shell's AWS_ENDPOINT_URL, that is: {other}. {advice}"]
 
 
-def find_references(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """List kind and name of the objects that the pods of a RayJob need to start."""
-    return sorted(set(_references(manifest)))
-
-
-def _references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield kind and name of each object that the pods of a RayJob need to start, maybe several times."""
     for pod in (template["spec"] for template in pod_templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]

@@ -56,18 +56,28 @@ def print_submission(submission: Submission, as_json: bool) -> None:
 
 
 class ProgressLines:
-    """Prints a line for every change of state or reason, and one for progress now and then."""
+    """Prints a line for every change of state or reason; progress in a live line on a terminal, else now and then."""
 
-    def __init__(self, run: Run, as_json: bool, progress_every_s: float = PROGRESS_EVERY_S) -> None:
-        self._run, self._as_json, self._progress_every_s = run, as_json, progress_every_s
+    def __init__(self, run: Run, as_json: bool = False) -> None:
+        self._run, self._as_json = run, as_json
+        self._live: Any = None
+        if sys.stdout.isatty() and not as_json:
+            from rich.console import Console
+
+            self._live = Console(highlight=False, markup=False, emoji=False).status("")
+        self._began = time.monotonic()
         self._before: tuple[RunState, str] | None = None
         self._step = -1
         self._at = 0.0
 
     def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
+        if self._live:
+            self._live.start()
+            waited = f"{state}, {in_words(time.monotonic() - self._began)}"
+            self._live.update(describe(snapshot, state, "") if state is RunState.RUNNING else waited)
         step = snapshot.storage.status.step if snapshot.storage.status else 0
-        goes_on = state is RunState.RUNNING and step != self._step
-        due = goes_on and time.monotonic() - self._at >= self._progress_every_s
+        goes_on = not self._live and state is RunState.RUNNING and step != self._step
+        due = goes_on and time.monotonic() - self._at >= PROGRESS_EVERY_S
         if (state, reason) == self._before and not due:
             return
         self._before = (state, reason)
@@ -81,31 +91,8 @@ class ProgressLines:
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-
-
-class LiveProgress(ProgressLines):
-    """For a terminal: the same lines, and below them a live one."""
-
-    def __init__(self, run: Run) -> None:
-        from rich.console import Console
-
-        super().__init__(run, as_json=False, progress_every_s=float("inf"))
-        self._began = time.monotonic()
-        self._status = Console(highlight=False, markup=False, emoji=False).status("")
-
-    def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
-        self._status.start()
-        super().__call__(snapshot, state, reason)
-        waited = f"{state}, {in_words(time.monotonic() - self._began)}"
-        self._status.update(describe(snapshot, state, "") if state is RunState.RUNNING else waited)
-
-    def close(self) -> None:
-        self._status.stop()
-
-
-def show_progress(run: Run, as_json: bool = False) -> ProgressLines:
-    """Choose what prints the progress of a run: on a terminal with a live line below."""
-    return LiveProgress(run) if sys.stdout.isatty() and not as_json else ProgressLines(run, as_json)
+        if self._live:
+            self._live.stop()
 
 
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:

@@ -16,7 +16,7 @@ from sunspot.settings import PREFIX
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, count_workers, judge
+from sunspot.submitter.cluster.state import JobInCluster, StoragePart, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -78,8 +78,8 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         record["workers_running"] = status.world_size if known else 0 if state.terminal else None
         record["warning"] = "" if state.terminal else status.warning
         record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
-    if job:
-        wanted, running = count_workers(job, snapshot.cluster.pods)
+    if job and snapshot.in_cluster:
+        wanted, running = count_workers(snapshot.in_cluster)
         record["pods_wanted"] = wanted
         record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
         record["job"] = job.name
@@ -111,7 +111,7 @@ def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView
     """Find the newest RayJob of each run in this storage; none when the cluster does not answer."""
     newest: dict[str, JobView] = {}
     try:
-        jobs = cluster.list_jobs()[0] if cluster else []
+        jobs = cluster.list_jobs() if cluster else []
     except ClusterError as error:
         warn(f"from storage alone, without the cluster: {error}")
         return newest
@@ -126,7 +126,7 @@ def _describe(storage: Storage, run: RunSummary, status: Status | None, job: Job
     now = time.time()
     if job and not run.deleting:
         owner = owner_of(Run(storage, run.name), job.name)
-        state, reason = judge(JobInCluster(job, now=now), StoredRecord(status, owner, run.stop_requested))
+        state, reason = judge(JobInCluster(job, now=now), StoragePart(status, owner, run.stop_requested))
     else:
         state, reason = state_from_storage(status, run, now)
     return {

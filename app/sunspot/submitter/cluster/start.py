@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from sunspot.settings import PREFIX, Settings, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers
 from sunspot.submitter.cluster.preflight import check, check_identity
-from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, LOOK_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.render import JobRequest, Rendered, choose_profile, render, settings_of
@@ -27,11 +27,7 @@ from sunspot.submitter.printing import progress_note, warn
 STOPPED_WITHIN_S = 180.0
 """How long a run that is being stopped may take to save and end."""
 
-LOOK_EVERY_S = 1.0
-
 MAX_CHANGES_SHOWN = 20
-
-JOB_ID = PREFIX + "JOB_ID"
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,6 @@ class PreparedJob:
     "The RayJob as the API server would complete it, if it was asked."
     archive: CodeArchive | None = None
     "Own code to upload first."
-
-    @property
-    def name(self) -> str:
-        return str(self.manifest["metadata"]["name"])
 
 
 @dataclass(frozen=True)
@@ -82,34 +74,27 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     """Check the job and start it; raises `ClusterError`, `StorageError` or `ConflictError` before any change."""
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
-    archive, absent = rendered.archive, []
+    archive = rendered.archive
     if archive:
         warn(f"code: {archive}")
-        absent = find_absent_task(settings, archive)
     with progress_note("checking the cluster and the storage"):
         expected, warnings = check(cluster, access.run, rendered.manifest)
-    for text in [*warnings, *absent, *find_local_paths(settings, archive)]:
+    for text in [*warnings, *find_absent(settings, archive)]:
         warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
     return start_job(access, PreparedJob(rendered.manifest, rendered.to_yaml(), expected, archive), dry_run)
 
 
-def find_local_paths(settings: Settings, archive: CodeArchive | None) -> list[str]:
-    """Find the task's arguments that name what is in the working directory, which pods have only with the code."""
-    return [
-        f"{PREFIX}TASK_ARGS: {name}={value!r} is here on this machine; pods do not have it, unless the image does"
-        for name, value in settings.task_args.items()
-        if isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
-        if not (archive and archive.holds(value))
-    ]
-
-
-def find_absent_task(settings: Settings, archive: CodeArchive) -> list[str]:
-    """Find a task that is not in the code, and is none of Sunspot's own."""
+def find_absent(settings: Settings, archive: CodeArchive | None) -> Iterator[str]:
+    """Find what pods have only with the code, and is not in it: the task, and files that its arguments name."""
     top = settings.task.partition(".")[0]
-    if top == "sunspot" or archive.holds(top) or archive.holds(f"{top}.py"):
-        return []
-    return [f"{PREFIX}TASK={settings.task}: the code has no {top}.py; pods do not have it, unless the image does"]
+    if archive and top != "sunspot" and not (archive.holds(top) or archive.holds(f"{top}.py")):
+        yield f"{PREFIX}TASK={settings.task}: the code has no {top}.py; pods do not have it, unless the image does"
+    for name, value in settings.task_args.items():
+        here = isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
+        if here and not (archive and archive.holds(value)):
+            given = f"{PREFIX}TASK_ARGS: {name}={value!r}"
+            yield f"{given} is here on this machine; pods do not have it, unless the image does"
 
 
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -> Submission:
@@ -119,7 +104,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     when an ending one does not end.
     """
     run = access.run
-    name = prepared.name
+    name = str(prepared.manifest["metadata"]["name"])
     cluster = access.require_cluster()
 
     def submission(action: str, reason: str) -> Submission:
@@ -159,8 +144,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     if status and not state.terminal:
         was = f"it takes the run over from {status.owner}: {reason}"
     if not dry_run:
-        if prepared.archive:
-            _upload(access, prepared.archive)
+        if prepared.archive:  # over what may be there: it may have been damaged, or be due to be collected
+            with progress_note("uploading the code"), run.storage.writer(run.key(prepared.archive.name)) as file:
+                file.write(prepared.archive.content)
         clear_stop(run)
         with progress_note("waiting for the old cluster to go"):
             gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
@@ -170,13 +156,6 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
             record_submission(run, name, prepared.text)
             cluster.apply(dict(prepared.manifest))
     return submission("replaced" if ended else "created", was)
-
-
-def _upload(access: RunAccess, archive: CodeArchive) -> None:
-    """Put the code into the run, over what may be there: it may have been damaged, or be due to be collected."""
-    run = access.run
-    with progress_note("uploading the code"), run.storage.writer(run.key(archive.name)) as file:
-        file.write(archive.content)
 
 
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:

@@ -56,20 +56,26 @@ class JobInCluster:
     @property
     def own_pods(self) -> list[PodView]:
         """The pods of its RayCluster that nobody has told to go."""
-        return pods_of(self.job, self.pods)
+        return [pod for pod in self.pods if pod.cluster == self.job.cluster and not pod.deleting]
 
 
 @dataclass(frozen=True)
-class StoredRecord:
-    """What a run's processes and users have left in storage."""
+class StoragePart:
+    """What storage says of a run. What could not be read is old or missing."""
 
     status: Status | None = None
     owner: str = ""
     "The owner in storage that a process of the newest RayJob has (`owner_of`)."
     stop_wanted: bool = False
+    deleting: bool = False
+    "Whether a deletion has begun."
+    state: tuple[RunState, str] | None = None
+    "State and reason by storage alone; None if there is no run, or a RayJob to ask."
+    trouble: str = ""
+    "Why it is missing or old."
 
 
-def judge(seen: JobInCluster, stored: StoredRecord) -> tuple[RunState, str]:
+def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
     """Judge the state of a run by its newest RayJob and by storage; also returns a sentence that says why."""
     job, status = seen.job, stored.status
     own = status if is_of(stored, job) else None
@@ -100,7 +106,7 @@ def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
     return own.state is RunState.SUCCEEDED or stopped
 
 
-def is_of(stored: StoredRecord, job: JobView) -> bool:
+def is_of(stored: StoragePart, job: JobView) -> bool:
     """Whether a process of `job` wrote the status, and not one of a deleted RayJob of the same name."""
     status, owner = stored.status, stored.owner
     if status is None:
@@ -157,14 +163,16 @@ def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
 
 def _running(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
     why = summarize_pod_problems(seen)
+    and_why = f"; {why}" if why else ""
     if own is None:
-        return RunState.STARTING, _join("its driver runs, and has not written its status to storage yet", why)
+        return RunState.STARTING, f"its driver runs, and has not written its status to storage yet{and_why}"
     state = RunState.STARTING if own.state is RunState.LOST else own.state
     if silence := _silence(own, seen.now):
-        return RunState.SILENT, _join(f"{silence}, though its Ray job runs: frozen, cut off or gone", why)
+        return RunState.SILENT, f"{silence}, though its Ray job runs: frozen, cut off or gone{and_why}"
     stand_in = len(seen.job.training_groups) > 1  # then pods of one group may wait while those of another train
     default = describe_work(own) if state is RunState.RUNNING and (stand_in or not why) else ""
-    return state, _join(own.reason or default, why) or str(state)
+    said = own.reason or default
+    return state, f"{said}{and_why}" if said else why or str(state)
 
 
 def _completed(ray: str, own: Status | None) -> tuple[RunState, str]:
@@ -219,7 +227,7 @@ def explain_pods(seen: JobInCluster) -> str:
         return "its pods are about to be made"
     if not any(pod.head and pod.ready for pod in mine):
         return "the head pod starts"
-    wanted, ready = count_workers(seen.job, seen.pods)
+    wanted, ready = count_workers(seen)
     if ready < wanted:
         return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others start"
     return "its pods are ready; the driver is about to begin"
@@ -239,7 +247,7 @@ def summarize_pod_problems(seen: JobInCluster) -> str:
         return f"the head pod was told to go; a new one follows when it has left node {ending.node}{silent}"
     if head is None:
         return f"the head pod cannot be made: {refused.message}" if refused else ""
-    wanted, ready = count_workers(seen.job, seen.pods)
+    wanted, ready = count_workers(seen)
     whys = Counter(str(why) for pod in mine if not pod.head and (why := pod_problem(pod, fresh)))
     if not whys and refused and len(mine) - 1 < wanted:
         whys[f"a pod cannot be made: {refused.message}"] += 1
@@ -268,15 +276,10 @@ def pod_problem(pod: PodView, warnings: Warnings) -> PodProblem | None:
     return None
 
 
-def count_workers(job: JobView, pods: Pods) -> tuple[int, int]:
+def count_workers(seen: JobInCluster) -> tuple[int, int]:
     """Training pods: how many there should be now, and how many run."""
-    workers = [pod for pod in pods_of(job, pods) if not pod.head and pod.group in job.training_groups]
-    return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
-
-
-def pods_of(job: JobView, pods: Pods) -> list[PodView]:
-    """Return the pods of the RayJob's cluster that are not being deleted."""
-    return [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
+    workers = [pod for pod in seen.own_pods if not pod.head and pod.group in seen.job.training_groups]
+    return max(seen.job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences
@@ -300,7 +303,3 @@ def _silence(status: Status, now: float) -> str:
     if status.state.terminal or now - status.seen <= SILENT_S:
         return ""
     return describe_silence(status.seen, now)
-
-
-def _join(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)

@@ -9,13 +9,15 @@ from sunspot.errors import GaveUpError
 from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.follow import TICK_S, Follower
-from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import RunAccess, follow
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
 GONE_WITHIN_S = 180.0
 """How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""
+
+LOOK_EVERY_S = 1.0
+"""Between two looks at a RayJob that ends or is deleted."""
 
 
 def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
@@ -35,8 +37,14 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     training = snapshot.driver_began and state is not RunState.RETRYING
     if not state.terminal and (training or not snapshot.job):
         with progress_note("waiting for the run to save and end"):
-            snapshot = _await_end(access, timeout)
-        state, reason = snapshot.state()
+            for snapshot in follow(access):
+                state, reason = snapshot.state()
+                if state.terminal:
+                    break
+                if time.monotonic() - began > timeout:
+                    late = f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason})"
+                    again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
+                    raise GaveUpError(f"{late}; {again}")
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
         # What is kept from a repository would be put back, and start: it stays, and the operator removes its cluster.
@@ -51,19 +59,6 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
     return state, f"{saved}; `sunspot resume {access.arguments}` lets it go on"
-
-
-def _await_end(access: RunAccess, timeout: float) -> RunSnapshot:
-    deadline = time.monotonic() + timeout
-    follower = Follower(access)
-    for snapshot in follower:
-        state, reason = snapshot.state()
-        if state.terminal and follower.settled:
-            return snapshot
-        if time.monotonic() > deadline:
-            again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
-            raise GaveUpError(f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason}); {again}")
-    raise AssertionError("following never ends by itself")
 
 
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
@@ -82,4 +77,4 @@ def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, froze
             return True
         if time.monotonic() > deadline:
             return False
-        time.sleep(TICK_S)
+        time.sleep(LOOK_EVERY_S)

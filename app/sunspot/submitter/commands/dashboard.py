@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
     """Find the pod of the run's newest ready head."""
     run = access.run
-    for job in cluster.list_jobs(run.name)[0]:
+    for job in cluster.list_jobs(run.name):
         ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
         if ready and (found := cluster.find("pod", ready[0].name)):
             return found

@@ -2,19 +2,19 @@
 
 import argparse
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from sunspot.errors import ClusterError, SettingsError, StorageError
 from sunspot.settings import with_place
-from sunspot.storage.prove import Result, failure, probe_path
-from sunspot.submitter.cluster.api import Cluster
+from sunspot.storage.prove import Check, Result, failure, probe_path
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
 from sunspot.submitter.commands.arguments import run_target
 from sunspot.submitter.doctor.cluster_checks import check_cluster
 from sunspot.submitter.doctor.diagnose import Report, examine
 from sunspot.submitter.doctor.probe_pods import try_from_pods
-from sunspot.submitter.manifest.render import JobRequest, Rendered
+from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.printing import print_json, print_text, warn
 
 
@@ -60,11 +60,17 @@ def _print_report(name: str, report: Report, stacks: bool) -> None:
 
 def _check_preconditions(args: argparse.Namespace) -> None:
     """Check all that a run needs, with `--from-pods` from pods like its own too, and print what was seen, and to do."""
-    rendered, cluster, cluster_error = _render(args)
-    of_cluster = check_cluster(cluster, rendered) if cluster else [failure("API server", ClusterError(cluster_error))]
-    parts = [(ClusterError, of_cluster), (StorageError, probe_path(rendered.settings.storage_path))]
-    if args.from_pods and cluster:
-        parts.append((ClusterError, try_from_pods(cluster, rendered)))
+    request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
+    of_pods: Iterable[Check] = ()
+    try:
+        rendered, cluster = render_for_cluster(request, args.context)
+        of_cluster: Iterable[Check] = check_cluster(cluster, rendered)
+        if args.from_pods:
+            of_pods = try_from_pods(cluster, rendered)
+    except ClusterError as error:
+        rendered, of_cluster = render_with_code(request), [failure("API server", error)]
+    of_storage = probe_path(rendered.settings.storage_path)
+    parts = [(ClusterError, of_cluster), (StorageError, of_storage), (ClusterError, of_pods)]
     checks, failed = [], []
     for kind, part in parts:
         for check in part:
@@ -84,12 +90,3 @@ def _check_preconditions(args: argparse.Namespace) -> None:
     if not args.json:
         warnings = sum(check.result is Result.WARNING for check in checks)
         print_text(f"ready for a run: {len(checks)} checks, {warnings} with a warning")
-
-
-def _render(args: argparse.Namespace) -> tuple[Rendered, Cluster | None, str]:
-    """Render the manifest of a run; also returns the cluster, or why there is none."""
-    request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
-    try:
-        return *render_for_cluster(request, args.context), ""
-    except ClusterError as error:
-        return render_with_code(request), None, str(error)

@@ -25,9 +25,6 @@ POLL_S = 2.0
 FIRST_OUTPUT_S = 3600
 """How long a run may take to print anything: more than any profile gives its pods to be ready."""
 
-LIST_EVERY = 3
-"""Reads of a stream per listing of all streams, where a later start of the process would show."""
-
 QUIET_READS = 3
 """Reads without new output after the run has ended: processes ship their last output at their very end."""
 
@@ -79,18 +76,18 @@ def follow(run: Run, rank: int | None = None, as_json: bool = False, state: Stat
     _await_output(run, rank, state)
     printer = _Printer(run, find_stream(run, rank, previous=False), as_json)
     printer.print_new()
-    reads = quiet = 0
+    quiet = 0
     while quiet < QUIET_READS:
         time.sleep(POLL_S)
-        reads += 1
         printed = printer.print_new()
         now, reason = state(run)
-        quiet = quiet + 1 if now.terminal and not printed else 0
-        if reads % LIST_EVERY == 0 or quiet == QUIET_READS:
-            for stream in streams_of(run, rank):
-                if stream > printer.stream:
-                    quiet = 0
-                    printer.turn_to(stream)
+        later = [stream for stream in streams_of(run, rank) if stream > printer.stream]
+        for stream in later:
+            printer.print_new()
+            printer.close()
+            printer = _Printer(run, stream, as_json)
+            printer.print_new()
+        quiet = quiet + 1 if now.terminal and not printed and not later else 0
     warn(f"{run.name}: {now}, {reason}")
     printer.close()
 
@@ -99,14 +96,10 @@ class _Printer:
     """Prints a stream, each time from where it stopped."""
 
     def __init__(self, run: Run, stream: str, as_json: bool) -> None:
-        self._run, self._as_json = run, as_json
-        self._begin(stream)
-
-    def _begin(self, stream: str) -> None:
-        self.stream = stream
+        self._run, self.stream, self._as_json = run, stream, as_json
         self._read, self._unfinished = 0, ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        warn(f"{stream}, in {self._run.storage.locate(self._run.key('logs', stream))}")
+        warn(f"{stream}, in {run.storage.locate(run.key('logs', stream))}")
 
     def print_new(self) -> bool:
         """Print what is new; returns whether there was anything."""
@@ -116,13 +109,6 @@ class _Printer:
             self._print(self._decoder.decode(piece.data))
         sys.stdout.flush()
         return self._read > before
-
-    def turn_to(self, stream: str) -> None:
-        """Finish this stream, and begin another."""
-        self.print_new()
-        self.close()
-        self._begin(stream)
-        self.print_new()
 
     def close(self) -> None:
         """Finish an incomplete last line."""

@@ -24,21 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print where the run stands, by cluster and storage or the one that answers; with `--watch`, until it ends."""
     access = reach_run(run_target(args))
-    record, view = _look(access)
-    while args.watch:
-        if args.json:
-            print_json_line(record)
-        else:
+    while True:
+        record, view = _look(access)
+        if args.watch and not args.json:
             clear_screen()
+        if args.json:
+            (print_json_line if args.watch else print_json)(record)
+        else:
             _print(record, view)
-        if record["state"].terminal:
+        if not args.watch or record["state"].terminal:
             return
         time.sleep(WATCH_EVERY_S)
-        record, view = _look(access)
-    if args.json:
-        print_json(record)
-    else:
-        _print(record, view)
 
 
 def _look(access: RunAccess) -> tuple[dict[str, Any], RunView | None]:

@@ -3,9 +3,9 @@
 import argparse
 
 from sunspot.errors import SettingsError
-from sunspot.submitter.cluster.completion import wait_for_end
-from sunspot.submitter.cluster.progress_lines import print_pods, print_submission, show_progress
+from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_submission
 from sunspot.submitter.cluster.start import render_for_cluster, submit
+from sunspot.submitter.cluster.waiting import wait_for_end
 from sunspot.submitter.commands.arguments import add_render_options, job_request, seconds
 
 
@@ -26,4 +26,4 @@ def run(args: argparse.Namespace) -> None:
     print_submission(submission, args.json)
     if args.wait and not args.dry_run:
         access = submission.access
-        wait_for_end(access, args.timeout, show_progress(access.run, args.json))
+        wait_for_end(access, args.timeout, ProgressLines(access.run, args.json))

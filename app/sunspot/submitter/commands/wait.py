@@ -6,10 +6,9 @@ import time
 from sunspot.errors import SettingsError
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import connect
-from sunspot.submitter.cluster.completion import wait_for_end
 from sunspot.submitter.cluster.observation import reach_run
-from sunspot.submitter.cluster.progress_lines import show_progress
-from sunspot.submitter.cluster.reconciler import LOOK_EVERY_S, Reconciler
+from sunspot.submitter.cluster.progress_lines import ProgressLines
+from sunspot.submitter.cluster.waiting import RECONCILE_EVERY_S, Reconciler, wait_for_end
 from sunspot.submitter.commands.arguments import run_target, seconds
 from sunspot.submitter.printing import print_json_line, print_text
 
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     if args.all:
         _look_after_all(args)
     access = reach_run(run_target(args))
-    wait_for_end(access, args.timeout, show_progress(access.run, args.json))
+    wait_for_end(access, args.timeout, ProgressLines(access.run, args.json))
 
 
 def _look_after_all(args: argparse.Namespace) -> None:
@@ -45,4 +44,4 @@ def _look_after_all(args: argparse.Namespace) -> None:
     reconciler = Reconciler(connect(args.context, args.namespace), args.storage, show)
     while True:
         reconciler.reconcile()
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(RECONCILE_EVERY_S)

@@ -1,6 +1,7 @@
 """What a run needs of a cluster, and what it should have: every check is independent of the others."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from sunspot.submitter.cluster.preflight import (
     pod_templates,
 )
 from sunspot.submitter.doctor.identity_path import check_identity
-from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes, requests_of
+from sunspot.submitter.doctor.schedulable_nodes import find_room, requests_of
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
 from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.profile import QUEUE, manifests
@@ -135,7 +136,7 @@ def _check_namespace(cluster: Cluster) -> Iterator[Check]:
 
 def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     """Check the objects that pods cannot start without."""
-    for kind, name in find_references(manifest):
+    for kind, name in sorted(set(find_references(manifest))):
         yield from _or_ok(find_missing_object(cluster, kind, name), f"{kind} {name}", "is there")
 
 
@@ -186,19 +187,20 @@ def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]
 def _check_nodes(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     nodes = cluster.list_all("nodes")
     for name, wanted, pod in groups_of(manifest):
-        places = find_schedulable_nodes(pod, nodes)
-        others = "; ".join(f"{number} {why}" for why, number in places.why_not.most_common())
-        seen = f"{places.nodes} of {plural(len(nodes), 'node')} match{'es' if places.nodes == 1 else ''}"
-        seen += f", with room for {places.pods} such pods were they empty, and {wanted} wanted"
+        rooms = [find_room(pod, node) for node in nodes]
+        room, matching = sum(pods for pods, _ in rooms), sum(pods > 0 for pods, _ in rooms)
+        others = "; ".join(f"{number} {why}" for why, number in Counter(why for _, why in rooms if why).most_common())
+        seen = f"{matching} of {plural(len(nodes), 'node')} match{'es' if matching == 1 else ''}"
+        seen += f", with room for {room} such pods were they empty, and {wanted} wanted"
         seen += f" (the others: {others})" if others else ""
-        if places.pods >= wanted:
+        if room >= wanted:
             yield Check(f"nodes for {name}", Result.OK, seen)
         else:
             fix = "unless an autoscaler brings such nodes, add them, or correct selectors and resources in the profile"
             yield Check(f"nodes for {name}", Result.WARNING, seen, fix)
 
     def count(pod: Mapping[str, Any]) -> int:
-        taking = [node for node in nodes if find_schedulable_nodes(pod, [node]).nodes]
+        taking = [node for node in nodes if find_room(pod, node)[0]]
         amounts = [node["status"]["allocatable"].get(name, 0) for node in taking for name in WHOLE]
         return max(map(int, amounts), default=0)
 

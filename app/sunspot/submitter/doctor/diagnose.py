@@ -11,8 +11,14 @@ from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.records import gather
 from sunspot.submitter.doctor.pending import find_pending
-from sunspot.submitter.doctor.training import Case, diagnose, figures
+from sunspot.submitter.doctor.training.case import Case
+from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
+from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
+from sunspot.submitter.doctor.training.saving import find_storage
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
+
+CHECKS = (find_end, find_hung, find_stall, find_slow, find_memory_growth, find_storage, find_losses)
+"""What explains the state of a run that has begun; each finds nothing when nothing seems wrong."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ def examine(access: RunAccess) -> Report:
             unseen.append(f"the errors of its processes: {error}")
         windows = newest_rank_records(run, lineage(view.attempts))
         case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time)
-        findings += [finding for finding in diagnose(case) if not _explained(finding, findings)]
+        of_training = [finding for check in CHECKS for finding in check(case)]
+        findings += [finding for finding in of_training if not _explained(finding, findings)]
         if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
             evidence, details = figures(case)
             if state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):

@@ -14,7 +14,6 @@ from sunspot.submitter.cluster.state import (
     count_workers,
     explain_pods,
     pod_problem,
-    pods_of,
     refused_pod,
 )
 from sunspot.submitter.cluster.views import (
@@ -22,7 +21,6 @@ from sunspot.submitter.cluster.views import (
     PUSH_IMAGE,
     JobView,
     PodProblem,
-    Pods,
     WarningEvent,
     Warnings,
 )
@@ -70,7 +68,7 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
         found += _explain_job(job, seen.now)
         # Of pods that are gone, the last warnings say what was wrong.
         recent = [event for event in seen.warnings if late or seen.now - event.time < WARNING_FRESH_S]
-        found += _explain_pods(job, seen.pods, recent, severity)
+        found += _explain_pods(seen, recent, severity)
     if not found and state in (RunState.PENDING, RunState.RETRYING):
         found.append(_starting(seen))
     return found
@@ -127,9 +125,9 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 
 
-def _explain_pods(job: JobView, pods: Pods, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
-    mine = pods_of(job, pods)
-    wanted, _ = count_workers(job, pods)
+def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
+    job, mine = seen.job, seen.own_pods
+    wanted, _ = count_workers(seen)
     has_head = any(pod.head for pod in mine)
     for pod in mine:
         if pod.ready and pod.out_of_memory:

@@ -3,43 +3,21 @@
 Pods that run there already are ignored: they may end, and not everybody may see other users' pods.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from sunspot.submitter.manifest.quantities import parse_quantity
 
 
-@dataclass(frozen=True)
-class SchedulableNodes:
-    """The nodes for the pods of one template."""
-
-    nodes: int
-    "Nodes that take at least one."
-    pods: int
-    "Pods they take together when empty."
-    why_not: Counter[str]
-    "Number of other nodes, by the reason."
-
-
-def find_schedulable_nodes(pod: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> SchedulableNodes:
-    """Find the nodes for pods with this spec; `nodes` as from the API server."""
-    wanted = requests_of(pod)
-    taking = pods = 0
-    why_not: Counter[str] = Counter()
-    for node in nodes:
-        if reason := _find_obstacle(pod, node):
-            why_not[reason] += 1
-            continue
-        there = {name: parse_quantity(text) for name, text in node["status"].get("allocatable", {}).items()}
-        short = [name for name, amount in wanted.items() if there.get(name, 0) < amount]
-        if short:
-            why_not[f"too little {', '.join(sorted(short))}"] += 1
-            continue
-        taking += 1
-        pods += int(min((there[name] // amount for name, amount in wanted.items() if amount), default=0))
-    return SchedulableNodes(taking, pods, why_not)
+def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str]:
+    """Find how many pods with this spec a node takes when it is empty; if none, also why."""
+    if obstacle := _find_obstacle(pod, node):
+        return 0, obstacle
+    wanted = {name: amount for name, amount in requests_of(pod).items() if amount}
+    there = {name: parse_quantity(text) for name, text in node["status"].get("allocatable", {}).items()}
+    if short := [name for name, amount in wanted.items() if there.get(name, 0) < amount]:
+        return 0, f"too little {', '.join(sorted(short))}"
+    return int(min((there[name] // amount for name, amount in wanted.items()), default=1)), ""
 
 
 def requests_of(pod: Mapping[str, Any], kind: str = "requests") -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 from sunspot.errors import DamageError, NotFoundError, SettingsError, StorageError
 from sunspot.formatting import as_bytes, plural
 from sunspot.run import Run
-from sunspot.run.checkpoints import MANIFEST, Checkpoint, choose
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, choose, find_faults_in_listing, list_directories
 from sunspot.storage.base import CHUNK
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.printing import print_json, print_text, progress_note, warn
@@ -40,9 +40,8 @@ def run(args: argparse.Namespace) -> None:
     checkpoint, notes = choose(run, args.name)
     for note in notes:
         warn(note)
-    if checkpoint.damage:
-        raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
-    _refuse_if_cut(run, checkpoint)
+    if faults := find_faults_in_listing(checkpoint, list_directories(run).get(checkpoint.name, {})):
+        raise DamageError(f"{checkpoint.name}: {'; '.join(faults)}")
     directory = Path(args.output or checkpoint.name).absolute()
     try:
         with progress_note(f"downloading {checkpoint.name}, {as_bytes(checkpoint.bytes)}"):
@@ -59,16 +58,6 @@ def run(args: argparse.Namespace) -> None:
         were_there = f", {len(kept)} of them were there already" if kept else ""
         files = f"{plural(len(checkpoint.files), 'file')}{were_there}"
         print_text(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
-
-
-def _refuse_if_cut(run: Run, checkpoint: Checkpoint) -> None:
-    """Raise `DamageError` for a file that is missing or has another size, before anything is fetched."""
-    there = {entry.key: entry.size for entry in run.storage.list(run.key("checkpoints", checkpoint.name))}
-    for file, expected in checkpoint.files.items():
-        size = there.get(run.key("checkpoints", checkpoint.name, file))
-        if size != expected["size"]:
-            found = "is missing" if size is None else f"has {size} bytes instead of {expected['size']}"
-            raise DamageError(f"{checkpoint.name}: {file} {found}")
 
 
 def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:

@@ -90,14 +90,10 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Select the records with steps and figures of each rank, of the newest attempt that has any."""
+    """Select the records with steps and figures of each rank, of the newest attempt and group that has any."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
-    newest = [window for window in windows if window["attempt"] == windows[-1]["attempt"]]
-    return [window for window in newest if count_ranks(window) == count_ranks(newest[-1])]
-
-
-def count_ranks(window: Mapping[str, Any]) -> int:
-    return len(window["ranks"]["resident_mib"])
+    groups = [(window["attempt"], len(window["ranks"]["resident_mib"])) for window in windows]
+    return [window for window, group in zip(windows, groups, strict=True) if group == groups[-1]]
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
