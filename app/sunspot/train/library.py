@@ -5,7 +5,7 @@ from typing import Any
 from ray.train.torch import TorchTrainer
 
 from sunspot.plan import Plan
-from sunspot.ray_internals.backend import BackendConfig, LibraryConfig
+from sunspot.ray_internals.backend import BackendConfig
 from sunspot.tasks import load_task
 
 
@@ -29,4 +29,4 @@ def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
         from ray.train.tensorflow import TensorflowConfig, TensorflowTrainer
 
         trainer, config = TensorflowTrainer, TensorflowConfig()
-    return trainer, {f"{library}_config": LibraryConfig(timeout_s=timeout_s, library=config)}
+    return trainer, {f"{library}_config": BackendConfig(timeout_s=timeout_s, library=config)}
