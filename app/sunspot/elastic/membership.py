@@ -55,12 +55,8 @@ class Change:
     number: int
 
 
-@dataclass(frozen=True)
-class End:
-    """Tells who stands for the next generation that there is none."""
-
-
-Word = Generation | Close | Change | End
+Word = Generation | Close | Change | None
+"""None tells who stands for the next generation that there is none."""
 
 
 class Membership:
@@ -127,7 +123,7 @@ class Membership:
         """Return what is to be told now, and to whom."""
         if self.ended:
             told, self._standing = self._standing, set()
-            return [(uid, End()) for uid in told]
+            return [(uid, None) for uid in told]
         return self._ask_for_change() if self._open else [*self._tell(Close), *self._form(now)]
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sunspot.elastic.control import ControlClient
-from sunspot.elastic.membership_server import MembershipAddress
+from sunspot.elastic.membership_channel import MembershipAddress
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.claimant import Claimant

@@ -21,7 +21,7 @@ from sunspot.data.source import rows_in
 from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
-from sunspot.elastic.membership_server import MembershipServer
+from sunspot.elastic.membership_channel import MembershipServer
 from sunspot.elastic.messages import GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
