@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
-from types import TracebackType
 from typing import Self
 
 import ray.util
@@ -84,11 +83,9 @@ class MembershipServer:
         self._deciding.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing = True
-        self._deciding.__exit__(kind, error, trace)
+        self._deciding.__exit__(None, None, None)
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.close()
@@ -213,7 +210,23 @@ class MembershipClient:
 
     def connect(self) -> None:
         """Enter the decider's list, as a newcomer; raises `DeciderLostError`."""
-        self._connect(time.monotonic() + RECONNECT_S)
+        until = time.monotonic() + RECONNECT_S
+        address = self._address
+        while True:
+            try:
+                connection = Client((address.host, address.port), authkey=address.key)
+                self._uid += 1
+                connection.send(Member(self.uid, self._identity.node))
+                self.others_train = connection.recv()
+                break
+            except Exception as error:
+                if time.monotonic() > until:
+                    raise DeciderLostError(f"the driver at {address.host} cannot be reached: {error}") from error
+                time.sleep(0.2)
+        self._formed = queue.Queue()
+        self._connection = connection
+        start_thread(lambda: self._listen(connection), "membership")
+        start_thread(lambda: self._beat(connection), "heartbeat")
 
     def stand(self) -> tuple[Generation, int] | None:
         """Leave the present generation, and return the next one and the rank in it, however long that takes.
@@ -221,10 +234,9 @@ class MembershipClient:
         None: there is no next one. Raises `DeciderLostError`.
         """
         self._leave()
-        until = time.monotonic() + RECONNECT_S
         while True:
             if self._connection is None:
-                self._connect(until)
+                self.connect()
             if not self._send("stand"):
                 continue
             while self._connection is not None:
@@ -240,7 +252,6 @@ class MembershipClient:
                     rank = generation.place_of(self.uid)
                     assert rank is not None
                     return generation, rank
-            until = time.monotonic() + RECONNECT_S
 
     def _leave(self) -> None:
         self._generation = 0
@@ -263,24 +274,6 @@ class MembershipClient:
         """Leave for good."""
         if self._connection:
             self._connection.close()
-
-    def _connect(self, until: float) -> None:
-        address = self._address
-        while True:
-            try:
-                connection = Client((address.host, address.port), authkey=address.key)
-                self._uid += 1
-                connection.send(Member(self.uid, self._identity.node))
-                self.others_train = connection.recv()
-                break
-            except Exception as error:
-                if time.monotonic() > until:
-                    raise DeciderLostError(f"the driver at {address.host} cannot be reached: {error}") from error
-                time.sleep(0.2)
-        self._formed = queue.Queue()
-        self._connection = connection
-        start_thread(lambda: self._listen(connection), "membership")
-        start_thread(lambda: self._beat(connection), "heartbeat")
 
     def _send(self, word: str) -> bool:
         connection = self._connection

@@ -88,7 +88,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     def note_hang(hang: Hang, late: bool) -> None:  # those of all ranks tell which one is to blame
         control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
 
-    if control.ask(ControlChannel.fatal_error):
+    if control.ask(ControlChannel.group_end).fatal:
         yield None
         return
     group = cast(dist.ProcessGroup, place.group)
