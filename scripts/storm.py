@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 import torch
 
 from scripts.cluster import until
+from scripts.ray_processes import ray_processes
 from scripts.storm_task import SHARED_MEMORY, moment_of
 from sunspot.errors import SunspotError, run_and_exit
 from sunspot.run import Run, open_run
@@ -152,7 +153,7 @@ def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: rando
         wanted = 2 if losses and chance.random() < 0.5 else WORKERS
         until(f"group of {wanted} workers", WAIT_S, partial(has_size, run, process, wanted))
         time.sleep(chance.uniform(0, 6 * PAUSE_S))
-        workers = workers_of(process)
+        workers = ray_processes("RayTrain", psutil.Process(process.pid))  # also those that prepare themselves
         members = [worker for worker in workers if moment_of(worker.pid).exists()]
         if not losses:
             spared = members[0]
@@ -189,17 +190,6 @@ def has_size(run: Run, process: subprocess.Popen[bytes], wanted: int) -> bool:
 def next_step(run: Run, process: subprocess.Popen[bytes], loss: Loss) -> float | None:
     """Seconds from a loss to the next step; None: there was none yet."""
     return loss.pause_s(receipts_of(run, process))
-
-
-def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes of its workers, also those that prepare themselves; the eldest first."""
-    own = {str(child.pid) for child in psutil.Process(process.pid).children(recursive=True)}
-    found = []
-    for one in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if one.name().startswith("ray::RayTrain") and one.environ().get("RAY_RAYLET_PID") in own:
-                found.append(one)
-    return sorted(found, key=lambda one: one.create_time())
 
 
 def newest(run: Run) -> Checkpoint:

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scripts.ray_processes import ray_processes
 from tests.harness import REPOSITORY
 from tests.harness.process_group import ON_FIRST_USE
 
@@ -165,20 +165,9 @@ def program(ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     end_placement_group_cleaners()
 
 
-def ray_processes(name: str) -> list[psutil.Process]:
-    """Processes of the suite's own Ray instance by the beginning of their name."""
-    own = {str(process.pid) for process in psutil.Process().children(recursive=True)}
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.name().startswith(f"ray::{name}") and process.environ().get("RAY_RAYLET_PID") in own:
-                found.append(process)  # one that was forked (app/sunspot/warm) is no child of ours
-    return found
-
-
 def end_placement_group_cleaners() -> None:
     """End the detached actors that Ray Train 2.60 leaves behind, one for each killed driver: 0.2 GB, 3% of a core."""
-    for process in ray_processes("PlacementGroup"):
+    for process in ray_processes("PlacementGroup", psutil.Process()):
         try:
             process.kill()
         except psutil.NoSuchProcess:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from scripts.ray_processes import ray_processes
 from sunspot.cli import main as sunspot
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts, step_of
@@ -19,7 +20,7 @@ from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newe
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, find_gaps, goodput, read_receipts
 from sunspot.run.status import read_status
-from tests.harness.program import Program, ray_processes
+from tests.harness.program import Program
 from tests.harness.waiting import wait_until
 
 MakeData = Callable[..., str]
@@ -107,7 +108,7 @@ def receipts_of(run: Run) -> list[Receipt]:
 
 def worker_processes() -> list[psutil.Process]:
     """The training workers of the suite's own Ray instance."""
-    return ray_processes("RayTrain")
+    return ray_processes("RayTrain", psutil.Process())
 
 
 def kill_all(process: Any) -> None:

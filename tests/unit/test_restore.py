@@ -27,7 +27,7 @@ from sunspot.checkpoint.memory_files import MemorySnapshot, Sidecar, find_snapsh
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
 from sunspot.elastic.claim import LocalState, Past, Readers, StartPoint, begin_attempt
-from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, choose_parts, choose_snapshot
+from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, choose_parts
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.receipts import Phases, first_incident, make_receipt
 from sunspot.elastic.restore import TrainingState, choose_init, load_init, load_start, read_init
@@ -169,8 +169,8 @@ def test_a_copy_of_a_superseded_attempt_is_left(run: Run) -> None:
     first = start(run, "other")
     commit(run, first, 5)
     start(run, "me", checkpoint_name(5, 1))
-    assert choose_snapshot(read_attempts(run), [copy(1, 8), None]) == (0, None)
-    assert choose_snapshot(read_attempts(run), [copy(1, 8), copy(2, 6)]) == (1, copy(2, 6))
+    assert choose_copy(read_attempts(run), machines(copy(1, 8), None)) is None
+    assert choose_copy(read_attempts(run), machines(copy(1, 8), copy(2, 6))) == ChosenCopy(1, copy(2, 6))
 
 
 def test_what_is_damaged_in_storage_does_not_beat_memory(run: Run) -> None:

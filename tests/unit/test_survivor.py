@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from sunspot.checkpoint import SavedObjects
 from sunspot.elastic.copies import Holders, LiveState
-from sunspot.elastic.handover import Position
 from sunspot.elastic.membership import Generation, Member
-from sunspot.elastic.membership_server import MembershipAddress
+from sunspot.elastic.membership_channel import MembershipAddress
+from sunspot.elastic.restore import Position
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.train import survivor as survivors
 from sunspot.train.survivor import Survivor

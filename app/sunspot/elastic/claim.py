@@ -1,5 +1,6 @@
 """The start of a worker group: its ranks agree on the newest good state, and rank 0 claims the next attempt from it."""
 
+import contextlib
 import functools
 import os
 import socket
@@ -34,13 +35,12 @@ from sunspot.run.attempts import (
     Metadata,
     claim,
     ensure_owner,
+    fatal_error,
     lineage,
     new_nonce,
     read_attempts,
-    read_error,
     record_error,
     record_start,
-    refuse_if_superseded,
     step_of,
 )
 from sunspot.run.checkpoints import (
@@ -57,7 +57,6 @@ from sunspot.run.checkpoints import (
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts
-from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.status import Status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
@@ -167,8 +166,17 @@ def begin_attempt(
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
-    def on_rank_0(act: Callable[[], Result]) -> Result:
-        return broadcast_from_rank0(group, lambda: retry_storage(act, limit_s, "beginning an attempt"))
+    def on_rank_0(act: Callable[[], Result]) -> Result | None:
+        def act_as_owner() -> Result | None:
+            with contextlib.suppress(SupersededError):
+                return retry_storage(act, limit_s, "beginning an attempt")
+            return None
+
+        return broadcast_from_rank0(group, act_as_owner)
+
+    def record_choice(start: StartPoint) -> StartPoint:
+        record_start(run, start.attempt)
+        return start
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
         read = readers.checkpoint or functools.partial(find_faults, run)
@@ -188,7 +196,7 @@ def begin_attempt(
             if faulty := [copy for copies in gather_objects(mine, group) for copy in copies]:
                 inventories = without_copies(inventories, faulty)
                 continue
-        return on_rank_0(functools.partial(record_choice, run, start)) if start else None
+        return on_rank_0(functools.partial(record_choice, start)) if start else None
     return None
 
 
@@ -201,14 +209,7 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     status = read_status(run, driver) if driver else None
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
-        if claimant.given_up.is_set():
-            return None
-        try:
-            refuse_if_superseded(attempts, owner, driver)
-            refuse_if_deleted(run)
-        except ConflictError:
-            return None
-        if attempts and attempts[-1].owner == owner and read_error(run, attempts[-1].number):
+        if claimant.given_up.is_set() or fatal_error(claimant):
             return None
         attempt = Attempt(
             number=attempts[-1].number + 1 if attempts else 1,
@@ -237,11 +238,11 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
 
 def choose_start(
     run: Run, attempt: Attempt, inventories: list[NodeInventory], damaged: Mapping[str, list[str]]
-) -> StartPoint | None:
-    """Choose where a claimed attempt starts, given the faults of checkpoints that were read; None when superseded.
+) -> StartPoint:
+    """Choose where a claimed attempt starts, given the faults of checkpoints that were read.
 
     From here on only this attempt commits or deletes; requests in flight may still land, but never as the newest
-    checkpoint listed now. Raises `DamageError` like `refuse_to_begin_anew`.
+    checkpoint listed now. Raises `SupersededError`, or `DamageError` like `refuse_to_begin_anew`.
     """
 
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
@@ -265,11 +266,9 @@ def choose_start(
     if crashing:
         skipped = (f"{crashing} in memory: the last two groups that started from it took no step", *skipped)
     if not live and not copy and not checkpoint:
+        ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
         try:
-            ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
             refuse_to_begin_anew(run, before, passed_over, attempt.metadata.settings)
-        except SupersededError:
-            return None
         except DamageError as error:
             record_error(run, attempt.number, error)  # a retry of this job finds nothing else
             raise
@@ -298,15 +297,6 @@ def choose_start(
         nodes={rank: inventory.node for rank, inventory in enumerate(inventories)},
         past=past,
     )
-
-
-def record_choice(run: Run, start: StartPoint) -> StartPoint | None:
-    """Record the start that was chosen, once its state is known to be whole; None when superseded."""
-    try:
-        record_start(run, start.attempt)
-    except SupersededError:
-        return None
-    return start
 
 
 def refuse_to_begin_anew(

@@ -88,10 +88,6 @@ class ControlChannel:
         """Keep an error that no restart can fix; the first one stands."""
         self._fatal_error = self._fatal_error or error
 
-    def fatal_error(self) -> Exception | None:
-        """The error that ends the training for good, if there is one."""
-        return self._fatal_error
-
     def add_rank_error(self, error: RankError) -> None:
         """Keep the error that ends a rank."""
         others = [other for other in self._errors if other.failure.attempt == error.failure.attempt]

@@ -79,29 +79,19 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
 
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
-    """Choose the newest copy on any node."""
-    rank, snapshot = choose_snapshot(attempts, [inventory.snapshot for inventory in inventories])
-    parts = choose_parts(attempts, inventories)
-    if parts and (not snapshot or _recency(parts[0].held) > _recency(snapshot)):
-        return ChosenCopy(*parts[0], parts)
-    return ChosenCopy(rank, snapshot) if snapshot else None
+    """Choose the newest copy on any node, in the lineage of the newest attempt; of the same, the lowest rank's.
 
-
-def choose_snapshot(
-    attempts: list[Attempt], snapshots: list[MemorySnapshot | None]
-) -> tuple[int, MemorySnapshot | None]:
-    """Choose the newest of the ranks' snapshots in the lineage of the newest attempt, and the lowest rank that has it.
-
-    A snapshot of a superseded attempt is not in that lineage, however far it went.
+    A copy of a superseded attempt is not in that lineage, however far it went.
     """
     spans = lineage(attempts)
-    candidates = [
-        (*_recency(snapshot), -rank)
-        for rank, snapshot in enumerate(snapshots)
-        if snapshot and leads_to_newest(snapshot.checkpoint, spans)
+    found = [
+        ChosenCopy(rank, inventory.snapshot)
+        for rank, inventory in enumerate(inventories)
+        if inventory.snapshot and leads_to_newest(inventory.snapshot.checkpoint, spans)
     ]
-    rank = -max(candidates)[-1] if candidates else 0
-    return rank, snapshots[rank] if candidates else None
+    if parts := choose_parts(attempts, inventories):
+        found.append(ChosenCopy(*parts[0], parts))
+    return max(found, key=lambda copy: _recency(copy.snapshot), default=None)
 
 
 def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> list[PartCopy]:

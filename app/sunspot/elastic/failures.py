@@ -106,21 +106,18 @@ class FailureJudge:
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
         """Decide whether another group starts after one that ended with these errors, by rank."""
-        end = self._ask(errors)
+        lost = [isinstance(error, RayError) for error in errors.values()]
+        end = self._ask(at_once=any(lost))
         if end.fatal:  # it says more, and no restart can fix it
             return False
-        lost = any(isinstance(error, RayError) for error in errors.values())
-        alone = self._outlive and all(isinstance(error, RayError) for error in errors.values())
-        what, (goes_on, why) = describe(end, errors), self._judge(end, lost, alone)
+        alone = self._outlive and all(lost)
+        what, (goes_on, why) = describe(end, errors), self._judge(end, any(lost), alone)
         if alone:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if goes_on:
             goes_on, why = self._leave_out_broken(find_suspects(end, errors), why)
-        if alone and goes_on:
-            self._control.tell(ControlChannel.log, f"{what}{why}")
-        else:
-            tell = ControlChannel.start_next_group if goes_on else ControlChannel.give_up
-            self._control.tell(tell, f"{what}{why}")
+        following = ControlChannel.log if alone else ControlChannel.start_next_group
+        self._control.tell(following if goes_on else ControlChannel.give_up, f"{what}{why}")
         return goes_on
 
     def _judge(self, end: GroupEnd, lost: bool, alone: bool) -> tuple[bool, str]:
@@ -161,15 +158,14 @@ class FailureJudge:
         self._control.tell(ControlChannel.add_left_out, left_out)
         return True, "".join(f"; {line}" for line in left_out) + why
 
-    def _ask(self, errors: dict[int, Exception]) -> GroupEnd:
-        """Ask the control channel; for a program's errors, once all ranks have reported theirs, or OTHERS_S later."""
+    def _ask(self, at_once: bool) -> GroupEnd:
+        """Ask the control channel: `at_once`, or when all ranks have reported their errors, or OTHERS_S later."""
         until = time.monotonic() + OTHERS_S
-        lost = any(isinstance(error, RayError) for error in errors.values())
         end = GroupEnd()
         while True:
             end = self._control.try_ask(ControlChannel.group_end) or end
-            missing = not end.errors or len(end.errors) < end.errors[0].world_size
-            if lost or end.fatal or not missing or time.monotonic() > until:
+            complete = end.errors and len(end.errors) >= end.errors[0].world_size
+            if at_once or end.fatal or complete or time.monotonic() > until:
                 return end
             time.sleep(0.2)
 

@@ -1,6 +1,7 @@
 """Chooses the node groups to request workers from, in order of preference, and the nodes to give back. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from sunspot.settings import NodeGroup
 
@@ -37,9 +38,10 @@ class GroupChoice:
                 self._asked[name], self._agreed[name] = needed, now
         return dict(self._asked)
 
-    def group_of(self, node: Mapping[str, float]) -> str:
-        """Return the group of a node with these resources; empty: it belongs to none."""
-        return next((group.name for group in self._groups if group.name in node), "")
+    def groups_of(self, nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return the group of each node (as in `ray.nodes()`), whose resources name it; empty: it belongs to none."""
+        names = [group.name for group in self._groups]
+        return {node["NodeID"]: next((name for name in names if name in node["Resources"]), "") for node in nodes}
 
 
 def capacity_by_group(room: Mapping[str, int], group_of: Mapping[str, str]) -> dict[str, int]:

@@ -55,12 +55,8 @@ class Change:
     number: int
 
 
-@dataclass(frozen=True)
-class End:
-    """Tells who stands for the next generation that there is none."""
-
-
-Word = Generation | Close | Change | End
+Word = Generation | Close | Change | None
+"""None tells who stands for the next generation that there is none."""
 
 
 class Membership:
@@ -73,7 +69,8 @@ class Membership:
         "All that live, by uid, in the order in which they came."
         self._standing: set[str] = set()
         self._draining: frozenset[str] = frozenset()
-        self._generation = Generation(0, ())
+        self.generation = Generation(0, ())
+        "The newest one."
         self._open = False
         "Whether the newest generation trains, as far as is known."
         self._told: Word | None = None
@@ -85,14 +82,9 @@ class Membership:
         "Whether a member has said that its group ends as a whole: no other follows, and members may go."
 
     @property
-    def generation(self) -> Generation:
-        """The newest one."""
-        return self._generation
-
-    @property
     def deserted(self) -> bool:
         """Whether there was a group, and none of its members or of those who stood for the next is left."""
-        return bool(self._generation.members) and not self._members
+        return bool(self.generation.members) and not self._members
 
     def enter(self, member: Member) -> None:
         """Note a new process; it is in no group yet."""
@@ -127,7 +119,7 @@ class Membership:
         """Return what is to be told now, and to whom."""
         if self.ended:
             told, self._standing = self._standing, set()
-            return [(uid, End()) for uid in told]
+            return [(uid, None) for uid in told]
         return self._ask_for_change() if self._open else [*self._tell(Close), *self._form(now)]
 
     @property
@@ -141,23 +133,23 @@ class Membership:
         return bool(self._living())
 
     def _living(self) -> set[str]:
-        return {member.uid for member in self._generation.members if member.uid in self._members}
+        return {member.uid for member in self.generation.members if member.uid in self._members}
 
     def _is_member(self, uid: str) -> bool:
-        return self._generation.place_of(uid) is not None
+        return self.generation.place_of(uid) is not None
 
     def _close(self, now: float) -> None:
         self._open = False
         self._settled_at = now + SETTLE_S
 
     def _ask_for_change(self) -> list[tuple[str, Word]]:
-        inside = {member.uid for member in self._generation.members}
+        inside = {member.uid for member in self.generation.members}
         wanted = {member.uid for member in self._choose([*self._standing, *inside])}
         return [] if wanted == inside else self._tell(Change)
 
     def _tell(self, kind: type[Close] | type[Change]) -> list[tuple[str, Word]]:
         """Tell the members of the newest generation that live, once."""
-        word = kind(self._generation.number)
+        word = kind(self.generation.number)
         if self._told == word:
             return []
         self._told = word
@@ -171,17 +163,17 @@ class Membership:
             return []
         if not living and len(chosen) < self._size and now < self._first_stood + FIRST_WAIT_S:
             return []
-        self._generation = Generation(self._generation.number + 1, chosen)
+        self.generation = Generation(self.generation.number + 1, chosen)
         self._open, self._first_stood = True, math.inf
         self._standing -= {member.uid for member in chosen}
-        return [(member.uid, self._generation) for member in chosen]
+        return [(member.uid, self.generation) for member in chosen]
 
     def _choose(self, candidates: Collection[str]) -> tuple[Member, ...]:
         """Choose the next members: those of the last generation keep their order, and newcomers follow.
 
         Nodes that are to go are left out, unless there are no others.
         """
-        order = {member.uid: place for place, member in enumerate(self._generation.members)}
+        order = {member.uid: place for place, member in enumerate(self.generation.members)}
         living = [self._members[uid] for uid in self._members if uid in set(candidates)]
         living.sort(key=lambda member: order.get(member.uid, len(order)))
         staying = [member for member in living if member.node not in self._draining]

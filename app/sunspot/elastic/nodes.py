@@ -90,7 +90,7 @@ class NodeMonitor:
         if room != self._room:
             self._room, self._since, self._tries = room, now, 0
         if self._choice:
-            self._group_of = groups_of(self._choice, nodes)
+            self._group_of = self._choice.groups_of(nodes)
             self.asked = self._choice.choose(capacity_by_group(room, self._group_of), now)
         if not group or group.attempt == self._ended:
             return None
@@ -173,11 +173,6 @@ def _name(nodes: set[str], group: WorkerGroup) -> str:
     )
 
 
-def groups_of(choice: GroupChoice, nodes: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the group of each node."""
-    return {node["NodeID"]: choice.group_of(node["Resources"]) for node in nodes}
-
-
 def wait_for_nodes(
     choice: GroupChoice, resources_per_worker: dict[str, float], workers: WorkerRange, timeout_s: float
 ) -> None:
@@ -190,7 +185,7 @@ def wait_for_nodes(
     while True:
         nodes = staying_nodes()
         room = find_room(nodes, resources_per_worker)
-        wanted = choice.choose(capacity_by_group(room, groups_of(choice, nodes)), time.monotonic())
+        wanted = choice.choose(capacity_by_group(room, choice.groups_of(nodes)), time.monotonic())
         there = f"nodes for {sum(room.values())} of {workers} workers"
         if wanted != asked:
             asked = wanted

@@ -47,12 +47,12 @@ def make_receipt(
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
     world_before = before[-1].metadata.world_size if before else 0
     spent = worker_seconds([*before, attempt], left, first_step)
-    cause = _cause(before, incident)
+    cause, detail = _why(before, incident)
     receipt = Receipt(
         attempt=attempt.number,
         since=since,
         cause=cause,
-        detail=_detail(cause, incident),
+        detail=detail,
         noticed=incident.noticed,
         save_began=incident.save_began,
         committed=incident.committed,
@@ -72,18 +72,13 @@ def make_receipt(
     return replace(receipt, cost=cost_of_loss([*before, attempt], receipt))
 
 
-def _cause(before: Sequence[Attempt], incident: Incident) -> Cause:
-    voluntary = incident.cause in (Cause.SCALE_UP, Cause.MOVED)
-    lost_first = voluntary and incident.loss  # before it could restart
-    if incident.cause and not lost_first:
-        return incident.cause
-    return Cause.WORKER_LOST if before else Cause.BEGIN
-
-
-def _detail(cause: Cause, incident: Incident) -> str:
-    if cause is Cause.WORKER_LOST:
-        return incident.loss or incident.detail
-    return incident.detail or incident.loss
+def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
+    """Return the cause of a restart, and the detail of it."""
+    lost_first = incident.cause in (Cause.SCALE_UP, Cause.MOVED) and incident.loss  # before it could restart
+    unnoticed = Cause.WORKER_LOST if before else Cause.BEGIN
+    cause = incident.cause if incident.cause and not lost_first else unnoticed
+    details = (incident.loss, incident.detail) if cause is Cause.WORKER_LOST else (incident.detail, incident.loss)
+    return cause, details[0] or details[1]
 
 
 def first_incident(start: StartPoint) -> Incident:

@@ -20,7 +20,7 @@ import ray
 
 from sunspot.background import Background
 from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.elastic.membership_server import MembershipServer
+from sunspot.elastic.membership_channel import MembershipServer
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, NodeMonitor, describe_asked
 from sunspot.errors import EndAtOnceError, shorten

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from sunspot.background import start_thread
@@ -57,11 +56,7 @@ SPARED_S = 10
 on in the next (train/survivor.py)."""
 
 FILES = "sunspot-hang-"
-"""How the name of the file of each rank begins."""
-
-STARTS, STALE_S = "start", 60
-"""What stands in the name of a file for the attempt while the group has claimed none; and the age at which such a file
-is that of a dead process, as a living one writes its own each second."""
+"""How the name of the file of each process begins."""
 
 FORGOTTEN_S = 86_400
 """The age of a file at which nobody asks for it any more: its run was killed, and has not begun again here."""
@@ -100,28 +95,19 @@ class Watchdog:
         self._run, self._rank, self._world_size = run, rank, world_size
         self._timeout_s, self._on_hang = timeout_s, on_hang
         self._training_thread = threading.get_ident()
-        self._attempt = self._step = 0
-        self._path = _folder() / f"{_prefix(run)}{STARTS}-{rank:04d}"
+        self._attempt = self.step = 0
+        "Its number, once it is claimed, and the optimizer steps taken."
         self._last_heartbeat = time.monotonic()
         self._started = self._paused = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-        return self._step
 
     def claimed(self, attempt: Attempt) -> None:
         """Record the attempt that the group has claimed: from here on, its first step is expected."""
         with contextlib.suppress(SunspotError):
             dumps = functools.partial(upload_dumps, self._run, attempt.number, self._on_hang)
             with_deadline(REPORT_S, "recording an earlier hang", dumps)
-        self._step = attempt.step
-        path = _folder() / f"{_prefix(self._run)}{attempt.number:04d}-{self._rank:04d}"
-        with contextlib.suppress(FileNotFoundError):  # there is none, or it looked like one of a killed process
-            self._path.rename(path)
-        self._path = path
+        self.step = attempt.step
         self.heartbeat()
         self._attempt = attempt.number
 
@@ -129,7 +115,7 @@ class Watchdog:
         """Record progress: the number of optimizer steps taken, or None for rows evaluated or ranks heard from."""
         self._last_heartbeat = time.monotonic()
         if step is not None:
-            self._step, self._started = step, True
+            self.step, self._started = step, True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -144,15 +130,16 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._last_heartbeat = time.monotonic()
         if self._timeout_s:
-            self._file = self._path.open("wb+", buffering=0)
+            self._file = tempfile.NamedTemporaryFile(
+                prefix=_prefix(self._run), dir=_folder(), buffering=0, delete=False
+            )
+            self._path = Path(self._file.name)
             # A forked child has the timer's lock but not its thread, and would wait for it at its end.
             os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._timeout_s:
             self._closing.set()
             self._thread.join()
@@ -185,7 +172,7 @@ class Watchdog:
             "attempt": self._attempt,
             "rank": self._rank,
             "world_size": self._world_size,
-            "step": self._step,
+            "step": self.step,
             "beat": time.time() - (time.monotonic() - self._last_heartbeat),
             "thread": self._training_thread,
         }
@@ -252,20 +239,16 @@ def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
             if time.time() - path.stat().st_mtime > FORGOTTEN_S:
                 path.unlink()
     for path in _folder().glob(f"{_prefix(run)}*"):
-        with contextlib.suppress(OSError):
-            if path.name.startswith(f"{_prefix(run)}{STARTS}") and time.time() - path.stat().st_mtime > STALE_S:
-                path.unlink()
-        name = re.fullmatch(r"([0-9]{1,9})-.*", path.name.removeprefix(_prefix(run)))
-        since = attempt - int(name[1]) if name else 0
-        if since <= 0:
-            continue
         # Storage is gone, another worker was faster, or it is no dump of ours.
         with contextlib.suppress(SunspotError, OSError, ValueError, KeyError, TypeError):
-            header, _, dump = path.read_text(errors="replace").partition("\n")
+            text, _, dump = path.read_text(errors="replace").partition("\n")
+            header = json.loads(text)
+            if not 0 < header["attempt"] < attempt:
+                continue
             if dump:
-                hang = describe(json.loads(header), dump, path.stat().st_mtime)
+                hang = describe(header, dump, path.stat().st_mtime)
                 _record(run, hang, path)
-                if since == 1:
+                if hang.attempt == attempt - 1:
                     on_hang(hang, True)
             path.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ MIN_BLOCK_PARAMETERS = 10_000
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Normalization layers of torch (`is_norm`); the base of its batch and instance norms has no public name."""
 CHANNELS_LAST = ("cuda",)
-"""Kinds of devices on which convolutions are faster in the layout [B, H, W, C]."""
+"""Kinds of devices on which convolutions are faster in the layout [B, H, W, C], cuDNN's own."""
 
 
 class Place(NamedTuple):
@@ -117,13 +117,10 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         # The public `to_empty` would take the values of all other tensors, too.
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model = model.to(device)
-    return model.to(memory_format=torch.channels_last) if has_images_last(model, settings, device) else model
-
-
-def has_images_last(model: nn.Module, settings: Settings, device: torch.device) -> bool:
-    """Tell whether convolutions compute in [B, H, W, C], cuDNN's own layout; under fsdp, parts have no such layout."""
     convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    return convolves and settings.parallel == "ddp" and device.type in CHANNELS_LAST
+    if convolves and settings.parallel == "ddp" and device.type in CHANNELS_LAST:  # under fsdp, parts have no layout
+        return model.to(memory_format=torch.channels_last)
+    return model
 
 
 def find_blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -18,26 +18,42 @@ _up: float | None = None
 
 
 class Backend(_TorchBackend):
-    """Ray's; runs in Ray Train's controller."""
+    """Ray's, and beside it that of a library; runs in Ray Train's controller."""
 
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_start(self, worker_group: Any, backend_config: "BackendConfig") -> None:
         """Form the process group, now that all processes answer."""
         worker_group.execute_single_async(0, note_processes_up)
         super().on_start(worker_group, backend_config)
+        if library := backend_config.library:
+            self._library = library.backend_cls()
+            self._library.on_start(worker_group, library)
 
-    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_training_start(self, worker_group: Any, backend_config: "BackendConfig") -> None:
+        super().on_training_start(worker_group, backend_config)
+        if library := backend_config.library:
+            self._library.on_training_start(worker_group, library)
+
+    def on_shutdown(self, worker_group: Any, backend_config: "BackendConfig") -> None:
         """Do nothing, as Ray is about to kill the processes.
 
         Its own backend has each destroy its process group first, which takes seconds, or for ever, when a peer is gone.
         """
 
 
+@dataclass
 class BackendConfig(TorchConfig):
-    """Ray's `TorchConfig` for this backend."""
+    """Ray's `TorchConfig` for this backend: workers agree through torch's process group."""
+
+    library: Any = None
+    "Ray's configuration of what a library trains through, beside that group; None: it trains through it, too."
 
     @property
     def backend_cls(self) -> type[Backend]:
         return Backend
+
+    @property
+    def train_func_context(self) -> Any:
+        return self.library.train_func_context if self.library else super().train_func_context
 
 
 class SurvivorBackend(PublicBackend):
@@ -46,41 +62,12 @@ class SurvivorBackend(PublicBackend):
     has_replica_groups = True
 
 
-class SurvivorConfig(BackendConfig):
+class SurvivorConfig(TorchConfig):
     """The configuration of that backend."""
 
     @property
-    def backend_cls(self) -> Any:
+    def backend_cls(self) -> type[SurvivorBackend]:
         return SurvivorBackend
-
-
-@dataclass
-class LibraryConfig(BackendConfig):
-    """torch's process group, through which workers agree, and beside it what the library trains through."""
-
-    library: Any = None
-    "Ray's configuration of the library."
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return LibraryBackend
-
-    @property
-    def train_func_context(self) -> Any:
-        return self.library.train_func_context
-
-
-class LibraryBackend(Backend):
-    """Sets up both; runs in Ray Train's controller."""
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        super().on_start(worker_group, backend_config)
-        self._library = backend_config.library.backend_cls()
-        self._library.on_start(worker_group, backend_config.library)
-
-    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        super().on_training_start(worker_group, backend_config)
-        self._library.on_training_start(worker_group, backend_config.library)
 
 
 def note_processes_up() -> None:

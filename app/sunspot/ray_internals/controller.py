@@ -52,8 +52,7 @@ def end_groups_at_once() -> list[Any]:
         return []
 
     class EndAtOnce(ControllerCallback, WorkerGroupCallback):
-        def __init__(self) -> None:
-            self._group: Any = None
+        _group: Any = None
 
         def after_worker_group_start(self, worker_group: Any) -> None:
             self._group = worker_group.get_worker_group_state()
@@ -84,8 +83,7 @@ def replace_lost_alone() -> list[Any]:
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
     class ForgetLost(ControllerCallback, WorkerGroupCallback):
-        def __init__(self) -> None:
-            self._group: Any = None
+        _group: Any = None
 
         def after_worker_group_start(self, worker_group: Any) -> None:
             self._group, replace = worker_group, worker_group.replace_replica_group
@@ -155,13 +153,9 @@ def reserved_groups() -> set[str]:
     context = ray.get_runtime_context()
     if context.get_actor_id():
         return set()
-    # An id ends with that of its job.
-    ids = (
-        group["placement_group_id"]
-        for group in ray.util.placement_group_table().values()
-        if group["state"] != "REMOVED"
-    )
-    return {id for id in ids if id.endswith(context.get_job_id())}
+    placed = ray.util.placement_group_table().values()
+    ids = [group["placement_group_id"] for group in placed if group["state"] != "REMOVED"]
+    return {id for id in ids if id.endswith(context.get_job_id())}  # an id ends with that of its job
 
 
 def give_back(groups: set[str]) -> None:

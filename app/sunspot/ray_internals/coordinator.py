@@ -6,6 +6,7 @@ ray._private.state.actors               whether a Ray Train controller lives: th
                                         dashboard, which local sessions do not have
 """
 
+import contextlib
 import logging
 from typing import Any
 
@@ -51,23 +52,17 @@ def install_coordinator() -> float:
 
         _create_coordinator()
         found = get_or_create_autoscaling_coordinator()  # as Ray Train does
-        if not _is_ours(found):
-            warn_once(
-                log,
-                "restarts after a lost node may take up to 20 s more: Ray's own autoscaling coordinator already counts "
-                "this cluster's nodes",
-            )
-            return RAY_TICK_S
-        ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
-        if not _someone_trains():
-            ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
-        return 0.0
+        if _is_ours(found):
+            ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
+            if not _someone_trains():
+                ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
+            return 0.0
+        why = "Ray's own autoscaling coordinator already counts this cluster's nodes"
     except Exception as error:  # another Ray may raise anything
-        warn_once(
-            log, f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}"
-        )
+        why = f"no coordinator of our own: {shorten(error)}"
         _remove_coordinator()
-        return RAY_TICK_S
+    warn_once(log, f"restarts after a lost node may take up to 20 s more: {why}")
+    return RAY_TICK_S
 
 
 def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:
@@ -142,12 +137,10 @@ def _someone_trains() -> bool:
 
 def _remove_coordinator() -> None:
     """Remove ours, so that Ray creates its own."""
-    try:
+    with contextlib.suppress(ValueError):  # there is no such actor
         found = ray.get_actor(COORDINATOR, COORDINATOR)
-    except ValueError:  # no such actor
-        return
-    if _is_ours(found):
-        ray.kill(found)
+        if _is_ours(found):
+            ray.kill(found)
 
 
 def _is_ours(coordinator: Any) -> bool:

@@ -23,8 +23,6 @@ CONNECT_TIMEOUT_S = 1.0
 CONNECTIONS = 32
 """Nodes that are tried at the same time, as the timeouts of unreachable ones would add up."""
 
-NO_DEADLINE = 0
-
 
 def draining_nodes() -> dict[str, float | None]:
     """The deadlines of draining nodes, by Ray's id of the node, in seconds since the epoch; None: not known.
@@ -51,9 +49,10 @@ def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> No
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
+    no_deadline = 0
     for node in nodes:
         client = GcsClient(address=ray.get_runtime_context().gcs_address)
-        accepted, refusal = client.drain_node(node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, why, NO_DEADLINE)
+        accepted, refusal = client.drain_node(node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, why, no_deadline)
         if not accepted:
             log.warning(f"node {node[:12]} is not given back: {refusal}")
 

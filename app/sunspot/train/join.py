@@ -20,7 +20,7 @@ from sunspot.code_archive import find_code
 from sunspot.elastic.claim import agree_on_start
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_end
-from sunspot.elastic.membership_server import MembershipAddress
+from sunspot.elastic.membership_channel import MembershipAddress
 from sunspot.elastic.receipts import Phases, first_incident
 from sunspot.elastic.restore import load_start
 from sunspot.elastic.watchdog import Watchdog
@@ -116,7 +116,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     def note_hang(hang: Hang, late: bool) -> None:  # those of all ranks tell which one is to blame
         control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
 
-    if control.ask(ControlChannel.fatal_error):
+    if control.ask(ControlChannel.group_end).fatal:
         yield None
         return
     group = cast(dist.ProcessGroup, place.group)

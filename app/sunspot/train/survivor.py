@@ -20,11 +20,9 @@ import torch.distributed as dist
 from sunspot.background import Background
 from sunspot.checkpoint import NodeMemory
 from sunspot.elastic.copies import Holders, LiveState
-from sunspot.elastic.handover import Position, hand_over
-from sunspot.elastic.member import MembershipClient
 from sunspot.elastic.membership import Member
-from sunspot.elastic.membership_server import MembershipAddress
-from sunspot.elastic.restore import TrainingState
+from sunspot.elastic.membership_channel import MembershipAddress, MembershipClient
+from sunspot.elastic.restore import Position, TrainingState, hand_over
 from sunspot.errors import find_in
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace

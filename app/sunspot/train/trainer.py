@@ -22,7 +22,7 @@ from sunspot.data.source import rows_in
 from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
-from sunspot.elastic.membership_server import MembershipServer
+from sunspot.elastic.membership_channel import MembershipServer
 from sunspot.elastic.messages import GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
@@ -31,7 +31,7 @@ from sunspot.errors import SunspotError
 from sunspot.observe.progress import shown_progress
 from sunspot.observe.prometheus import exported_run
 from sunspot.plan import Plan, Resources, choose_resources
-from sunspot.ray_internals.backend import BackendConfig, LibraryConfig, SurvivorConfig
+from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
 from sunspot.ray_internals.controller import (
     GroupRestartError,
     asked_of_failures,
@@ -316,7 +316,7 @@ def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
         return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
     library = find_library(plan.settings, plan.source)
     name = f"ray.train.{library}:{LIBRARIES[library]}"
-    config = LibraryConfig(timeout_s=timeout_s, library=pkgutil.resolve_name(f"{name}Config")())
+    config = BackendConfig(timeout_s=timeout_s, library=pkgutil.resolve_name(f"{name}Config")())
     return pkgutil.resolve_name(f"{name}Trainer"), {f"{library}_config": config}
 
 

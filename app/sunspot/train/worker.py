@@ -16,7 +16,7 @@ from sunspot.checkpoint import CheckpointManager
 from sunspot.data.source import Batch
 from sunspot.elastic.control import CommandPoller
 from sunspot.elastic.copies import LiveState
-from sunspot.elastic.handover import Position
+from sunspot.elastic.restore import Position
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry

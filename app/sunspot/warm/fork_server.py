@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -64,7 +63,7 @@ def executable(key: str) -> str:
     return shlex.join([sys.executable, "-I", "-S", client.__file__, key, NODE])
 
 
-@contextmanager
+@contextlib.contextmanager
 def fork_server_running(key: str, node: str, raylet: int, after_s: float) -> Iterator[None]:
     """Have a server on this node once the context has lasted for `after_s`; a context that ends well ends it.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sunspot.warm
-from sunspot.ray_internals.ids import draw_class_ids_apart, forks_draw_alike
+from sunspot.ray_internals.workers import draw_class_ids_apart, forks_draw_alike
 from sunspot.warm.client import ANSWER_S, PASSED_ON, address, peer_of, receive, send
 
 GPU = "/dev/nvidia"

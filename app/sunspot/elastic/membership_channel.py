@@ -6,7 +6,9 @@ when no heartbeat has come for PROCESS_LIMIT_S. Who was taken for lost, and is n
 comes back as a newcomer.
 """
 
+import contextlib
 import os
+import queue
 import secrets
 import socket
 import sys
@@ -16,8 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, Listener
-from types import TracebackType
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Self
 
 import ray.util
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from sunspot.background import Background, start_thread
 from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.elastic.membership import Change, Member, Membership
+from sunspot.elastic.membership import Change, Generation, Member, Membership, Word
 from sunspot.elastic.messages import Incident
 from sunspot.formatting import plural
 from sunspot.run.incidents import Cause
@@ -41,6 +42,9 @@ PROCESS_LIMIT_S = 10.0
 DECIDE_EVERY_S = 0.02
 
 STORE_TIMEOUT_S = 60
+
+RECONNECT_S = 10.0
+"""How long a member that lost its decider tries to come back; the driver is gone then, and ends it."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,9 @@ class MembershipServer:
         self._deciding.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing = True
-        self._deciding.__exit__(kind, error, trace)
+        self._deciding.__exit__(None, None, None)
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.close()
@@ -178,3 +180,140 @@ def expect_answers(connection: Connection) -> None:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S) - 100)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class DeciderLostError(ConnectionError):
+    """The decider cannot be reached: no error of the run, as Ray ends this process when the driver is gone."""
+
+
+class MembershipClient:
+    """This process's connection to the decider."""
+
+    def __init__(self, address: MembershipAddress, identity: Member, on_close: Callable[[], None]) -> None:
+        """`on_close` ends the collectives of this process; it is called in a thread of its own."""
+        self._address, self._identity, self._on_close = address, identity, on_close
+        self._formed: queue.Queue[Generation | None] = queue.Queue()
+        self._sending = threading.Lock()
+        self._connection: Connection | None = None
+        self._uid = 0
+        "How often it has connected."
+        self._generation = 0
+        "Number of the generation that it is in; 0: none."
+        self._newest_closed = 0
+        "Number of the newest generation that is known to be closed."
+        self._closed = threading.Event()
+        "Set while it is in none that is open."
+        self.changing = False
+        "Whether the group is to change once a step is done."
+        self.others_train = False
+        "Whether a group had formed when it connected."
+
+    def connect(self) -> None:
+        """Enter the decider's list, as a newcomer; raises `DeciderLostError`."""
+        until = time.monotonic() + RECONNECT_S
+        address = self._address
+        while True:
+            try:
+                connection = Client((address.host, address.port), authkey=address.key)
+                self._uid += 1
+                connection.send(Member(self.uid, self._identity.node))
+                self.others_train = connection.recv()
+                break
+            except Exception as error:
+                if time.monotonic() > until:
+                    raise DeciderLostError(f"the driver at {address.host} cannot be reached: {error}") from error
+                time.sleep(0.2)
+        self._formed = queue.Queue()
+        self._connection = connection
+        start_thread(lambda: self._listen(connection), "membership")
+        start_thread(lambda: self._beat(connection), "heartbeat")
+
+    def stand(self) -> tuple[Generation, int] | None:
+        """Leave the present generation, and return the next one and the rank in it, however long that takes.
+
+        None: there is no next one. Raises `DeciderLostError`.
+        """
+        self._leave()
+        while True:
+            if self._connection is None:
+                self.connect()
+            if not self._send("stand"):
+                continue
+            while self._connection is not None:
+                with contextlib.suppress(queue.Empty):
+                    generation = self._formed.get(timeout=0.1)
+                    if generation is None:
+                        return None
+                    self._generation, self.changing = generation.number, False
+                    self._closed.clear()
+                    if self._newest_closed >= generation.number:
+                        self._leave()
+                        break  # and stand again
+                    rank = generation.place_of(self.uid)
+                    assert rank is not None
+                    return generation, rank
+
+    def _leave(self) -> None:
+        self._generation = 0
+        self._closed.set()
+
+    @property
+    def uid(self) -> str:
+        """How the decider knows this process: by another name each time that it was taken for lost."""
+        return f"{self._identity.uid}-{self._uid}"
+
+    def closed(self, wait_s: float) -> bool:
+        """Whether the generation has ended, or does so within some seconds."""
+        return self._closed.wait(wait_s)
+
+    def end(self) -> None:
+        """Tell that the group ends as a whole: no other follows."""
+        self._send("end")
+
+    def close(self) -> None:
+        """Leave for good."""
+        if self._connection:
+            self._connection.close()
+
+    def _send(self, word: str) -> bool:
+        connection = self._connection
+        try:
+            with self._sending:
+                if connection:
+                    connection.send(word)
+                    return True
+        except OSError:
+            self._drop(connection)
+        return False
+
+    def _beat(self, connection: Connection) -> None:
+        while self._connection is connection:
+            self._send("beat")
+            time.sleep(HEARTBEAT_EVERY_S)
+
+    def _listen(self, connection: Connection) -> None:
+        formed = self._formed
+        try:
+            while True:
+                word: Word = connection.recv()
+                if word is None or isinstance(word, Generation):
+                    formed.put(word)
+                elif isinstance(word, Change):
+                    self.changing = word.number == self._generation
+                else:
+                    self._newest_closed = word.number
+                    if word.number == self._generation:
+                        self._end_generation()
+        except (EOFError, OSError):
+            self._drop(connection)
+
+    def _drop(self, connection: Connection | None) -> None:
+        """Note that the decider has closed the connection: it takes this process for lost."""
+        if connection and self._connection is connection:
+            self._connection = None
+            connection.close()
+            self._end_generation()
+
+    def _end_generation(self) -> None:
+        self._closed.set()
+        self._on_close()

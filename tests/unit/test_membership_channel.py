@@ -9,14 +9,14 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from sunspot.elastic import membership_server
+from sunspot.elastic import membership_channel
 from sunspot.elastic.membership import Close, Generation, Member
-from sunspot.elastic.membership_server import MembershipServer
+from sunspot.elastic.membership_channel import MembershipServer
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MembershipServer]:
-    monkeypatch.setattr(membership_server, "PROCESS_LIMIT_S", 1.0)
+    monkeypatch.setattr(membership_channel, "PROCESS_LIMIT_S", 1.0)
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(2, Mock()) as server:
         yield server
 
