@@ -200,7 +200,7 @@ def test_nobody_but_the_submitter_gets_rights() -> None:
         {
             "apiGroups": ["ray.io"],
             "resources": ["rayjobs"],
-            "verbs": ["create", "get", "list", "watch", "patch", "delete"],
+            "verbs": ["create", "get", "list", "patch", "delete"],
         },
         {"apiGroups": ["ray.io"], "resources": ["rayjobs/status"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list"]},
