@@ -64,8 +64,9 @@ def call_in_task(
         reference = task.remote(os.getcwd(), act, plan, run, checkpoint, "true" if gpus else "false")
         try:
             return get_result(reference, limit_s, "a task with the model")
-        finally:
-            ray.cancel(reference, force=True)
+        except GaveUpError:
+            ray.cancel(reference, force=True)  # only then: to cancel a task that just ends can abort this process
+            raise
 
 
 def _call(folder: str, act: Callable[..., Any], *words: Any) -> Any:
