@@ -120,7 +120,19 @@ class MembershipServer:
 
     def _serve(self, connection: Connection) -> None:
         expect_answers(connection)
-        member: Member = connection.recv()
+        with connection, contextlib.suppress(EOFError, OSError):  # the process has ended, or its machine
+            member: Member = connection.recv()
+            try:
+                self._hear(connection, member)
+            finally:
+                with self._lock:
+                    self._note_loss(member)
+                    self._membership.lose(member.uid, time.monotonic())
+                    del self._connections[member.uid]
+                self._deciding.run_now()
+
+    def _hear(self, connection: Connection, member: Member) -> None:
+        """Do what a member says, as long as it says something."""
         with self._lock:
             self._connections[member.uid] = connection
             self._membership.enter(member)
@@ -130,19 +142,10 @@ class MembershipServer:
             "end": lambda: self._membership.end(member.uid),
             "beat": lambda: None,
         }
-        try:
-            while connection.poll(PROCESS_LIMIT_S):
-                word = connection.recv()
-                with self._lock:
-                    acts[word]()
-        except (EOFError, OSError):
-            pass  # the process has ended, or its machine
-        with self._lock:
-            self._note_loss(member)
-            self._membership.lose(member.uid, time.monotonic())
-            del self._connections[member.uid]
-        connection.close()
-        self._deciding.run_now()
+        while connection.poll(PROCESS_LIMIT_S):
+            word = connection.recv()
+            with self._lock:
+                acts[word]()
 
     def _note_loss(self, member: Member) -> None:
         """Tell why the present group ends, unless its member has gone when it was to go."""
