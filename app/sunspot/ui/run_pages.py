@@ -30,7 +30,11 @@ class Log:
     "Other streams, the newest first."
 
 
-def show_run(report: Report, log: Log | None) -> Html:
+LOG = Html("<!-- log -->")
+"""Where the log stands in the body of a run's page, which is made less often than the log is read."""
+
+
+def show_run(report: Report) -> Html:
     """Return the body of a run's page: its report, and what only makes sense while it can be looked at again."""
     location = report.run.storage.locate("").rstrip("/")
 
@@ -44,7 +48,7 @@ def show_run(report: Report, log: Log | None) -> Html:
     for anchor, section in SECTIONS.items():
         sections[anchor] = section
         if anchor == "incidents":
-            sections["log"] = ("Log", lambda _: _log(report, log))
+            sections["log"] = ("Log", lambda _: LOG)
     sections["checkpoints"] = (SECTIONS["checkpoints"][0], kept)
     search, shown = report.labels.get(SEARCH_LABEL, ""), show_report(report, sections)
     if search == report.run.name or not RUN.fullmatch(search):
@@ -52,11 +56,12 @@ def show_run(report: Report, log: Log | None) -> Html:
     return join([paragraph("A trial of ", element("a", search, href=f"/run/{search}"), ".", kind="note"), shown])
 
 
-def _log(report: Report, log: Log | None) -> Html:
+def show_log(run: str, log: Log | None) -> Html:
+    """Return the end of a run's log, with links to the others."""
     if not log:
         return paragraph("No process of it has shipped any output.")
     lines = element("pre", join(log.text.splitlines(), "\n"), tabindex="0", aria_label=f"the end of {log.stream}")
-    links = join((element("a", name, href=f"/run/{report.run.name}?log={name}#log") for name in log.others), ", ")
+    links = join((element("a", name, href=f"/run/{run}?log={name}#log") for name in log.others), ", ")
     more = paragraph("Others: ", links, ".") if log.others else ""
     return join([paragraph("The end of ", element("code", log.stream), "."), lines, more])
 

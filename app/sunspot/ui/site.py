@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from sunspot.errors import NotFoundError
@@ -25,7 +25,7 @@ from sunspot.ui.all_runs import AllRuns, read_row
 from sunspot.ui.list_page import Query, show_all
 from sunspot.ui.read_only import ReadOnlyStorage
 from sunspot.ui.refreshed import Reading, Refreshed
-from sunspot.ui.run_pages import BACK, Log, show_comparison, show_run
+from sunspot.ui.run_pages import BACK, LOG, Log, show_comparison, show_log, show_run
 
 EVERY_S = 10.0
 """Seconds between two reads of what a page shows: a run writes its status as often."""
@@ -112,9 +112,9 @@ class Site:
             parts = [element("main", join([element("h1", name), *(notes or [paragraph("It is being read.")])]))]
             if reading.trouble:
                 status = HTTPStatus.NOT_FOUND if reading.missing else HTTPStatus.SERVICE_UNAVAILABLE
-        elif isinstance(reading.value, Report):
-            title = f"{name}: {reading.value.state}"
-            parts = [*notes, show_run(reading.value, printed.value)]
+        elif isinstance(reading.value, RunPage):
+            title = f"{name}: {reading.value.report.state}"
+            parts = [*notes, Html(reading.value.body.replace(LOG, show_log(name, printed.value)))]
         else:
             parts = [*notes, reading.value]
         return _page(title, join([BACK, element("div", join(parts), id="run")]), status)
@@ -125,8 +125,8 @@ class Site:
         for name, page in pages.items():
             reading = _await(page)
             notes += _troubles(reading, f"{name}: ")
-            if isinstance(reading.value, Report):
-                reports.append(reading.value)
+            if isinstance(reading.value, RunPage):
+                reports.append(reading.value.report)
             elif not reading.trouble:
                 waits = "is a search, and is not compared" if reading.value else "is being read"
                 notes.append(paragraph(f"{name} {waits}.", kind="note"))
@@ -149,14 +149,22 @@ def _await(pages: Refreshed[Any], known: bool = False) -> Reading[Any]:
     return pages.get(SOON_S if known or pages.get(0).value is not None else FIRST_S)
 
 
-def read_page(run: Run) -> Report | Html:
+class RunPage(NamedTuple):
+    """A run as it was read, and the body of its page."""
+
+    report: Report
+    body: Html
+
+
+def read_page(run: Run) -> RunPage | Html:
     """Read the report of a run, without the bytes of its checkpoints, or the page of a search."""
     row = read_row(run)
     if row is None or row.state is None:
         raise NotFoundError(f"{run.location}: no run is there")
     with contextlib.suppress(NotFoundError):
         return show_search(*gather_search(run), link="/run/{}")
-    return gather(run, row.state, row.reason, read_bytes=False)
+    report = gather(run, row.state, row.reason, read_bytes=False)
+    return RunPage(report, show_run(report))
 
 
 def read_log(run: Run, stream: str) -> Log | None:
