@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from sunspot.settings import Settings
-from tests.harness import REPOSITORY, SHELL
+from tests.harness import REPOSITORY, SHELL, skip_without
 from tests.harness.documentation import find_commands, find_example, find_patched
 
 COMMANDS = find_commands("sh")
@@ -82,10 +82,10 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
         "SUNSPOT_AUDIT": "true",
     }
     if "sunspot.tasks.trees" in command:
-        pytest.importorskip("lightgbm", reason="the extra `trees` is not installed")
+        skip_without("lightgbm", "trees")
         del short["SUNSPOT_GLOBAL_BATCH_SIZE"]  # a round takes all rows
     if "keras" in command:
-        pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
+        skip_without("keras", "tensorflow")
     if " -m sunspot.predict " in command:
         short = {"RAY_ADDRESS": ray_address}
     elif command.startswith("make tune"):
@@ -128,7 +128,7 @@ def test_the_command_works(command: str, checkout: Path, trained: str, ray_addre
 
 @pytest.mark.slow
 def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> None:
-    pytest.importorskip("peft", reason="the extra `hf` is not installed")
+    skip_without("peft", "hf")
     # In a process of their own: transformers aborts one that has imported what other tests need.
     models = "from pathlib import Path; from tests.harness.language_models import write_base, write_texts; "
     write = f"write_base(Path({str(checkout / 'model')!r})); write_texts(Path({str(checkout / 'texts')!r}))"

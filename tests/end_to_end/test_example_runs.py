@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sunspot.run.attempts import read_attempts
+from tests.harness import skip_without
 from tests.harness.documentation import find_example
 from tests.harness.program import Program
 from tests.harness.training import (
@@ -56,7 +57,7 @@ def settings(
     """What trains one of the examples."""
     task: str = request.param
     if task == "sunspot.tasks.keras_mnist":
-        pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
+        skip_without("keras", "tensorflow")
     if task.startswith("my_"):
         text = find_example("python", f"# {task}.py").replace("sunspot.tasks.mnist", "tests.tasks.tiny")
         (tmp_path / f"{task}.py").write_text(text)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -12,3 +15,11 @@ GOLDEN = REPOSITORY / "tests" / "unit" / "golden"
 
 SHELL = dict(os.environ)
 """The environment that the tests were started in, for those of a real cluster."""
+
+
+def skip_without(package: str, extra: str) -> None:
+    """Skip a test of other processes without a package that they need. It is not imported in this one, which aborts
+    when it comes to have both TensorFlow and Triton.
+    """
+    if not find_spec(package):
+        pytest.skip(f"the extra `{extra}` is not installed")
