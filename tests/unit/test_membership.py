@@ -20,6 +20,9 @@ class Process:
         self.stands = False
 
 
+NODES = [f"node-{number}" for number in range(8)]
+
+
 class Decisions(RuleBasedStateMachine):
     """Deaths, newcomers, notices and late words in any order."""
 
@@ -34,7 +37,7 @@ class Decisions(RuleBasedStateMachine):
         for _ in range(SIZE):
             self.come("node-0")
 
-    @rule(node=st.sampled_from(["node-0", "node-1", "node-2"]))
+    @rule(node=st.sampled_from(NODES))
     def come(self, node: str) -> None:
         if len(self.processes) < 2 * SIZE:
             self.started += 1
@@ -67,9 +70,9 @@ class Decisions(RuleBasedStateMachine):
         elif word.number == process.trains_in:  # at once when closed; between two steps when it changes
             self.stand(process)
 
-    @rule(nodes=st.sets(st.sampled_from(["node-0", "node-1", "node-2"])))
+    @rule(nodes=st.sets(st.sampled_from(NODES), max_size=1))
     def drain(self, nodes: set[str]) -> None:
-        self.draining = nodes
+        self.draining |= nodes
         self.membership.drain(nodes)
 
     @rule(seconds=st.sampled_from([0.0, SETTLE_S / 2, SETTLE_S]))
@@ -88,6 +91,8 @@ class Decisions(RuleBasedStateMachine):
             left_out = {member.uid for member in last.members} & set(self.processes) - members
             nodes = {self.processes[uid].member.node for uid in left_out}
             assert nodes <= self.draining, "a member that lives is waited for"
+            homes = {member.node for member in formed.members}
+            assert not homes & self.draining or homes <= self.draining, "a node that is to go stays that for good"
             assert all(self.processes[uid].stands for uid in members)
             self.committed[formed.number] = frozenset(members)
 
@@ -103,7 +108,7 @@ class Decisions(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once nothing happens any more, all who live and may be in a group are in the same."""
-        self.membership.drain(())
+        self.membership.drain(())  # as when the nodes that were to go are gone
         for _ in range(20 * (len(self.processes) + 1)):
             self.decide(61.0)
             for process in list(self.processes.values()):
@@ -114,8 +119,10 @@ class Decisions(RuleBasedStateMachine):
                     elif word.number == process.trains_in:
                         self.stand(process)
         newest = self.membership.generation
-        assert {member.uid for member in newest.members} >= set(self.processes) or not self.processes
-        assert all(process.trains_in == newest.number for process in self.processes.values())
+        staying = {uid for uid, process in self.processes.items() if process.member.node not in self.draining}
+        may = staying or set(self.processes)
+        assert {member.uid for member in newest.members} >= may or not may
+        assert all(self.processes[uid].trains_in == newest.number for uid in may)
 
 
 TestDecisions = Decisions.TestCase

@@ -112,8 +112,11 @@ class Membership:
             self._close(now)
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Note which nodes are to go: the next generation does without them, as far as there are others."""
-        self._draining = frozenset(nodes)
+        """Note which nodes are to go: the next generations do without them, as far as there are others.
+
+        None is ever to stay again: one that has just gone may not have closed its members' connections yet.
+        """
+        self._draining |= frozenset(nodes)
 
     def decide(self, now: float) -> list[tuple[str, Word]]:
         """Return what is to be told now, and to whom."""
