@@ -2,7 +2,7 @@
 
 Three workers train in double precision, with SURVIVORS=auto. No step may be taken again, the rows must be complete, and
 the weights those of a run that nobody disturbed. One worker is spared in the first half: the files and threads that it
-holds are counted.
+holds are counted. With --gpu all are on one GPU, and their gradients are summed by NCCL.
 """
 
 from __future__ import annotations
@@ -64,6 +64,19 @@ SETTINGS = {
     "SURVIVORS": "auto",
 }
 
+OWN_HOST = """
+import os
+
+def be_a_host():
+    os.environ["NCCL_HOSTID"] = str(os.getpid())
+
+be_a_host()
+os.register_at_fork(after_in_child=be_a_host)
+"""
+"""What each process begins with: of one host, NCCL wants every rank on a GPU of its own."""
+
+ON_GPU = {"USE_GPU": "true", "RESOURCES_PER_WORKER": json.dumps({"CPU": 0.5, "GPU": 0.9 / WORKERS})}
+
 
 class Loss:
     """Workers that are killed at once."""
@@ -87,7 +100,10 @@ def main() -> int:
     parser = argparse.ArgumentParser("storm", description="Kills workers at random, and checks what the others make.")
     parser.add_argument("--kills", type=int, default=200, help="SIGKILLs; default: 200")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
+    parser.add_argument("--gpu", action="store_true", help="train on this machine's GPU")
     arguments = parser.parse_args()
+    if arguments.gpu:
+        SETTINGS.update(ON_GPU)
     with tempfile.TemporaryDirectory(prefix="storm-") as name:
         folder = Path(name)
         write_data(folder)
@@ -125,11 +141,16 @@ def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iter
         "NUM_WORKERS": WORKERS,
         "TASK_ARGS": json.dumps({"pause_s": pause_s}),
     }
+    (folder / "sitecustomize.py").write_text(OWN_HOST)
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = {f"SUNSPOT_{name}": str(value) for name, value in {**SETTINGS, **own, **settings}.items()}
     log = folder / f"{run.name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sunspot.train"], env={**os.environ, **environment}, stdout=output, stderr=output
+            [sys.executable, "-m", "sunspot.train"],
+            env={**os.environ, "PYTHONPATH": paths, **environment},
+            stdout=output,
+            stderr=output,
         )
         try:
             yield process

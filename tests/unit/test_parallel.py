@@ -24,7 +24,7 @@ from sunspot.background import start_thread
 from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
-from sunspot.parallel.collectives import WorkerPlace, any_rank, run_on_all_ranks
+from sunspot.parallel.collectives import WorkerPlace, any_rank, flatten, run_on_all_ranks, same_parameters, unflatten
 from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions, StepDecisionBroadcast
 from sunspot.parallel.sharding import build_without_values
 from sunspot.plan import Plan
@@ -230,3 +230,25 @@ def test_a_hang_in_a_rank_of_a_test_ends_and_tells_where(tmp_path: Path, monkeyp
 def test_an_error_in_a_rank_of_a_test_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised what stderr tells"):
         in_processes(tmp_path, 2, lambda group: 1 / dist.get_rank(group))
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_workers_whose_parameters_differ_by_a_bit_are_found_out(differ: bool) -> None:
+    models = [torch.nn.Linear(2, 2).bfloat16().requires_grad_(False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].bias[1:].view(torch.int16).bitwise_xor_(int(differ))
+    ranks = run_ranks(*(functools.partial(same_parameters, model) for model in models))
+    assert [rank.result() for rank in ranks] == [not differ] * 2
+
+
+def test_tensors_of_several_types_are_one_of_each_type_and_come_back() -> None:
+    norm = torch.nn.BatchNorm2d(3)
+    model = torch.nn.Sequential(norm, torch.nn.BatchNorm1d(2))
+    kept = [(buffers, flat.clone()) for buffers, flat in flatten(model.buffers())]
+    before = [buffer.clone() for buffer in model.buffers()]
+    norm(torch.randn(4, 3, 2, 2))
+    assert not all(map(torch.equal, model.buffers(), before))
+    for buffers, flat in kept:
+        unflatten(buffers, flat)
+    assert all(map(torch.equal, model.buffers(), before))
+    assert len(kept) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,15 @@ from sunspot.elastic.restore import Position
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.train import survivor as survivors
 from sunspot.train.survivor import Survivor
+from sunspot.train.worker import RegroupError
 from tests.harness.process_group import in_processes
 
 BEHIND, FURTHEST = (LiveState(f"step-{step:012d}-1-00000000", evaluated=True) for step in (4, 5))
+
+
+def on_device(device: str, address: MembershipAddress, limit_s: float) -> Survivor:
+    with patch("ray.get_runtime_context"), patch("ray.train.torch.get_device", lambda: torch.device(device)):
+        return Survivor(address, limit_s)
 
 
 def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tmp_path: Path) -> None:
@@ -30,8 +37,7 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
     def act(group: Any) -> LiveState | None:
         rank = dist.get_rank()
         model = torch.nn.Linear(2, 2)
-        with patch("ray.get_runtime_context"):
-            survivor = Survivor(MembershipAddress("nowhere", 0, 0, b""), 30.0)
+        survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
         survivor._client = Mock(others_train=True)
         survivor.prepare(lambda: Mock(saved=lambda: SavedObjects(model, torch.optim.SGD(model.parameters()))))
         survivor.kept = (FURTHEST, BEHIND)[rank], Position({}, 0.0, ())
@@ -45,9 +51,21 @@ def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypat
     """A member was lost right after the word that it belongs to the group; nothing can be cut yet."""
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 600)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    with patch("ray.get_runtime_context"):
-        survivor = Survivor(MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
+    survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
     ours, lost = Member("ours", "node"), Member("lost", "node")
     stood = [(Generation(7, (ours, lost)), 0), None]
     survivor._client = Mock(stand=lambda: stood.pop(0), closed=lambda wait_s: True)
     assert survivor.form() is None
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_gpu_takes_no_step_by_sums_of_a_group_that_was_broken_off(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's collectives end without an error when they are aborted, and with sums of anything."""
+    survivor = on_device("cuda", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    aborted = list[bool]()
+    survivor._alone, survivor._client = False, Mock(closed=lambda wait_s: bool(aborted))
+    monkeypatch.setattr(survivors, "await_device", lambda device: aborted.append(True) if broken else None)
+    with pytest.raises(RegroupError) if broken else nullcontext():
+        survivor.await_sums()

@@ -24,11 +24,9 @@ from sunspot.checkpoint.memory import NodeMemory, Slot, Use
 from sunspot.checkpoint.memory_files import Sidecar
 from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.tensors import ALIGNMENT, in_buffer, map_tensors, parameter_names, size_of, tensors_in
+from sunspot.parallel.collectives import sum_of_bits
 from sunspot.parallel.sharding import Place, find_places, parameters_of, part_of
 from sunspot.run.checkpoints import Checkpoint
-
-OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers of so many bytes, as which the bits of a number are summed up."""
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Target and source of each copy."""
@@ -132,9 +130,7 @@ def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
 
     The count misses changes through `.data`, and the sum those that leave it as it was.
     """
-    part = part_of(parameter.detach())
-    part = torch.view_as_real(part) if part.is_complex() else part
-    return parameter._version, part.view(OF_BYTES[part.element_size()]).sum()
+    return parameter._version, sum_of_bits(part_of(parameter.detach()))
 
 
 class Snapshots:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,9 @@ from sunspot.background import start_thread
 Result = TypeVar("Result")
 
 CPU = torch.device("cpu")
+
+OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of so many bytes, as which the bits of a number are summed up."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,37 @@ def sync_buffers(model: torch.nn.Module) -> None:
 
     Until then each has batch norm's averages of its own rows; DDP does the same before the next forward pass.
     """
-    buffers = list(model.buffers())
-    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):  # in the same order on all workers, unlike a set
-        same = [buffer for buffer in buffers if buffer.dtype == dtype]
-        flat = torch.cat([buffer.reshape(-1) for buffer in same])  # one message, not one for each
+    for same, flat in flatten(model.buffers()):  # one message, not one for each
         dist.broadcast(flat, src=0)
-        for buffer, values in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+        unflatten(same, flat)
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Yield the tensors of each type, and all of their values in one."""
+    every = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in every):  # in the same order on all workers, unlike a set
+        same = [tensor for tensor in every if tensor.dtype == dtype]
+        yield same, torch.cat([tensor.reshape(-1) for tensor in same])
+
+
+def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Set tensors to what `flatten` has returned for them."""
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))
+
+
+def same_parameters(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether all workers have the same parameters, by the sums of their bits; all workers call this together."""
+    with torch.no_grad():
+        sums = [sum_of_bits(parameter) for parameter in model.parameters()]
+        mine = torch.stack(sums).tolist() if sums else []
+    return all(sums == mine for sums in gather_objects(mine, group))
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of each number of a tensor, taken for an integer, without waiting for a device."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(OF_BYTES[real.element_size()]).sum()
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -16,16 +16,19 @@ from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp
 from sunspot.settings import Settings
 
 
-def prepare(model: nn.Module, settings: Settings) -> nn.Module:
-    """Return the model to train with, from `shard_model`'s: gradients are averaged over the workers, each model's."""
+def prepare(model: nn.Module, settings: Settings, synced: bool = False) -> nn.Module:
+    """Return the model to train with, from `shard_model`'s: gradients are averaged over the workers, each model's.
+
+    Workers whose parameters are not `synced` yet take rank 0's, all together.
+    """
     if is_fsdp(model) or dist.get_world_size() == 1 or not any(each.requires_grad for each in model.parameters()):
         return model
     if isinstance(model, nn.ModuleDict) and has_several(model):
-        return nn.ModuleDict({name: prepare(part, settings) for name, part in model.items()})
+        return nn.ModuleDict({name: prepare(part, settings, synced) for name, part in model.items()})
     if has_several(model):
-        return nn.ModuleList(prepare(part, settings) for part in model.children())
+        return nn.ModuleList(prepare(part, settings, synced) for part in model.children())
     # A static graph would only save a search for unused parameters, which is off, and forbid passes that differ.
-    prepared = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    prepared = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=not synced)
     if settings.gradient_precision == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 

@@ -1,64 +1,87 @@
 """The process groups of a generation: formed without Ray, and broken when a member is gone.
 
 A collective of gloo waits for whoever is gone, or has left, until its time limit, and no public call ends it. What does
-at once is to shut down the sockets that it waits on; they are known as those that appeared while the group formed.
+at once is to shut down the sockets that it waits on; they are known as those that appeared while the group formed. One
+of NCCL waits on the GPU for ever. It can be aborted, and then leaves a wrong sum and no error: nothing may come of what
+it has summed before `await_device` has returned and the group is found to be whole.
 """
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 FORM_LIMIT_S = 20
 """How long a group may take to form; the loss of a member ends that sooner."""
 
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # or torch ends the process when a member is gone
+    "NCCL_NVLS_ENABLE": "0",  # as its multicast memory can outlive an abort (NVIDIA, nvidia-resiliency-ext, in-process)
+}
+"""What NCCL is told if the environment says nothing else."""
 
-class GroupSockets:
-    """The sockets of this process's newest groups."""
 
-    def __init__(self) -> None:
+class ProcessGroups:
+    """Those of this process's newest generation: the default one, for gradients, and another for agreements."""
+
+    def __init__(self, device: torch.device, limit_s: float) -> None:
+        """Gradients are summed on `device`; no collective on the CPU waits for longer than `limit_s`."""
+        self._device, self._limit = device, timedelta(seconds=limit_s)
+        self._ending = threading.Lock()
         self._before: set[str] | None = None
-        "Those there were before the group began to form; None: no group."
-        self._of_group: set[str] | None = None
-        "Known once it has formed."
+        "The sockets there were before the groups began to form; None: no groups."
+        self._own: set[str] | None = None
+        "Their sockets, known once they have formed."
 
-    def begin(self) -> None:
-        """Take all sockets that appear from here on for those of the group."""
-        self._of_group, self._before = None, {name for _, name in _sockets()}
+    def form(self, open_store: Callable[[], Any], rank: int, world_size: int) -> dist.ProcessGroup:
+        """Form both in a store, and return that for agreements. Raises `RuntimeError` when a member is lost meanwhile.
 
-    def end(self) -> None:
-        """Take none that appears from here on for one of the group."""
-        self._of_group = {name for _, name in _sockets()} - (self._before or set())
+        The store is opened here as its connection, too, is cut.
+        """
+        self._own, self._before = None, {name for _, name in _sockets()}
+        backend = "gloo"
+        if self._device.type == "cuda":
+            os.environ |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
+            torch.cuda.set_device(self._device)
+            backend = "cpu:gloo,cuda:nccl"
+        store = open_store()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=self._limit)
+        agreements = dist.new_group(backend="gloo", timeout=self._limit)
+        if self._device.type == "cuda":  # NCCL connects in its first collective
+            dist.all_reduce(torch.zeros(1, device=self._device))
+            await_device(self._device)
+        self._own = {name for _, name in _sockets()} - self._before
+        return cast(dist.ProcessGroup, agreements)
 
     def cut(self) -> None:
-        """End all collectives of the group, in this process, with an error."""
-        for descriptor, name in list(_sockets()):
-            if self._before is None or name in self._before or name not in (self._of_group or {name}):
-                continue
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
-                    found.shutdown(socket.SHUT_RDWR)  # not of one that listens: gloo ends the process for it
+        """End all collectives in this process, those of gloo with an error; may be called in any thread."""
+        with self._ending:
+            for descriptor, name in list(_sockets()):
+                if self._before is None or name in self._before or name not in (self._own or {name}):
+                    continue
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+                    if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
+                        found.shutdown(socket.SHUT_RDWR)  # not of one that listens: gloo ends the process for it
+            if self._device.type == "cuda" and dist.group.WORLD:
+                dist.group.WORLD._get_backend(self._device).abort()  # torch has no public name for it (2.15)
+
+    def leave(self) -> None:
+        """Forget them, as their generation has ended."""
+        with self._ending:
+            if dist.is_initialized():
+                with contextlib.suppress(RuntimeError):  # that of a lost member
+                    dist.destroy_process_group()
 
 
-def form_group(store: Any, rank: int, world_size: int, limit_s: float) -> dist.ProcessGroup:
-    """Form the default group, for gradients, and return another for what workers agree on.
-
-    No collective waits for longer than `limit_s`. Raises `RuntimeError` when a member is lost meanwhile.
-    """
-    limit = timedelta(seconds=limit_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
-
-
-def leave_group() -> None:
-    """Forget the groups of the generation that has ended."""
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # that of a lost member
-            dist.destroy_process_group()
+def await_device(device: torch.device) -> None:
+    """Return once a GPU has done all that its current stream was given."""
+    torch.cuda.current_stream(device).synchronize()
 
 
 def _sockets() -> Iterator[tuple[int, str]]:

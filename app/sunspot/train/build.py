@@ -33,7 +33,7 @@ from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.observe.prometheus import Telemetry
-from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks
+from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks, same_parameters
 from sunspot.parallel.sharding import (
     build_without_values,
     find_blocks,
@@ -88,11 +88,11 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     """Build the worker of a process that has joined the run; `phases` says when its group reached what so far."""
     plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
     attempt = start.attempt
+    learner = joined.survivor.learner if joined.survivor else None
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
         if place.device.type == "cuda":  # on all workers, before any of them allocates
             awaits = partial(await_device_memory, place.device, place.nodes[place.rank], joined.control)
-            run_on_all_ranks(place.group, awaits)
-        learner = joined.survivor.learner if joined.survivor else None
+            run_on_all_ranks(place.group, awaits if learner is None else lambda: None)
         if learner:
             learner.move(place)
             if state.model is not None:
@@ -119,9 +119,17 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    survivor = joined.survivor
-    window = survivor.window if survivor else None
-    beginning = Beginning(attempt.step, evaluated or left_out, state.metrics, survivor is not None, window)
+    survivor, in_place = joined.survivor, state.tier == IN_PLACE
+    if in_place and place.group and not same_parameters(learner.model, place.group):
+        raise RuntimeError(f"the workers have come to different parameters at step {attempt.step}")
+    beginning = Beginning(
+        attempt.step,
+        evaluated or left_out,
+        state.metrics,
+        await_sums=survivor.await_sums if survivor else None,
+        in_place=in_place,
+        window=survivor.window if survivor else None,
+    )
     commands = CommandPoller(joined.control, survivor.regroups if survivor else lambda: False)
     return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)
 
@@ -144,9 +152,11 @@ def build_learner(
     return Learner(plan, task, place, model, optimizer, average, open_rows(plan, task, place))
 
 
-def prepare_learner(plan: Plan) -> Learner:
+def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
     """Build the learner of a process that joins others: alone, while they train, and without their state."""
     place = WorkerPlace(device=ray.train.torch.get_device())
+    if place.device.type == "cuda":
+        await_device_memory(place.device, ray.get_runtime_context().get_node_id(), control)
     newest = Attempt(0, "", None, 0)
     return build_learner(plan, place, newest, TrainingState(), make_loader)
 

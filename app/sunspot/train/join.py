@@ -101,7 +101,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     round_products(settings.precision == "tf32")
     quiet_ray_train()
     if survivor:
-        survivor.prepare(partial(prepare_learner, plan))
+        survivor.prepare(partial(prepare_learner, plan, control))
         formed = survivor.form()
         if not formed:
             yield None

@@ -15,7 +15,7 @@ from sunspot.data.order import MIN_ROWS
 from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.errors import SettingsError
-from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.collectives import WorkerPlace, flatten, unflatten
 from sunspot.plan import Plan
 from sunspot.tasks import Task
 
@@ -50,7 +50,7 @@ class Learner:
         columns = {"row": first, **source.read(group, first)}
         self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
         "The batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[tuple[list[torch.Tensor], torch.Tensor]] = []
 
     def move(self, place: WorkerPlace) -> None:
         """Train on in another group: its model, its optimizer and its rows stay."""
@@ -60,14 +60,15 @@ class Learner:
             parameter.grad = None  # of a step that others could not end
 
     def keep_buffers(self) -> None:
-        """Note the model's buffers, as a step begins: batch norm's averages move with each forward pass."""
-        self._buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+        """Note the model's buffers, after a step: batch norm's averages move with each forward pass."""
+        with torch.no_grad():
+            self._buffers = list(flatten(self.model.buffers()))
 
     def put_back_buffers(self) -> None:
-        """Set them to what they were, as the step is to be taken again."""
+        """Set them to what they were, as the next step is to be taken again, or rank 0's were to replace them."""
         with torch.no_grad():
-            for buffer, values in zip(self.model.buffers(), self._buffers, strict=True):
-                buffer.copy_(values)
+            for buffers, values in self._buffers:
+                unflatten(buffers, values)
 
     def saved(self) -> SavedObjects:
         """Return what its checkpoints hold, with the files that the task adds."""

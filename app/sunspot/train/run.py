@@ -46,7 +46,7 @@ class TrainingRun:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
         for optimizer in optimizers_in(self._learner.optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.parameters_change()))
-        return prepare(self._learner.model, self.settings)
+        return prepare(self._learner.model, self.settings, synced=self._worker.beginning.in_place)
 
     @property
     def epoch(self) -> int:

@@ -11,7 +11,8 @@ import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import ray
 import ray.train.torch
@@ -26,7 +27,7 @@ from sunspot.elastic.restore import Position, TrainingState, hand_over
 from sunspot.errors import find_in
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.process_group import FORM_LIMIT_S, GroupSockets, form_group, leave_group
+from sunspot.parallel.process_group import FORM_LIMIT_S, ProcessGroups, await_device
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Run
 from sunspot.run.failures import LOST_PEER
@@ -46,12 +47,13 @@ class Survivor:
 
     def __init__(self, address: MembershipAddress, limit_s: float) -> None:
         """No collective of its groups waits for longer than `limit_s`."""
-        self._address, self._limit_s = address, limit_s
-        self._sockets = GroupSockets()
+        self._address, self._device = address, ray.train.torch.get_device()
+        self._groups = ProcessGroups(self._device, limit_s)
         self._node = ray.get_runtime_context().get_node_id()
         uid = f"{socket.gethostname()}-{os.getpid()}"
-        self._client = MembershipClient(address, Member(uid, self._node), self._sockets.cut)
+        self._client = MembershipClient(address, Member(uid, self._node), self._groups.cut)
         self._worker: Worker | None = None
+        self._alone = True
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
@@ -73,38 +75,45 @@ class Survivor:
     def form(self) -> WorkerPlace | None:
         """Stand for the next group, and form it with the others, however long they take; None: there is no next one."""
         while True:
-            leave_group()
+            self._groups.leave()
             stood = self._client.stand()
             if not stood:
                 return None
             generation, rank = stood
-            self._sockets.begin()
             try:
                 # A loss may be told before there is a socket to cut.
                 with Background(CUT_EVERY_S, self._cut_if_closed):
-                    store = dist.TCPStore(  # type: ignore[attr-defined]
-                        self._address.host,
-                        self._address.store_port,
-                        is_master=False,
-                        timeout=timedelta(seconds=FORM_LIMIT_S),
-                    )
-                    meeting = dist.PrefixStore(str(generation.number), store)  # type: ignore[attr-defined]
-                    group = form_group(meeting, rank, len(generation.members), self._limit_s)
+                    meeting = partial(self._open_store, generation.number)
+                    group = self._groups.form(meeting, rank, len(generation.members))
             except RuntimeError:
                 if not self._client.closed(CLOSED_WITHIN_S):
                     raise
                 continue
-            self._sockets.end()
             nodes = [member.node for member in generation.members]
-            return WorkerPlace(group, rank, len(nodes), ray.train.torch.get_device(), nodes)
+            self._alone = len(nodes) == 1
+            return WorkerPlace(group, rank, len(nodes), self._device, nodes)
+
+    def _open_store(self, generation: int) -> Any:
+        """Open the part of the decider's store in which the members of a generation meet."""
+        host, port = self._address.host, self._address.store_port
+        limit = timedelta(seconds=FORM_LIMIT_S)
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+        return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
 
     def _cut_if_closed(self) -> None:
         if self._client.closed(0.0):
-            self._sockets.cut()
+            self._groups.cut()
 
     def regroups(self) -> bool:
         """Whether the group is to change once a step is done."""
         return self._client.changing
+
+    def await_sums(self) -> None:
+        """Return once the GPU has summed a step's gradients; raises `RegroupError` if the group was broken off."""
+        if self._device.type == "cuda" and not self._alone:
+            await_device(self._device)
+            if self._client.closed(0.0):
+                raise RegroupError
 
     def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
         """Where copies outlive this process, if it is the first of its node."""

@@ -237,7 +237,7 @@ def outlives(plan: Plan, resources: Resources) -> bool:
         return False
     task = load_task(settings)
     own_loop = not hasattr(task, "begin_schedule") and not hasattr(task, "find_library")
-    whole = settings.parallel == "ddp" and settings.loader == "torch" and not resources.use_gpu
+    whole = settings.parallel == "ddp" and settings.loader == "torch"
     return own_loop and whole and not settings.node_groups
 
 

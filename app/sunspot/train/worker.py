@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -51,8 +52,10 @@ class Beginning:
     "False: an epoch ends at `step`, and its evaluation is to be made up."
     metrics: dict[str, Any]
     "Metrics of the state that the group starts from."
-    outlives: bool = False
-    "Whether this process outlives its group (train/survivor.py)."
+    await_sums: Callable[[], None] | None = None
+    "Returns when a step's gradients are summed, of a process that outlives its group (train/survivor.py)."
+    in_place: bool = False
+    "Whether all workers have found their parameters to be the same, so that none needs another's."
     window: MetricWindow | None = None
     "The metrics that it brings from the group before."
 
@@ -124,12 +127,14 @@ class Worker:
         "Metrics of the state at `step`; empty for one that no record ends at."
         self._patience = Patience(learner.plan.settings, beginning.metrics)
         self._reported = 0.0
-        self.outlives, self.step, self.taken = beginning.outlives, beginning.step, time.time()
+        self.outlives, self.step, self.taken = bool(beginning.await_sums), beginning.step, time.time()
         "Optimizer steps taken, and when the last one had been."
         self._stepping = self._changing = False
         "Whether a step has begun, and whether it has begun to change parameters."
         self._saved = False
         "Whether it has saved as the head is to go."
+        if self.outlives:
+            learner.keep_buffers()
 
     # ------------------------------------------------------------------------------------------------ after a step
 
@@ -141,6 +146,8 @@ class Worker:
         plan, step = self.learner.plan, taken.number
         self.step, self.taken = step, time.time()
         self._stepping = self._changing = False
+        if self.outlives:
+            self.learner.keep_buffers()
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
         epoch_ends = not has_more or step % plan.steps.per_epoch == 0
         self._record_step(taken, epoch_ends)
@@ -178,12 +185,13 @@ class Worker:
         """Note that a step begins."""
         self._stepping = True
         if self.outlives:
-            self.learner.keep_buffers()
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def begin_change(self) -> None:
         """Return when parameters may change by the step that has begun."""
         self.checkpoints.wait_for_copy()
+        if self.beginning.await_sums:
+            self.beginning.await_sums()
         self._changing = self._stepping
 
     def leave(self) -> tuple[LiveState, Position] | None:
@@ -191,8 +199,7 @@ class Worker:
         windows = self.checkpoints.hand_on(self.step)
         if self._changing:
             return None
-        if self._stepping:
-            self.learner.put_back_buffers()
+        self.learner.put_back_buffers()
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
         return live, Position(self._metrics(self._record), self.taken, windows)
 
