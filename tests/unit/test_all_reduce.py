@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sunspot.parallel.nccl_log import read_network
 from sunspot.storage import open_storage
 from sunspot.storage.prove import FOLDER, Result
 from sunspot.train import all_reduce
-from sunspot.train.all_reduce import Timing, judge, read_network, try_all_reduce
+from sunspot.train.all_reduce import Timing, judge, try_all_reduce
 from tests.harness import REPOSITORY
 
 

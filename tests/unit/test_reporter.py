@@ -113,7 +113,9 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 4)
-    begun = StartPoint(attempt, nodes={0: "node"})
+    begun = StartPoint(attempt, nodes={0: "node", 1: "other"})
+    monkeypatch.setattr(sunspot.train.reporter, "own_log", lambda: tmp_path / "nccl")
+    (tmp_path / "nccl").write_text("node:1:2 [0] NCCL INFO Using network Socket\n")
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     journals = Journals(run, 1)
     control = LocalControl()
@@ -130,6 +132,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     status = read_status(run)
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
+    assert control.heard("log").count("  between nodes, NCCL takes Socket") == 1
 
 
 def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGroup) -> None:

@@ -4,8 +4,6 @@ The pods meet through the run's storage, as both reach it: the first serves a st
 """
 
 import multiprocessing
-import os
-import re
 import socket
 import statistics
 import tempfile
@@ -23,6 +21,7 @@ import torch.distributed as dist
 
 from sunspot.errors import NotFoundError, SunspotError, shorten
 from sunspot.formatting import in_words, plural
+from sunspot.parallel.nccl_log import begin_log, read_network
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.prove import FOLDER, Check, Result, failure, seconds
 
@@ -137,7 +136,7 @@ def measure(host: str, port: int, world_size: int, gpus: int, rank: int) -> Timi
     limit = timedelta(seconds=ANSWER_S)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "nccl"
-        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": str(log)}
+        begin_log(log)
         device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
         if gpus:
             torch.cuda.set_device(device)
@@ -157,9 +156,3 @@ def time_all_reduce(values: torch.Tensor) -> float:
         values[0].item()  # a GPU runs ahead
 
     return statistics.median(seconds(exchange) for _ in range(TIMES))
-
-
-def read_network(log: Path) -> str:
-    """Read which network NCCL took from what it logs of its beginning (NCCL_DEBUG=INFO); empty if it does not say."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return next(iter(re.findall(r"NCCL INFO Using network (.+)", text)), "").strip()

@@ -1,5 +1,6 @@
 """Makes a process a worker of the run: joins the group, claims the run with it, and records what ends the worker."""
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from sunspot.errors import StorageError, SunspotError, SupersededError, find_in
 from sunspot.log import print_logs, sent_warnings
 from sunspot.observe.prometheus import EXPORT_EVERY_S
 from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
+from sunspot.parallel.nccl_log import begin_log, own_log
 from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
@@ -98,6 +100,8 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         raise
     enter_folder(config.folder)
     torch.set_num_threads(config.threads)
+    if ray.train.torch.get_device().type == "cuda" and "NCCL_DEBUG" not in os.environ:
+        begin_log(own_log())
     round_products(settings.precision == "tf32")
     quiet_ray_train()
     if survivor:

@@ -22,6 +22,7 @@ from sunspot.observe.metrics import MetricWindow
 from sunspot.observe.progress import PROGRESS_EVERY_S, Progress
 from sunspot.observe.prometheus import RunGauges
 from sunspot.observe.ranks import RankHistory
+from sunspot.parallel.nccl_log import own_log, read_network
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import IN_PLACE, ensure_owner, step_of
@@ -212,6 +213,8 @@ class Reporter:
         self._journals.events.append(receipt.record())
         self._receipts.append(receipt)
         self._control.tell(ControlChannel.close_incident)
+        if len({*self._start.nodes.values()}) > 1 and (network := read_network(own_log())):
+            self._control.tell(ControlChannel.log, f"  between nodes, NCCL takes {network}")
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
             self._control.tell(ControlChannel.log, describe(receipt))
         self.publisher.run_now()
