@@ -15,13 +15,14 @@ from sunspot.run.requests import clear_stop, newest_submission, owner_of, record
 from sunspot.run.status import RunState
 from sunspot.settings import PREFIX, Settings, differences
 from sunspot.submitter.cluster.api import Cluster, connect
+from sunspot.submitter.cluster.image_digests import pin_images
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers
 from sunspot.submitter.cluster.preflight import check, check_identity
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, LOOK_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.render import JobRequest, Rendered, choose_profile, render, settings_of
-from sunspot.submitter.manifest.yaml_files import parse_yaml
+from sunspot.submitter.manifest.yaml_files import parse_yaml, to_yaml
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
@@ -78,11 +79,14 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     if archive:
         warn(f"code: {archive}")
     with progress_note("checking the cluster and the storage"):
-        expected, warnings = check(cluster, access.run, rendered.manifest)
+        pinned, images = pin_images(rendered.manifest)
+        expected, warnings = check(cluster, access.run, pinned)
+    for text in images:
+        warn(text)
     for text in [*warnings, *find_absent(settings, archive)]:
         warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
-    return start_job(access, PreparedJob(rendered.manifest, rendered.to_yaml(), expected, archive), dry_run)
+    return start_job(access, PreparedJob(pinned, to_yaml(pinned), expected, archive), dry_run)
 
 
 def find_absent(settings: Settings, archive: CodeArchive | None) -> Iterator[str]:
