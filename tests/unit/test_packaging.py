@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sunspot import __version__, extras, storage, tasks
 from tests.harness import REPOSITORY
@@ -100,3 +101,16 @@ def test_workflows_name_actions_by_digest() -> None:
     actions = list(lines([".github/workflows"], r"uses: (.+)"))
     assert actions
     assert [use for _, use in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", use)] == []
+
+
+def test_a_released_image_is_scanned_as_it_was_pushed_and_before_it_is_signed() -> None:
+    steps = yaml.safe_load((REPOSITORY / ".github/workflows/release.yaml").read_text())["jobs"]["image"]["steps"]
+    used = [step.get("uses", "").partition("@")[0] for step in steps]
+    push, scan, sign = (
+        used.index(name)
+        for name in ("docker/build-push-action", "anchore/scan-action", "actions/attest-build-provenance")
+    )
+    assert push < scan < sign
+    assert steps[scan]["with"]["image"].endswith("@${{ steps.push.outputs.digest }}")
+    assert "continue-on-error" not in steps[scan]
+    assert steps[scan]["with"].get("fail-build", True) is True
