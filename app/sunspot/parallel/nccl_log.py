@@ -12,7 +12,7 @@ def own_log() -> Path:
 
 
 def begin_log(log: Path) -> None:
-    """Have NCCL log what it begins with; to be called before it forms its first group."""
+    """Have NCCL log what it begins with, from its first group on."""
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": str(log)}
 
 

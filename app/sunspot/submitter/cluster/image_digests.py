@@ -1,6 +1,7 @@
 """What the tags of a RayJob's images mean now: asked of their registries, without credentials, and only by `submit`.
 
-A tag that is pushed anew while a run is on would mix two programs, once a node comes that has not pulled it yet.
+A tag that is pushed anew while a run is on would mix two programs, once a node comes that has not pulled it yet. The
+name of a RayJob is that of what was given: with its tag, so that it stays the same when that was pushed anew.
 """
 
 import json
@@ -18,10 +19,7 @@ from sunspot.errors import shorten
 from sunspot.submitter.manifest.pods import pod_groups, ray_container
 from sunspot.submitter.manifest.render import has_registry
 
-ANSWERS_WITHIN_S = 5.0
-"""How long a registry may take, with the token that it may want: a submission goes on without it."""
-
-MAX_TOKEN_BYTES = 1_000_000
+ANSWERS_WITHIN_S = 5.0  # with the token that a registry may want: a submission goes on without it
 
 KINDS = (
     "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json, "
@@ -29,31 +27,24 @@ KINDS = (
 )
 """All architectures first, as nodes may have several; the others are for images of one."""
 
-HUB = "docker.io"
-"""The host in references that is no registry itself."""
-
 
 def pin_images(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the RayJob with the images of its Ray containers by digest, and a line for each tag that was asked for.
-
-    The name stays, which tells a RayJob by what was given: one whose tag was pushed anew is still the same.
-    """
+    """Return the RayJob with the images of its Ray containers by digest, and a line for each tag that was asked for."""
     pinned = json.loads(json.dumps(manifest))
     containers = [ray_container(group) for group in pod_groups(pinned["spec"]).values()]
     pulled = dict.fromkeys(each["image"] for each in containers if each.get("imagePullPolicy") != "Never")
     tags = [image for image in pulled if has_registry(image) and "@" not in image]
     answers = {image: start_thread(partial(ask_digest, image), "registry") for image in tags}
-    said = []
+    said, by_digest = [], {}
     for image, answer in answers.items():
         try:
             digest = answer.result(ANSWERS_WITHIN_S)
+            by_digest[image] = f"{_split(image)[0]}@{digest}"
+            said.append(f"image {image}: {digest}")
         except (OSError, HTTPException, ValueError, AttributeError) as error:
             said.append(f"image {image}: by its tag, as its registry does not tell the digest: {shorten(error)}")
-            continue
-        said.append(f"image {image}: {digest}")
-        for each in containers:
-            if each["image"] == image:
-                each["image"] = f"{_split(image)[0]}@{digest}"
+    for each in containers:
+        each["image"] = by_digest.get(each["image"], each["image"])
     return pinned, said
 
 
@@ -61,7 +52,7 @@ def ask_digest(image: str) -> str:
     """Ask a registry which digest the tag of a reference has; raises `OSError`, `HTTPException` or `ValueError`."""
     name, tag = _split(image)
     host, _, path = name.partition("/")
-    if host == HUB:
+    if host == "docker.io":  # which is no registry itself
         host, path = "registry-1.docker.io", path if "/" in path else f"library/{path}"
     scheme = "http" if host.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
     request = Request(f"{scheme}://{host}/v2/{path}/manifests/{tag}", headers={"Accept": KINDS}, method="HEAD")
@@ -73,7 +64,7 @@ def ask_digest(image: str) -> str:
             raise
         query = urlencode({"service": wanted.get("service", ""), "scope": f"repository:{path}:pull"})
         with urlopen(f"{wanted['realm']}?{query}", timeout=ANSWERS_WITHIN_S) as granted:
-            token = json.loads(granted.read(MAX_TOKEN_BYTES))
+            token = json.loads(granted.read(1_000_000))
         request.add_unredirected_header("Authorization", f"Bearer {token.get('token') or token.get('access_token')}")
         answer = urlopen(request, timeout=ANSWERS_WITHIN_S)
     with answer:

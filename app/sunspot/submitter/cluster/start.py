@@ -81,10 +81,8 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     with progress_note("checking the cluster and the storage"):
         pinned, images = pin_images(rendered.manifest)
         expected, warnings = check(cluster, access.run, pinned)
-    for text in images:
+    for text in [*images, *(f"warning: {text}" for text in [*warnings, *find_absent(settings, archive)])]:
         warn(text)
-    for text in [*warnings, *find_absent(settings, archive)]:
-        warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
     return start_job(access, PreparedJob(pinned, to_yaml(pinned), expected, archive), dry_run)
 
