@@ -110,6 +110,8 @@ class Membership:
         self._standing.discard(uid)
         if self._is_member(uid) and not self.ended:
             self._close(now)
+            if self._standing and not self._living():  # who was left out of that group stood before it formed
+                self._first_stood = now
 
     def drain(self, nodes: Collection[str]) -> None:
         """Note which nodes are to go: the next generations do without them, as far as there are others.
