@@ -17,7 +17,7 @@ from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.tasks.pretrained import open_base
-from tests.harness import REPOSITORY
+from tests.harness import REPOSITORY, skip_without
 from tests.harness.finetune_ranks import KILLED_AT, STEPS
 from tests.harness.language_models import write_base
 from tests.harness.training import newest_whole
@@ -25,7 +25,7 @@ from tests.harness.training import newest_whole
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("peft", reason="needs the extra hf")
+    skip_without("peft", "hf")
     folder = tmp_path_factory.mktemp("finetune")
     subprocess.run([sys.executable, "-m", "tests.harness.finetune_ranks", str(folder)], cwd=REPOSITORY, check=True)
     return folder

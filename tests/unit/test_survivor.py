@@ -65,7 +65,8 @@ def test_a_gpu_takes_no_step_by_sums_of_a_group_that_was_broken_off(
     """NCCL's collectives end without an error when they are aborted, and with sums of anything."""
     survivor = on_device("cuda", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     aborted = list[bool]()
-    survivor._alone, survivor._client = False, Mock(closed=lambda wait_s: bool(aborted))
+    survivor._client = Mock(closed=lambda wait_s: bool(aborted))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(survivors, "await_device", lambda device: aborted.append(True) if broken else None)
     with pytest.raises(RegroupError) if broken else nullcontext():
         survivor.await_sums()

@@ -53,7 +53,6 @@ class Survivor:
         uid = f"{socket.gethostname()}-{os.getpid()}"
         self._client = MembershipClient(address, Member(uid, self._node), self._groups.cut)
         self._worker: Worker | None = None
-        self._alone = True
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
@@ -90,7 +89,6 @@ class Survivor:
                     raise
                 continue
             nodes = [member.node for member in generation.members]
-            self._alone = len(nodes) == 1
             return WorkerPlace(group, rank, len(nodes), self._device, nodes)
 
     def _open_store(self, generation: int) -> Any:
@@ -110,7 +108,7 @@ class Survivor:
 
     def await_sums(self) -> None:
         """Return once the GPU has summed a step's gradients; raises `RegroupError` if the group was broken off."""
-        if self._device.type == "cuda" and not self._alone:
+        if self._device.type == "cuda" and dist.get_world_size() > 1:
             await_device(self._device)
             if self._client.closed(0.0):
                 raise RegroupError
