@@ -12,5 +12,5 @@ def ray_processes(name: str, driver: psutil.Process) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.name().startswith(f"ray::{name}") and process.environ().get("RAY_RAYLET_PID") in raylets:
-                found.append(process)  # one that was forked (app/sunspot/warm) is no child of the driver
+                found.append(process)  # one that was forked (tests/harness/forking.py) is no child of the driver
     return sorted(found, key=psutil.Process.create_time)

@@ -73,9 +73,8 @@ class Fault:
         phases = ["" if at is None else f"{at - self.signal:.1f}" for at in times]
         workers = f"{self.world_before} to {self.after.world_size}"
         done = ["" if self.complete_s is None else f"{self.complete_s:.1f}"]
-        forked = str(receipt.forked) if receipt else ""
         figures = [f"{self.first_step_s:.1f}", str(self.after.replayed)]
-        return [self.kind, self.target, workers, forked, *phases, *figures, *done]
+        return [self.kind, self.target, workers, *phases, *figures, *done]
 
 
 def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], chance: random.Random) -> Fault:
@@ -128,7 +127,7 @@ def choose(target: str, alive: Sequence[Pod], rank0: str, chance: random.Random)
 def table(faults: Sequence[Fault]) -> str:
     """A line for each fault, and the medians."""
     phases = [name.replace("_", " ") for name in PHASES]
-    names = ["fault", "target", "workers", "forked", *phases, "first step", "replayed", "all workers"]
+    names = ["fault", "target", "workers", *phases, "first step", "replayed", "all workers"]
     middle = [f"{median(f.first_step_s for f in faults):.1f}", f"{median(f.after.replayed for f in faults):g}", ""]
     lines = [names, ["---"] * len(names), *(fault.cells() for fault in faults)]
     lines.append(["median", *[""] * (len(names) - 4), *middle])

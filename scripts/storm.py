@@ -34,7 +34,7 @@ from scripts.storm_task import SHARED_MEMORY, moment_of
 from sunspot.errors import SunspotError, run_and_exit
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, read_attempts
-from sunspot.run.checkpoints import Checkpoint, find_newest_good
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, by_step, find_newest_good, list_directories
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.requests import request_stop
@@ -42,7 +42,9 @@ from sunspot.submitter.proof import prove
 
 WORKERS = 3
 BATCH = 30
-ROWS = 100 * BATCH
+ROWS = 10 * BATCH
+"""An epoch of three seconds: its end and its evaluation are to be hit."""
+
 PAUSE_S = 0.1
 """Of each of a step's three parts."""
 
@@ -54,9 +56,9 @@ SETTINGS = {
     "RESOURCES_PER_WORKER": '{"CPU": 0.5}',
     "GLOBAL_BATCH_SIZE": str(BATCH),
     "EPOCHS": "10000",
-    "LEARNING_RATE": "0.01",
+    "LEARNING_RATE": "0.0001",
     "SCHEDULE": "constant",  # the calm run has another end
-    "CHECKPOINT_EVERY_STEPS": "37",
+    "CHECKPOINT_EVERY_STEPS": "3",
     "CHECKPOINT_EVERY_S": "0",
     "REPORT_EVERY_S": "1",
     "PREDICT_ROWS": "0",
@@ -81,9 +83,11 @@ ON_GPU = {"USE_GPU": "true", "RESOURCES_PER_WORKER": json.dumps({"CPU": 0.5, "GP
 class Loss:
     """Workers that are killed at once."""
 
-    def __init__(self, victims: list[psutil.Process]) -> None:
+    def __init__(self, run: Run, victims: list[psutil.Process]) -> None:
         notes = [moment_of(victim.pid) for victim in victims]
-        self.moments = [note.read_text() if note.exists() else "joining" for note in notes]
+        begun = list_directories(run)
+        saving = [" and commit" for name in by_step(begun)[-1:] if MANIFEST not in begun[name]]
+        self.moments = ["".join([note.read_text(), *saving]) if note.exists() else "joining" for note in notes]
         self.at = time.time()
         for victim in victims:
             victim.kill()
@@ -188,7 +192,7 @@ def strike(run: Run, process: subprocess.Popen[bytes], kills: int, chance: rando
         joining = [worker for worker in workers if worker not in members]
         if not number:
             continue
-        loss = Loss(chance.sample(others, number) + (joining if chance.random() < 0.2 else []))
+        loss = Loss(run, chance.sample(others, number) + (joining if chance.random() < 0.2 else []))
         losses.append(loss)
         pause_s = until("next step", WAIT_S, partial(next_step, run, process, loss))
         print(f"{killed + len(loss.moments)}: {', '.join(loss.moments)}: {pause_s:.2f} s", flush=True)

@@ -20,12 +20,17 @@ def moment_of(process: int) -> Path:
     return SHARED_MEMORY / f"storm-{process}"
 
 
+HIDDEN = 50_000
+"""Makes a state of 24 MB, so that a copy, a commit and a sum take a while, too."""
+
+
 class Slow(nn.Module):
     """Two layers that take their time, forward and backward."""
 
     def __init__(self, inputs: int, classes: int, pause_s: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, classes)).double()
+        layers = (nn.Flatten(), nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, classes))
+        self.layers = nn.Sequential(*layers).double()
         self.pause_s = pause_s
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

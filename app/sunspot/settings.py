@@ -273,10 +273,8 @@ class Settings(BaseModel):
     "Largest share of the training time spent on copies of the state in memory."
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds without a step of a rank after which the workers restart."
-    survivors: Literal["auto", "off"] = _setting("off", "auto or off")
+    survivors: Literal["auto", "off"] = _setting("auto", "auto or off")
     "auto: after a loss the other workers train on in their processes, where that is possible."
-    warm_restart_after_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds of training after which each node prepares a warm restart."
 
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds between two records of the metric history; each checkpoint adds one."

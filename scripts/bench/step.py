@@ -35,6 +35,7 @@ def measure(most: int) -> Figures:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
     loops: dict[str, Callable[[], float]] = {
         "Sunspot": ours,
+        "Sunspot, `SURVIVORS=off`": partial(ours, SURVIVORS="off"),
         "DistributedDataParallel under torchrun": lambda: in_a_process(*torchrun, "-m", "scripts.bench.step", "ddp"),
         "Sunspot, `LOADER=ray`": partial(ours, LOADER="ray", RESOURCES_PER_WORKER=json.dumps(BESIDE_READING)),
         "PyTorch's plain loop, one process with a thread for each worker": lambda: in_a_process(

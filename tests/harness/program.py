@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import pytest
 
 from scripts.ray_processes import ray_processes
 from tests.harness import REPOSITORY
+from tests.harness.forking import executable, server_running
 from tests.harness.process_group import ON_FIRST_USE
 
 RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -36,13 +36,8 @@ SETTINGS = {
     "CHECKPOINT_EVERY_S": "0",
     "AUDIT": "true",
     "PREDICT_ROWS": "0",
-    "WARM_RESTART_AFTER_S": "0",
 }
-"""Of the small task without batch norm; one core's worth of Ray for each worker.
-
-Whether a run lasts until its warm restarts begin would depend on the machine.
-"""
-
+"""Of the small task without batch norm; one core's worth of Ray for each worker."""
 
 GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH", "SUNSPOT_CODE")
 """How the variables begin that workers get: what clients of object stores read, and where tasks are."""
@@ -122,40 +117,36 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One Ray instance for the whole suite, with more CPUs than the machine has: they are numbers to Ray.
 
     It has one node, with room for one worker of a cluster (`WORKER_NODE`); tests/harness/nodes.py adds others. Workers
-    of this process's own job are forked (sunspot.warm), on all nodes by one server.
+    of this process's own job are forked (tests/harness/forking.py).
     """
     import ray
 
     from sunspot.ray_internals.coordinator import install_coordinator
     from sunspot.ray_session import RAY_ENVIRONMENT
-    from sunspot.warm import client, fork_server
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Fails in a second process: pytest-xdist has not kept the group together.
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
     os.environ.update(RAY_ENVIRONMENT, RAY_prestart_worker_first_driver="0")  # of workers that are not forked
-    key = fork_server.new_key()
-    forking = shlex.join([sys.executable, "-I", "-S", client.__file__, key, "of any node"])
+    name = f"sunspot-tests-{os.getpid()}"
     context = ray.init(
         address="local",
         num_cpus=4,
         resources=WORKER_NODE,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"py_executable": forking},
+        runtime_env={"py_executable": executable(name)},
     )
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-    with pytest.MonkeyPatch.context() as patch:
-        # As in a worker: Ray reads them as it is imported.
-        patch.setenv("RAY_JOB_ID", ray.get_runtime_context().get_job_id())
-        patch.setenv("RAY_RAYLET_PID", str(raylet))
-        assert fork_server.begin_server(key, "", raylet, FORKED_WITH) == ""
-    install_coordinator()  # a run of a fixed size has Ray make its own, which an elastic one would have to keep
-    # Ray 2.60 reports a lost node on stdout, during some later test and whatever is set above; the output of that
-    # test's command would contain it.
-    ray._private.worker.print_to_stdstream = lambda *_, **__: None
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+    # As in a worker: Ray reads them as it is imported.
+    environment = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
+    with server_running(name, FORKED_WITH, environment):
+        install_coordinator()  # a run of a fixed size has Ray make its own, which an elastic one would have to keep
+        # Ray 2.60 reports a lost node on stdout, during some later test and whatever is set above; the output of that
+        # test's command would contain it.
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -62,9 +62,9 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
             "from storage",
         ),
         (
-            {"noticed": 11.0, "launched": 12.5, "up": 15.25, "formed": 16.0, "loaded": 18.0, "forked": 1},
+            {"noticed": 11.0, "launched": 12.5, "up": 15.25, "formed": 16.0, "loaded": 18.0},
             "node lost: first step 9.0 s after the loss (old group gone 1.5 s, processes up 4.2 s, group formed 5.0 s, "
-            "state there 7.0 s), 0 steps replayed, 2 workers (1 forked), 0 worker-seconds lost, from memory",
+            "state there 7.0 s), 0 steps replayed, 2 workers, 0 worker-seconds lost, from memory",
         ),
         (
             {"cause": Cause.DRIVER_LOST},

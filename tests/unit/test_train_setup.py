@@ -240,7 +240,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     monkeypatch.setattr("ray.train.get_context", anything)
     monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
     plan: Any = SimpleNamespace(settings=Settings())
-    return WorkerConfig(plan, "me", "", LocalControl(), threads=1, warm_key="", collective_timeout_s=300)
+    return WorkerConfig(plan, "me", "", LocalControl(), threads=1, collective_timeout_s=300)
 
 
 @pytest.mark.parametrize("copy", [None, "a copy in a node's memory"])

@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 import ray
 import torch.distributed as dist
 
-import sunspot.warm
 from sunspot.checkpoint import versions
 from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
@@ -140,7 +139,6 @@ def agree_on_start(
         snapshot=found.held if found else None,
         heartbeats=find_heartbeats(location),
         parts=find_parts(location) if looks and settings.parallel == "fsdp" else (),
-        forked=sunspot.warm.forked,
         live=live,
         group=os.environ.get(NODE_GROUP, ""),
     )
@@ -223,7 +221,6 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
                 nodes={str(rank): inventory.host for rank, inventory in enumerate(inventories)},
                 groups={inventory.host: inventory.group for inventory in inventories if inventory.group},
                 world_size=len(inventories),
-                forked=sum(inventory.forked for inventory in inventories),
                 driver=driver,
                 after=status.after if status else (),
             ),

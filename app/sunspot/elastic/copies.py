@@ -32,8 +32,6 @@ class NodeInventory(NamedTuple):
     heartbeats: list[tuple[int, int, float]]
     parts: Sequence[MemorySnapshot] = ()
     "Of states in parts, from the lowest rank of each node alone."
-    forked: bool = False
-    "Whether the rank's process was forked (sunspot/warm)."
     live: LiveState | None = None
     "What the rank itself trains with."
     group: str = ""

@@ -64,7 +64,6 @@ def make_receipt(
         tier=state.tier,
         world_before=world_before,
         world_after=attempt.metadata.world_size,
-        forked=attempt.metadata.forked,
         **(phases or {}),
         paused_s=paused_s,
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),

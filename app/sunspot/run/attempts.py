@@ -68,8 +68,6 @@ class Metadata:
     groups: dict[str, str] = field(default_factory=dict)
     "The group of each host, where the cluster has named it."
     world_size: Workers = 0
-    forked: Workers = 0
-    "How many of its processes were forked, and not begun anew."
     driver: str = ""
     "The start of the driver whose workers claimed it (`status.new_driver`)."
     after: tuple[str, ...] = ()

@@ -84,8 +84,6 @@ class Receipt:
     "Where the state came from: memory, storage, or beginning."
     world_before: Workers
     world_after: Workers
-    forked: Workers = 0
-    "How many processes of the new group were forked, and not begun anew."
     launched: Moment | None = None
     "When Ray launched rank 0's process, the old group being gone."
     up: Moment | None = None
@@ -154,8 +152,6 @@ def describe(receipt: Receipt) -> str:
     workers = plural(receipt.world_after, "worker")
     if receipt.world_before not in (0, receipt.world_after):
         workers = f"{receipt.world_before} -> {workers}"
-    if receipt.forked:
-        workers += f" ({receipt.forked} forked)"
     phases = [f"{name} {at:.1f} s" for name, at in receipt.phases.items()][:-1] if receipt.cause.incident else []
     passed_by = f" ({', '.join(phases)})" if phases else ""
     origin = {"beginning": "from the beginning", IN_PLACE: "in place"}.get(receipt.tier, f"from {receipt.tier}")

@@ -34,7 +34,7 @@ from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.ray_internals.output import quiet_ray_train
-from sunspot.ray_internals.workers import launch_time, raylet_process
+from sunspot.ray_internals.workers import launch_time
 from sunspot.ray_session import enter_folder
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import record_error
@@ -45,7 +45,6 @@ from sunspot.train.build import Joined, build_worker, prepare_learner
 from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.survivor import Survivor
 from sunspot.train.worker import RegroupError, Worker, close_outputs
-from sunspot.warm.fork_server import fork_server_running
 
 OUTPUTS_S = 1.0
 """How long a survivor waits for storage to take what its last group has printed and measured."""
@@ -63,8 +62,6 @@ class WorkerConfig:
     driver: str
     control: ControlClient
     threads: int
-    warm_key: str
-    "Identifies the nodes' servers of this training (sunspot/warm); empty: workers are not forked."
     collective_timeout_s: float
     membership: MembershipAddress | None = None
     "Where workers that outlive each other form their groups; None: Ray Train forms them, and ends them together."
@@ -172,9 +169,6 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
                 outputs.enter_context(worker.reporter.publisher)
                 outputs.callback(worker.reporter.end)
                 stack.enter_context(worker.commands)
-            if config.warm_key and ray.train.get_context().get_local_rank() == 0:
-                node, after_s = ray.get_runtime_context().get_node_id(), settings.warm_restart_after_s
-                stack.enter_context(fork_server_running(config.warm_key, node, raylet_process(), after_s))
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
         except GroupRestartError:

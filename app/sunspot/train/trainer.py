@@ -49,14 +49,13 @@ from sunspot.run.attempts import fatal_error, read_attempts
 from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
-from sunspot.settings import Settings, WorkerRange
+from sunspot.settings import WorkerRange
 from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from sunspot.train.join import WorkerConfig
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes
-from sunspot.warm import fork_server
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +198,6 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
             driver=claimant.driver,
             control=control,
             threads=resources.threads,
-            warm_key="" if membership else choose_warm_key(settings),
             collective_timeout_s=max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + WATCHDOG_GRACE_S),
             membership=membership.address if membership else None,
             folder=os.getcwd(),
@@ -300,7 +298,6 @@ def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRang
             failure_config=FailureConfig(max_failures=settings.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
             callbacks=callbacks,
-            worker_runtime_env={"py_executable": fork_server.executable(config.warm_key)} if config.warm_key else None,
         ),
         # Row ids stand for the rows; the streams put them in order and read them.
         datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
@@ -318,17 +315,6 @@ def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
     name = f"ray.train.{library}:{LIBRARIES[library]}"
     config = BackendConfig(timeout_s=timeout_s, library=pkgutil.resolve_name(f"{name}Config")())
     return pkgutil.resolve_name(f"{name}Trainer"), {f"{library}_config": config}
-
-
-def choose_warm_key(settings: Settings) -> str:
-    """Choose the key of this training's fork servers (sunspot/warm); empty: workers are not forked."""
-    if not settings.warm_restart_after_s:
-        return ""
-    reason = fork_server.why_unsupported(ray.get_runtime_context().runtime_env)
-    if reason:
-        log.warning(f"no warm restarts: {reason}")
-        return ""
-    return fork_server.new_key()
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:
