@@ -16,7 +16,7 @@ ROWS = 3000
 
 
 @pytest.mark.slow
-def test_a_killed_worker_comes_back_and_every_row_counts_once(
+def test_the_others_train_on_without_a_killed_worker_and_every_row_counts_once(
     tmp_path: Path,
     make_data: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
@@ -35,10 +35,10 @@ def test_a_killed_worker_comes_back_and_every_row_counts_once(
     assert told["epochs"] == [{"epoch": 1, "rows": ROWS, "missing": 0, "repeated": 0}]
     assert (told["rows_missing"], told["rows_repeated"]) == (0, 0)
     assert told["pause_s"] > 0
-    assert told["steps_again"] >= 0
+    assert told["steps_again"] == 0
     assert any("kill -9" in event["text"] for event in told["events"])
     assert 8 <= len(told["events"]) <= 12
     assert [event["after_s"] for event in told["events"]] == sorted(event["after_s"] for event in told["events"])
     assert Path(told["report"]).is_file()
     run = open_run(str(tmp_path / "runs"), "demo")
-    assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [3, 3]
+    assert [attempt.metadata.world_size for attempt in read_attempts(run)][:2] == [3, 2]

@@ -57,7 +57,12 @@ SLOW = {
 }
 """About 50 steps in a second, and no checkpoint before the end of the epoch."""
 
-ELASTIC = {**SLOW, "NUM_WORKERS": "1..2", "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
+ELASTIC = {
+    **SLOW,
+    "SURVIVORS": "off",
+    "NUM_WORKERS": "1..2",
+    "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}',
+}
 
 
 def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory(

@@ -36,7 +36,6 @@ SETTINGS = {
     "EPOCHS": str(min(3, 1 + (os.cpu_count() or 1) // 8)),  # many cores would end one before a worker is killed
     "AUDIT": "true",
     "REPORT_EVERY_S": "1",  # so that the step at which a worker is killed is known
-    "SNAPSHOT_COST": "0.05",  # of a run of a minute, 1% would be one or two copies in memory
 }
 """What differs from a run of the default settings."""
 
@@ -98,6 +97,9 @@ def demonstrate(run: Run, tell: Tell) -> Demonstration:
         [_, loss, *_] = trainer.wait("training to go on", lambda: receipts_of(run)[1:] and receipts_of(run))
         for moment, text in describe(loss):
             tell(moment, text)
+        _, _, *later = trainer.wait("another worker", lambda: trainer.ended and receipts_of(run) or three_train(run))
+        if later:
+            tell(later[0].first_step, f"step {later[0].step + 1}: a new process has joined them, with their state")
         trainer.finish()
     view = read_view(run)
     if view.state is not RunState.SUCCEEDED:
@@ -130,6 +132,12 @@ def receipts_of(run: Run) -> list[Receipt]:
     return read_receipts(read_journal(run, "events"))
 
 
+def three_train(run: Run) -> list[Receipt]:
+    """Return the receipts once the place of the killed worker is taken."""
+    receipts = receipts_of(run)
+    return receipts if len(receipts) > 2 else []
+
+
 def step_to_strike(run: Run) -> int:
     """Return the newest step once enough are taken; until then 0."""
     status = read_status(run)
@@ -139,14 +147,11 @@ def step_to_strike(run: Run) -> int:
 def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
     """Yield what happened after a worker was lost, and when."""
     if loss.noticed:
-        yield loss.noticed, "the loss is noticed: a step needs all three, so the other two end as well"
-    if loss.up:
-        yield loss.up, "three new processes are there"
-    origin = {"memory": "this machine's memory", "storage": "the newest checkpoint"}.get(loss.tier, "the beginning")
-    if loss.loaded:
-        yield loss.loaded, f"they have the state of step {loss.step}, from {origin}"
+        yield loss.noticed, "the loss is noticed: the other two break off the step"
+    if loss.formed:
+        yield loss.formed, "they stand as a group of two, and take that step again with the rows of the third"
     again = f"{plural(loss.replayed, 'step')} again" if loss.replayed else "none again"
-    yield loss.first_step, f"step {loss.step + 1}: training goes on ({again}), {loss.recovery_s:.0f} s after the loss"
+    yield loss.first_step, f"step {loss.step + 1}: training goes on ({again}), {loss.recovery_s:.1f} s after the loss"
 
 
 class Trainer:
@@ -159,7 +164,7 @@ class Trainer:
         """Return what `look` finds, as soon as that is something."""
         until = time.monotonic() + MAX_WAIT_S
         while True:
-            ended = self._process.poll() is not None  # before the look: its last words may be what is awaited
+            ended = self.ended  # before the look: its last words may be what is awaited
             if found := look():
                 return found
             if ended:
@@ -167,6 +172,10 @@ class Trainer:
             if time.monotonic() > until:
                 raise GaveUpError(f"gave up after {MAX_WAIT_S:.0f} s of waiting for {what}")
             time.sleep(LOOK_EVERY_S)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def finish(self) -> None:
         """Wait for its end; raises `SunspotError` when it failed."""
