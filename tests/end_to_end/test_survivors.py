@@ -53,6 +53,28 @@ def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
 
 
 @pytest.mark.slow
+def test_workers_with_a_part_of_the_state_each_keep_their_processes(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    in_parts = {**OUTLIVING, "PARALLEL": "fsdp", "NUM_WORKERS": 3}
+    training = program.begin(**in_parts, DATASET=make_data(40_000, row_group=1000, test_rows=100))
+    wait_for_reported_step(run, 60, training)
+    first, *others = worker_processes()
+    first.kill()
+    lost = wait_for_receipts(run, 2, training)[-1]
+    assert (lost.cause, lost.tier, lost.world_after) == (Cause.WORKER_LOST, "memory", 2)
+    assert lost.replayed <= 50
+    joined = wait_for_receipts(run, 3, training)[-1]
+    assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, "memory", 0, 3)
+    assert all(process.is_running() for process in others)
+    training.result(240)
+    assert newest(run).step == 2000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
 def test_a_node_with_notice_leaves_and_the_run_ends_without_another(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:

@@ -97,7 +97,7 @@ def demonstrate(run: Run, tell: Tell) -> Demonstration:
         [_, loss, *_] = trainer.wait("training to go on", lambda: receipts_of(run)[1:] and receipts_of(run))
         for moment, text in describe(loss):
             tell(moment, text)
-        _, _, *later = trainer.wait("another worker", lambda: trainer.ended and receipts_of(run) or three_train(run))
+        _, _, *later = trainer.wait("another worker", lambda: (trainer.ended and receipts_of(run)) or three_train(run))
         if later:
             tell(later[0].first_step, f"step {later[0].step + 1}: a new process has joined them, with their state")
         trainer.finish()

@@ -102,7 +102,8 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     round_products(settings.precision == "tf32")
     quiet_ray_train()
     if survivor:
-        survivor.prepare(partial(prepare_learner, plan, control))
+        if settings.parallel == "ddp":  # a model in parts is built by all together
+            survivor.prepare(partial(prepare_learner, plan, control))
         formed = survivor.form()
         if not formed:
             yield None

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import ray
 import ray.train.torch
+import torch
 import torch.distributed as dist
 
 from sunspot.background import Background
@@ -28,6 +29,7 @@ from sunspot.errors import find_in
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, ProcessGroups, await_device
+from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Run
 from sunspot.run.failures import LOST_PEER
@@ -114,8 +116,8 @@ class Survivor:
                 raise RegroupError
 
     def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
-        """Where copies outlive this process, if it is the first of its node."""
-        first = place.nodes.index(self._node) == place.rank
+        """Where copies outlive this process, if it is the first of its node, or has a part of the state."""
+        first = settings.parallel == "fsdp" or place.nodes.index(self._node) == place.rank
         if self.memory is None and first and settings.snapshot_cost:
             self.memory = NodeMemory(run.location)
         return self.memory if first else None
@@ -146,11 +148,15 @@ class Survivor:
         for each in (error, error.__cause__):
             if each:
                 traceback.clear_frames(each.__traceback__)  # which hold the last step's batch and graph
-        gc.collect()
         if self._worker:
             self.kept = self._worker.leave()
             self.window = self._worker.window
+            if is_fsdp(self._worker.learner.model):  # the next group has other parts, from the copies in memory
+                self.learner = self.window = None
             self._worker = None
+        gc.collect()
+        if not self.learner:
+            torch.cuda.empty_cache()  # or what is built next would wait for it
 
     def end(self) -> None:
         """Tell the others' decider that the group ends as a whole."""

@@ -229,14 +229,13 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
 
 
 def outlives(plan: Plan, resources: Resources) -> bool:
-    """Whether workers outlive each other: each has the whole state and all rows, and Ray replaces who is lost."""
+    """Whether workers outlive each other: each has all rows, and Ray replaces who is lost."""
     settings = plan.settings
     if settings.survivors == "off":  # and the task need not be loaded to know
         return False
     task = load_task(settings)
     own_loop = not hasattr(task, "begin_schedule") and not hasattr(task, "find_library")
-    whole = settings.parallel == "ddp" and settings.loader == "torch"
-    return own_loop and whole and not settings.node_groups
+    return own_loop and settings.loader == "torch" and not settings.node_groups
 
 
 def start_again(control: ControlClient, start: TrainerStart, error: TrainingFailedError) -> TrainerStart | None:

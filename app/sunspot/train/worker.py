@@ -23,6 +23,7 @@ from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
+from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
@@ -120,6 +121,7 @@ class Worker:
         self.window = beginning.window or MetricWindow(self._group, learner.place.device, recent)
         "Metrics of the steps since the newest record."
         self._decisions = StepDecisionBroadcast(self._group)
+        self._in_parts = is_fsdp(learner.model)
         self._evaluated = beginning.evaluated
         "Whether the epoch that ends at `step`, if one does, is evaluated."
         self._makes_up = not beginning.evaluated
@@ -155,13 +157,14 @@ class Worker:
         # Decide: what rank 0 wants, and what every rank knows of the step's number.
         agreed = self._decisions.agree(lambda: self.wanted(step))
         stop, restart, regroup = agreed.stop, agreed.restart and has_more, agreed.regroup and has_more
+        parts_move = regroup and self._in_parts
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
         self._evaluated = not (epoch_ends and plan.test)
 
         # Measure and evaluate.
         record: dict[str, Any] = {}
-        if save or agreed.report:
+        if save or agreed.report or parts_move:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
         self._record = record
         if not (self._evaluated or stop or restart or regroup):
@@ -173,10 +176,12 @@ class Worker:
         # Act.
         if record:
             self.report(record)
-        if save or agreed.copy:
+        if save or agreed.copy or parts_move:
             self.checkpoints.save(step, self._metrics(record), evaluated=self._evaluated, to_storage=save)
         if restart:
             self.restart_group()
+        if parts_move:
+            self.checkpoints.close(finished=False)
         if regroup:
             raise RegroupError
         return stop
@@ -195,9 +200,9 @@ class Worker:
         self._changing = self._stepping
 
     def leave(self) -> tuple[LiveState, Position] | None:
-        """Return the state that this process has as its group ends; None: part of a step is in it."""
+        """Return the state that this process has as its group ends; None: it has a part, or part of a step is in it."""
         windows = self.checkpoints.hand_on(self.step)
-        if self._changing:
+        if self._changing or self._in_parts:
             return None
         self.learner.put_back_buffers()
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
