@@ -121,7 +121,6 @@ class Worker:
         self.window = beginning.window or MetricWindow(self._group, learner.place.device, recent)
         "Metrics of the steps since the newest record."
         self._decisions = StepDecisionBroadcast(self._group)
-        self._in_parts = is_fsdp(learner.model)
         self._evaluated = beginning.evaluated
         "Whether the epoch that ends at `step`, if one does, is evaluated."
         self._makes_up = not beginning.evaluated
@@ -157,7 +156,7 @@ class Worker:
         # Decide: what rank 0 wants, and what every rank knows of the step's number.
         agreed = self._decisions.agree(lambda: self.wanted(step))
         stop, restart, regroup = agreed.stop, agreed.restart and has_more, agreed.regroup and has_more
-        parts_move = regroup and self._in_parts
+        parts_move = regroup and is_fsdp(self.learner.model)
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
         self._evaluated = not (epoch_ends and plan.test)
@@ -202,7 +201,7 @@ class Worker:
     def leave(self) -> tuple[LiveState, Position] | None:
         """Return the state that this process has as its group ends; None: it has a part, or part of a step is in it."""
         windows = self.checkpoints.hand_on(self.step)
-        if self._changing or self._in_parts:
+        if self._changing or is_fsdp(self.learner.model):
             return None
         self.learner.put_back_buffers()
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
