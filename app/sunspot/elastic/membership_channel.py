@@ -1,8 +1,8 @@
 """Brings the members of a worker group and its decider together, by a connection from each of them to the driver.
 
 A connection that ends is a loss, known at once. A node that goes closes none, but its kernel answers no more, which it
-does while it is busy, so MACHINE_LIMIT_S are enough. A process that stands still has a kernel that answers: it is lost
-when no heartbeat has come for PROCESS_LIMIT_S. Who was taken for lost, and is not, finds its connection closed, and
+does while it is busy, so MACHINE_LIMIT_S are enough, as both sides send heartbeats. A process that stands still has a
+kernel that answers: it is lost when no heartbeat has come for PROCESS_LIMIT_S. Who was taken for lost, and is not, finds its connection closed, and
 comes back as a newcomer.
 """
 
@@ -32,8 +32,9 @@ from sunspot.formatting import plural
 from sunspot.run.incidents import Cause
 
 HEARTBEAT_EVERY_S = 0.1
+BEAT = "beat"
 
-MACHINE_LIMIT_S = 2.0
+MACHINE_LIMIT_S = 1.0
 """For which a member's kernel may leave a packet without an answer."""
 
 PROCESS_LIMIT_S = 10.0
@@ -75,7 +76,7 @@ class MembershipServer:
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_TIMEOUT_S)
         )
         self.address = MembershipAddress(host, self._listener.address[1], self._store.port, key)
-        self._deciding = Background(DECIDE_EVERY_S, self._decide)
+        self._deciding, self._beating = Background(DECIDE_EVERY_S, self._decide), 0.0
         self._closing = False
 
     def __enter__(self) -> Self:
@@ -140,7 +141,7 @@ class MembershipServer:
         acts: dict[str, Callable[[], None]] = {
             "stand": lambda: self._membership.stand(member.uid, time.monotonic()),
             "end": lambda: self._membership.end(member.uid),
-            "beat": lambda: None,
+            BEAT: lambda: None,
         }
         while connection.poll(PROCESS_LIMIT_S):
             word = connection.recv()
@@ -159,6 +160,9 @@ class MembershipServer:
         with self._lock:
             words = self._membership.decide(time.monotonic())
             told = [(self._connections[uid], word) for uid, word in words if uid in self._connections]
+            if time.monotonic() > self._beating + HEARTBEAT_EVERY_S:
+                self._beating = time.monotonic()
+                told += [(connection, BEAT) for connection in self._connections.values()]
             joining = any(isinstance(word, Change) for _, word in words) and self._membership.newcomers
         if joining:
             detail = f"{plural(joining, 'worker')} more"
@@ -171,17 +175,11 @@ class MembershipServer:
 
 
 def expect_answers(connection: Connection) -> None:
-    """Have a connection end when the other side's kernel does not answer for MACHINE_LIMIT_S, also if nothing is sent.
-
-    See tcp(7): a probe goes out after a second without a packet, and another each second.
-    """
+    """Have a connection end when the other side's kernel has not answered what was sent for MACHINE_LIMIT_S (tcp(7))."""
     if sys.platform != "linux":
         return
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S) - 100)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S))
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -291,14 +289,16 @@ class MembershipClient:
 
     def _beat(self, connection: Connection) -> None:
         while self._connection is connection:
-            self._send("beat")
+            self._send(BEAT)
             time.sleep(HEARTBEAT_EVERY_S)
 
     def _listen(self, connection: Connection) -> None:
         formed = self._formed
         try:
             while True:
-                word: Word = connection.recv()
+                word: Word | str = connection.recv()
+                if isinstance(word, str):
+                    continue  # BEAT
                 if word is None or isinstance(word, Generation):
                     formed.put(word)
                 elif isinstance(word, Change):

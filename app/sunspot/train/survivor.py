@@ -62,6 +62,7 @@ class Survivor:
         "The state that it has, if that is whole, and where that stands."
 
     def __enter__(self) -> Self:
+        gc.freeze()  # what was imported: to look through all of it takes half a second, at each loss
         self._client.connect()
         return self
 
