@@ -1,9 +1,9 @@
 """Brings the members of a worker group and its decider together, by a connection from each of them to the driver.
 
-A connection that ends is a loss, known at once. A node that goes closes none, but its kernel answers no more, which it
-does while it is busy, so MACHINE_LIMIT_S are enough, as both sides send heartbeats. A process that stands still has a
-kernel that answers: it is lost when no heartbeat has come for PROCESS_LIMIT_S. Who was taken for lost, and is not, finds its connection closed, and
-comes back as a newcomer.
+A connection that ends is a loss, known at once. A node that goes closes none, but its kernel no longer answers, as one
+does while it is busy; both sides send heartbeats, so MACHINE_LIMIT_S are enough. A process that stands still has a
+kernel that answers: it is lost when no heartbeat has come for PROCESS_LIMIT_S. Who was taken for lost, and is not,
+finds its connection closed, and comes back as a newcomer.
 """
 
 import contextlib
@@ -175,7 +175,7 @@ class MembershipServer:
 
 
 def expect_answers(connection: Connection) -> None:
-    """Have a connection end when the other side's kernel has not answered what was sent for MACHINE_LIMIT_S (tcp(7))."""
+    """Have a connection end when the other kernel does not answer what is sent for MACHINE_LIMIT_S; see tcp(7)."""
     if sys.platform != "linux":
         return
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
