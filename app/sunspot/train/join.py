@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import ray.train
@@ -73,10 +73,14 @@ class WorkerConfig:
         """The longest wait in one collective: one that waits for storage in a step keeps the others waiting."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
+    @cached_property
+    def run(self) -> Run:
+        """The run, with this process's connection to its storage, which serves all groups that it is in."""
+        return open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
+
     def claimant(self) -> Claimant:
-        """Who claims the run, with a connection of this process to its storage."""
-        run = open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
-        return Claimant(run, self.owner, self.driver)
+        """Who claims the run for a group."""
+        return Claimant(self.run, self.owner, self.driver)
 
 
 @contextmanager
