@@ -26,7 +26,7 @@ ALLOWED = {
 SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/checkpoints/")
 
 REPEATED = {
-    *("client", "failures", "images", "metrics", "mnist", "nodes"),
+    *("failures", "images", "metrics", "mnist", "nodes"),
     *("render", "search", "settings", "train"),
 }
 """Names that two modules still have."""

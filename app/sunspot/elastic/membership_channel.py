@@ -159,7 +159,9 @@ class MembershipServer:
     def _decide(self) -> None:
         with self._lock:
             words = self._membership.decide(time.monotonic())
-            told = [(self._connections[uid], word) for uid, word in words if uid in self._connections]
+            told: list[tuple[Connection, Word | str]] = [
+                (self._connections[uid], word) for uid, word in words if uid in self._connections
+            ]
             if time.monotonic() > self._beating + HEARTBEAT_EVERY_S:
                 self._beating = time.monotonic()
                 told += [(connection, BEAT) for connection in self._connections.values()]
