@@ -47,7 +47,8 @@ def pods(job: str, namespace: str) -> list[Pod]:
             pod["metadata"]["labels"]["ray.io/node-type"] == "head",
         )
         for pod in items
-        if pod["status"].get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
+        if pod["status"].get("phase") == "Running" and pod["status"].get("podIP")  # none of a node that is gone
+        if not pod["metadata"].get("deletionTimestamp")
     ]
 
 
