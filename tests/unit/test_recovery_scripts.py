@@ -92,9 +92,9 @@ def test_what_a_fault_cost() -> None:
     fault = Fault("reclaim", "worker", ["n1"], 100.0, 3, Group(2, 2, 110.0, 2, RECEIPT))
     better = replace(fault, after=Group(2, 2, 114.0, 0), complete_s=40.0)
     lines = table([fault, better]).splitlines()
-    assert lines[2] == "| reclaim | worker | 3 to 2 | 0 | 1.0 | 1.5 |  |  |  |  | 8.0 |  | 10.0 | 2 |  |"
-    assert lines[3] == "| reclaim | worker | 3 to 2 |  |  |  |  |  |  |  |  |  | 14.0 | 0 | 40.0 |"
-    assert lines[-1].split("|")[13:15] == [" 12.0 ", " 1 "]
+    assert lines[2] == "| reclaim | worker | 3 to 2 | 1.0 | 1.5 |  |  |  |  | 8.0 |  | 10.0 | 2 |  |"
+    assert lines[3] == "| reclaim | worker | 3 to 2 |  |  |  |  |  |  |  |  | 14.0 | 0 | 40.0 |"
+    assert lines[-1].split("|")[12:14] == [" 12.0 ", " 1 "]
     assert len({line.count("|") for line in lines}) == 1
 
 
