@@ -94,10 +94,10 @@ def demonstrate(run: Run, tell: Tell) -> Demonstration:
         step = trainer.wait("the step at which to kill a worker", lambda: step_to_strike(run))
         worker = trainer.wait("the kill of one", trainer.kill_worker)
         tell(time.time(), f"step {step}: kill -9 {worker}, one of the three")
-        [_, loss, *_] = trainer.wait("training to go on", lambda: receipts_of(run)[1:] and receipts_of(run))
+        _, loss, *_ = trainer.wait("training to go on", lambda: receipts_of(run, 2))
         for moment, text in describe(loss):
             tell(moment, text)
-        _, _, *later = trainer.wait("another worker", lambda: (trainer.ended and receipts_of(run)) or three_train(run))
+        _, _, *later = trainer.wait("another worker", lambda: receipts_of(run, 2 if trainer.ended else 3))
         if later:
             tell(later[0].first_step, f"step {later[0].step + 1}: a new process has joined them, with their state")
         trainer.finish()
@@ -128,14 +128,10 @@ def remove_earlier(run: Run) -> None:
     delete_run(run)
 
 
-def receipts_of(run: Run) -> list[Receipt]:
-    return read_receipts(read_journal(run, "events"))
-
-
-def three_train(run: Run) -> list[Receipt]:
-    """Return the receipts once the place of the killed worker is taken."""
-    receipts = receipts_of(run)
-    return receipts if len(receipts) > 2 else []
+def receipts_of(run: Run, least: int = 1) -> list[Receipt]:
+    """Return the run's receipts once there are `least`; until then none."""
+    receipts = read_receipts(read_journal(run, "events"))
+    return receipts if len(receipts) >= least else []
 
 
 def step_to_strike(run: Run) -> int:

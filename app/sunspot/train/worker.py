@@ -179,9 +179,9 @@ class Worker:
             self.checkpoints.save(step, self._metrics(record), evaluated=self._evaluated, to_storage=save)
         if restart:
             self.restart_group()
-        if parts_move:
-            self.checkpoints.close(finished=False)
         if regroup:
+            if parts_move:
+                self.checkpoints.close(finished=False)
             raise RegroupError
         return stop
 
