@@ -6,6 +6,7 @@ afterwards. A process of its own, so that forking is safe: no thread of the test
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 
+import sunspot.checkpoint.files
+from sunspot.background import map_parallel
 from sunspot.checkpoint import CheckpointManager, SavedObjects, versions
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
@@ -123,6 +126,8 @@ def main(folder: Path) -> None:
     # Both import seconds' worth on first use: not in each child.
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]).step()
     versions()
+    # One file after another: of those at once, each kill would meet another's operation, and some operations none.
+    sunspot.checkpoint.files.map_parallel = functools.partial(map_parallel, at_once=1)
     points = []
     for dies_at in range(1, 1000):
         root, diary = str(folder / str(dies_at)), folder / f"{dies_at}.txt"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -92,6 +93,8 @@ def test_runs_are_started_again_by_who_keeps_them_none_waiting_for_another(
     wait_until(lambda: list(cluster.jobs) == ["by-hand-1"], seconds=20)
     cluster.put_job(another(kept(rayjob("two-1", run="two"))))
     reconciler.reconcile()
+    cluster.put_job(another(kept(rayjob("one-1", run="one"))))
+    wait_until(lambda: not [each for each in threading.enumerate() if "_start_again" in each.name], seconds=20)
     expected = {("one", "retrying"), ("two", "retrying"), ("two", "pending"), ("by-hand", "failed")}
     assert len(shown) == 4
     assert set(shown) == expected

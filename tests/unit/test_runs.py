@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -561,7 +562,7 @@ def test_following_ends_quietly_when_it_is_interrupted(
 
     say(run, "driver-1", "one\n")
     write_status(run, RUNNING)
-    monkeypatch.setattr(logs.time, "sleep", interrupt)
+    monkeypatch.setattr(logs, "time", Mock(wraps=time, sleep=interrupt))  # and not the sleep of other tests' threads
     answer = sunspot("logs", "run", "-f")
     assert (answer.code, answer.out, len(answer.err.splitlines())) == (130, "one\n", 1)
 
