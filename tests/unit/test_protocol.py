@@ -16,8 +16,9 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,7 +47,7 @@ from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.memory_files import LoadedSnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
 from sunspot.elastic.claim import StartPoint, begin_attempt
-from sunspot.elastic.copies import NodeInventory
+from sunspot.elastic.copies import LiveState, NodeInventory
 from sunspot.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
 from sunspot.run import Claimant, Run
 from sunspot.run.attempts import (
@@ -95,6 +96,9 @@ NODES = 2
 
 SAVE_EVERY = 2
 """Steps between checkpoints; every step is copied to memory."""
+
+GROUP_STEPS = 5
+"""Steps after which a process goes on in another group, with the state that it has."""
 
 STATE_BYTES = 4096
 
@@ -286,31 +290,41 @@ class Protocol(RuleBasedStateMachine):
         memory = NodeMemory(run.location)
         process.at_end.append(memory._lock.close)
         found = find_snapshot(run.location)
-        machines = [NodeInventory(f"host-{node}", f"node-{node}", found.held if found else None, [])]
         limit_s = SETTINGS.storage_timeout_s
+        live: LiveState | None = None
+        state: list[int] = []
+        windows: Any = ()
         try:
             refuse_if_deleted(run)
             keep_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
+        except (ConflictError, StorageError, NotFoundError):
+            return
+        while True:
+            machines = [NodeInventory(f"host-{node}", f"node-{node}", found and found.held, [], live=live)]
             claimant = Claimant(run, owner)
-            start = retry_storage(lambda: begin_attempt(claimant, SETTINGS, machines), limit_s, "beginning")
-        except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
-            return
-        if not start:
-            return
-        try:
-            state, windows = self.restore(run, start, found)
-        except (NotFoundError, DamageError) as error:
-            self.lost_base(start, error)
-            return
-        except StorageError:
-            return
-        self.restored(process, start, state)
-        taker = len(self.takers)
-        self.takers.append((self.claims[process], start.attempt))
-        try:
-            self.take_steps(run, start.attempt, taker, state, memory, windows)
-        except SupersededError:
-            process.superseded = True
+            try:
+                start = retry_storage(partial(begin_attempt, claimant, SETTINGS, machines), limit_s, "beginning")
+            except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
+                return
+            if not start:
+                return
+            try:
+                if not start.live:
+                    state, windows = self.restore(run, start, found)
+            except (NotFoundError, DamageError) as error:
+                self.lost_base(start, error)
+                return
+            except StorageError:
+                return
+            self.restored(process, start, state)
+            taker = len(self.takers)
+            self.takers.append((self.claims[process], start.attempt))
+            try:
+                live, windows = self.take_steps(run, start.attempt, taker, state, memory, windows)
+            except SupersededError:
+                process.superseded = True
+                return
+            found = None  # of those who have a state, no group looks for a copy
 
     def restore(self, run: Run, start: StartPoint, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
         """The state to go on from, and its rows that are not in storage."""
@@ -323,10 +337,11 @@ class Protocol(RuleBasedStateMachine):
 
     def take_steps(
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
-    ) -> None:
+    ) -> tuple[LiveState, Any]:
+        """Train until the group has lost another process; returns what this one goes on with."""
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
         committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), {}, ledger)
-        for step in itertools.count(attempt.step + 1):
+        for step in range(attempt.step + 1, attempt.step + 1 + GROUP_STEPS):
             ledger.add_step(step, torch.tensor(rows_of(taker, step)))
             state.append(taker)
             content = json.dumps(state).encode().ljust(STATE_BYTES)
@@ -349,6 +364,7 @@ class Protocol(RuleBasedStateMachine):
                 committer._commit_with_retries(
                     Snapshot(manifest, {}, {"model": content}, slot, copied, ChangeWatch(()), [])
                 )
+        return LiveState(manifest.name, evaluated=True), windows
 
     def remove(self, process: Process) -> None:
         """`sunspot delete`, until it succeeds or gives up."""
@@ -512,7 +528,8 @@ class OneFile:
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and nothing runs in a thread that the model does not drive."""
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0,))
-    monkeypatch.setattr(sunspot.background, "start_thread", run_inline)
+    for module in (sunspot.background, sunspot.elastic.claim):
+        monkeypatch.setattr(module, "start_thread", run_inline)
     monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
     # Each start changes it.
@@ -599,7 +616,11 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")
 
-    monkeypatch.setattr(sunspot.elastic.claim, "claim", lambda *_: True)
+    def take_number(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> tuple[Attempt, list[Attempt]] | None:
+        attempt = make(before := read_attempts(run))
+        return (attempt, before) if attempt else None
+
+    monkeypatch.setattr(sunspot.elastic.claim, "claim_next", take_number)
     monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
     monkeypatch.setattr(sunspot.elastic.claim, "record_start", claim_with_start)
     expect_counterexample(

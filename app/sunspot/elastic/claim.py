@@ -5,12 +5,13 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import ray
 import torch.distributed as dist
 
+from sunspot.background import start_thread
 from sunspot.checkpoint import versions
 from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
@@ -24,19 +25,19 @@ from sunspot.elastic.copies import (
     without_copies,
     without_crashing,
 )
-from sunspot.errors import ConflictError, DamageError, SupersededError
+from sunspot.errors import DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.run import Claimant, Run
 from sunspot.run.attempts import (
-    CLAIM_TRIES,
     IN_PLACE,
     Attempt,
     Metadata,
-    claim,
+    claim_next,
     ensure_owner,
     fatal_error,
     lineage,
     new_nonce,
+    next_number,
     read_attempts,
     record_error,
     record_start,
@@ -180,6 +181,8 @@ def begin_attempt(
         read = readers.checkpoint or functools.partial(find_faults, run)
         return retry_storage(lambda: read(checkpoint), limit_s, "reading a checkpoint")
 
+    if start := on_rank_0(lambda: claim_in_place(claimant, settings, inventories)):
+        return start
     attempt = on_rank_0(lambda: claim_attempt(claimant, settings, inventories))
     damaged: dict[str, list[str]] = {}
     while attempt:
@@ -198,39 +201,74 @@ def begin_attempt(
     return None
 
 
+def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> StartPoint | None:
+    """Claim the next attempt for workers that go on with their state; None when none has one, or they may not train on.
+
+    They wait for it in the middle of a step, so nothing that it reads waits for anything else.
+    """
+    if not any(inventory.live for inventory in inventories):
+        return None
+    run = claimant.run
+
+    def make(before: list[Attempt]) -> Attempt | None:
+        live = choose_live(before, inventories)
+        if not live or claimant.given_up.is_set():
+            return None
+        # The group before was of this driver, too, and has recorded which ones it found.
+        attempt = make_attempt(claimant, settings, inventories, before, before[-1].metadata.after)
+        return attempt.starting_from(live.checkpoint, IN_PLACE)
+
+    receipts = start_thread(lambda: read_receipts(read_journal(run, "events")), "read-receipts")
+    status = start_thread(lambda: read_status(run, claimant.driver), "read-status")
+    claimed = claim_next(run, make)
+    if not claimed:
+        return None
+    attempt, before = claimed
+    past = Past(heartbeats_in(inventories), receipts.result(), status.result())
+    live = choose_live(before, inventories)
+    return StartPoint(attempt, chosen_among(before), live=live, nodes=nodes_in(inventories), past=past)
+
+
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> Attempt | None:
     """Claim the next attempt, whose start is not chosen yet; None when this job may not train on.
 
     Raises `ConflictError` when the run was begun anew with other settings meanwhile.
     """
-    run, owner, driver = claimant.run, claimant.owner, claimant.driver
-    status = read_status(run, driver) if driver else None
-    for _ in range(CLAIM_TRIES):
-        attempts = read_attempts(run)
-        if claimant.given_up.is_set() or fatal_error(claimant):
+    run = claimant.run
+    status = read_status(run, claimant.driver) if claimant.driver else None
+
+    def make(before: list[Attempt]) -> Attempt | None:
+        if claimant.given_up.is_set() or fatal_error(claimant, before):
             return None
-        attempt = Attempt(
-            number=attempts[-1].number + 1 if attempts else 1,
-            owner=owner,
-            starts_from=None,
-            step=0,
-            metadata=Metadata(
-                settings=settings.environment(),
-                versions=versions(),
-                host=inventories[0].host,
-                nodes={str(rank): inventory.host for rank, inventory in enumerate(inventories)},
-                groups={inventory.host: inventory.group for inventory in inventories if inventory.group},
-                world_size=len(inventories),
-                driver=driver,
-                after=status.after if status else (),
-            ),
-            nonce=new_nonce(),
-            chosen=False,
-        )
-        if claim(run, attempts, attempt):
-            refuse_other_settings(run, settings.environment(), ())
-            return attempt
-    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
+        return make_attempt(claimant, settings, inventories, before, status.after if status else ())
+
+    claimed = claim_next(run, make)
+    if not claimed:
+        return None
+    refuse_other_settings(run, settings.environment(), ())
+    return claimed[0]
+
+
+def make_attempt(
+    claimant: Claimant,
+    settings: Settings,
+    inventories: list[NodeInventory],
+    before: list[Attempt],
+    after: tuple[str, ...],
+) -> Attempt:
+    """Make the attempt that follows those `before`, which chooses its start; `after` are older drivers' starts."""
+    metadata = Metadata(
+        settings=settings.environment(),
+        versions=versions(),
+        host=inventories[0].host,
+        nodes={str(rank): inventory.host for rank, inventory in enumerate(inventories)},
+        groups={inventory.host: inventory.group for inventory in inventories if inventory.group},
+        world_size=len(inventories),
+        driver=claimant.driver,
+        after=after,
+    )
+    number = next_number(before)
+    return Attempt(number, claimant.owner, None, 0, metadata=metadata, nonce=new_nonce(), chosen=False)
 
 
 def choose_start(
@@ -246,14 +284,11 @@ def choose_start(
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
     before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
-    live = choose_live(before, inventories)
     left, crashing = without_crashing(inventories, before)
-    copy = None if live else choose_copy(before, left)
+    copy = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
     passed_over: tuple[PassedOver, ...] = ()
-    if live:
-        crashing = ""
-    elif not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
+    if not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
         checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
         if copy and (not checkpoint or checkpoint.step < copy.snapshot.step):
             checkpoint = None  # what looked newer by its name is damaged
@@ -262,38 +297,40 @@ def choose_start(
     skipped = tuple(str(each) for each in passed_over)
     if crashing:
         skipped = (f"{crashing} in memory: the last two groups that started from it took no step", *skipped)
-    if not live and not copy and not checkpoint:
+    if copy:
+        chosen = attempt.starting_from(copy.snapshot.checkpoint, "memory", skipped)
+    elif checkpoint:
+        chosen = attempt.starting_from(checkpoint.name, "storage", skipped)
+    else:
         ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
         try:
             refuse_to_begin_anew(run, before, passed_over, attempt.metadata.settings)
         except DamageError as error:
             record_error(run, attempt.number, error)  # a retry of this job finds nothing else
             raise
-    if live:
-        name, step, tier = live.checkpoint, step_of(live.checkpoint), IN_PLACE
-    elif copy:
-        name, step, tier = copy.snapshot.checkpoint, copy.snapshot.step, "memory"
-    elif checkpoint:
-        name, step, tier = checkpoint.name, checkpoint.step, "storage"
-    else:
-        name, step, tier = None, 0, "beginning"
-    metadata = replace(attempt.metadata, tier=tier)
-    attempt = replace(attempt, starts_from=name, step=step, skipped=skipped, metadata=metadata, chosen=True)
+        chosen = attempt.starting_from(None, "beginning", skipped)
     past = Past(
-        heartbeats=[heartbeat for inventory in inventories for heartbeat in inventory.heartbeats],
+        heartbeats=heartbeats_in(inventories),
         receipts=read_receipts(read_journal(run, "events")),
         status=read_status(run, attempt.driver),
         other=read_status(run, other_than=attempt.driver),
     )
-    return StartPoint(
-        attempt=attempt,
-        before=[earlier for earlier in before if earlier.chosen],
-        checkpoint=checkpoint,
-        copy=copy,
-        live=live,
-        nodes={rank: inventory.node for rank, inventory in enumerate(inventories)},
-        past=past,
-    )
+    return StartPoint(chosen, chosen_among(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
+
+
+def chosen_among(attempts: list[Attempt]) -> list[Attempt]:
+    """Return those that have chosen where they start."""
+    return [attempt for attempt in attempts if attempt.chosen]
+
+
+def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
+    """Return the last steps that earlier processes of these nodes are known to have taken (`Past`)."""
+    return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
+
+
+def nodes_in(inventories: Sequence[NodeInventory]) -> dict[int, str]:
+    """Return Ray's id of each rank's node."""
+    return {rank: inventory.node for rank, inventory in enumerate(inventories)}
 
 
 def refuse_to_begin_anew(

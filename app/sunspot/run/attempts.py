@@ -3,7 +3,8 @@
 Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
 run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion.
 Only then does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its
-own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
+own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere. Who needs no
+checkpoint, as its workers go on with the state that they have, claims and chooses by one write.
 
 A claim's nonce tells it from one of the same number in a run that was deleted and begun again under its name. The names
 of checkpoints and audit folders carry it, so a process of the deleted run writes beside the new one's, never over them.
@@ -17,8 +18,8 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, NamedTuple
 
 from annotated_types import Predicate
@@ -106,6 +107,12 @@ class Attempt:
     def label(self) -> str:
         """Its name in those of what it writes: no other attempt has it, of this run or of one deleted before."""
         return attempt_label(self.number, self.nonce)
+
+    def starting_from(self, name: CheckpointName | None, tier: str, skipped: tuple[str, ...] = ()) -> "Attempt":
+        """Return it as one that has chosen to start from `name`; None: from the beginning."""
+        metadata = replace(self.metadata, tier=tier)
+        step = step_of(name) if name else 0
+        return replace(self, starts_from=name, step=step, skipped=skipped, metadata=metadata, chosen=True)
 
 
 def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
@@ -290,6 +297,27 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
     return run.storage.create(_key(run, attempt.number), with_checksum(asdict(attempt)))
 
 
+def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> tuple[Attempt, list[Attempt]] | None:
+    """Claim the attempt that `make` returns for those so far, again with the newest when its number was taken.
+
+    Returns it, and those before it; None if `make` returns None. Raises `ConflictError` when all of CLAIM_TRIES were
+    taken, and like `claim`.
+    """
+    for _ in range(CLAIM_TRIES):
+        before = read_attempts(run)
+        attempt = make(before)
+        if not attempt:
+            return None
+        if claim(run, before, attempt):
+            return attempt, before
+    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
+
+
+def next_number(attempts: Sequence[Attempt]) -> int:
+    """Return the number to claim after these attempts, oldest first."""
+    return attempts[-1].number + 1 if attempts else 1
+
+
 def record_start(run: Run, attempt: Attempt) -> None:
     """Record where a claimed `attempt` has chosen to start; raises like `ensure_owner`."""
     ensure_owner(run, attempt)
@@ -371,10 +399,13 @@ def new_owner(run: Run, job_id: str) -> str:
     return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def fatal_error(claimant: Claimant) -> Exception | None:
-    """Return what ended for good what this owner, or this start of its driver, may do in the run; None: nothing."""
+def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Exception | None:
+    """Return what ended for good what this owner, or this start of its driver, may do in the run; None: nothing.
+
+    `attempts` are those of the run, if they have just been read.
+    """
     run, owner = claimant.run, claimant.owner
-    attempts = read_attempts(run)
+    attempts = read_attempts(run) if attempts is None else attempts
     try:
         refuse_if_superseded(attempts, owner, claimant.driver)
         refuse_if_deleted(run)

@@ -44,10 +44,7 @@ from sunspot.settings import Settings
 from sunspot.train.build import Joined, build_worker, prepare_learner
 from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import RegroupError, Worker, close_outputs
-
-OUTPUTS_S = 1.0
-"""How long a survivor waits for storage to take what its last group has printed and measured."""
+from sunspot.train.worker import RegroupError, Worker
 
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
@@ -112,6 +109,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         if not formed:
             yield None
             return
+        survivor.await_outputs()  # or what they are of the attempt before would come when another owns the run
         place, phases = formed, Phases(formed=time.time())
     else:
         carrier = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=config.limit_s)))
@@ -152,7 +150,8 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
             memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
         if place.rank == 0:
             control.tell(ControlChannel.explain_start, first_incident(start))
-            show_claim(run, first_status(start, plan))
+            if not start.live:  # others wait for this one, and the status says already that they train
+                show_claim(run, first_status(start, plan))
         outputs = stack.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
         joined = Joined(plan, run, start, place, memory, watchdog, control, outputs, survivor)
@@ -180,7 +179,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
             raise  # training goes on with the next group
         except Exception as error:
             if survivor and survivor.outlives(error):
-                close_outputs(outputs, OUTPUTS_S)
+                survivor.close(outputs)
                 raise RegroupError from error
             record_end(error, joined)
             raise

@@ -178,6 +178,7 @@ class Reporter:
             self._tidied = True
             tidy_journals(self._run, self._start.attempt.number)
             tidy_audit(self._run, self._start.attempt.number)
+            delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
         """Write at once from now on."""
@@ -276,11 +277,6 @@ def first_status(start: StartPoint, plan: Plan) -> Status:
 
 
 def show_claim(run: Run, status: Status) -> None:
-    """Write the first status of a claimed attempt, and delete those of older ones; the reporter retries what fails."""
-
-    def show() -> None:
-        write_status(run, status)
-        delete_older_statuses(run, status.attempt)
-
+    """Write the first status of a claimed attempt; the reporter retries what fails, and tidies older ones away."""
     with suppress(StorageError):
-        with_deadline(SHOW_CLAIM_S, "writing the status", show)
+        with_deadline(SHOW_CLAIM_S, "writing the status", lambda: write_status(run, status))

@@ -10,6 +10,8 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self
@@ -19,7 +21,7 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from sunspot.background import Background
+from sunspot.background import Background, start_thread
 from sunspot.checkpoint import NodeMemory
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.membership import Member
@@ -40,6 +42,9 @@ from sunspot.train.worker import RegroupError, Worker
 CLOSED_WITHIN_S = 3.0
 """How soon after an error in a collective a member hears that the group is closed, if a loss was the reason."""
 
+OUTPUTS_S = 1.0
+"""How long a group waits, once it has formed, for storage to take what its members printed and measured before."""
+
 CUT_EVERY_S = 0.1
 """Between two looks whether the group that forms has lost a member."""
 
@@ -55,6 +60,8 @@ class Survivor:
         uid = f"{socket.gethostname()}-{os.getpid()}"
         self._client = MembershipClient(address, Member(uid, self._node), self._groups.cut)
         self._worker: Worker | None = None
+        self._outputs: Future[None] | None = None
+        "Those of the group before, as they come to storage."
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
@@ -158,6 +165,15 @@ class Survivor:
         gc.collect()
         if not self.learner:
             torch.cuda.empty_cache()  # or what is built next would wait for it
+
+    def close(self, outputs: ExitStack) -> None:
+        """Begin to bring a group's outputs to storage, while the next group forms."""
+        self._outputs = start_thread(outputs.pop_all().close, "outputs")
+
+    def await_outputs(self) -> None:
+        """Wait for the outputs of the group before, for OUTPUTS_S at most."""
+        if self._outputs:
+            wait([self._outputs], OUTPUTS_S)
 
     def end(self) -> None:
         """Tell the others' decider that the group ends as a whole."""

@@ -7,17 +7,17 @@ from typing import Any
 
 from sunspot.checkpoint import versions
 from sunspot.checkpoint.files import upload
-from sunspot.errors import ConflictError, DamageError, NotFoundError
+from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run
 from sunspot.run.attempts import (
-    CLAIM_TRIES,
     Attempt,
     Metadata,
     attempt_of,
     checkpoint_name,
-    claim,
+    claim_next,
     ensure_owner,
     new_nonce,
+    next_number,
     read_attempts,
 )
 from sunspot.run.checkpoints import (
@@ -35,10 +35,10 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
 
     Raises `SupersededError` if another process has taken it over since.
     """
-    for _ in range(CLAIM_TRIES):
-        attempts = read_attempts(run)
-        attempt = Attempt(
-            number=attempts[-1].number + 1 if attempts else 1,
+
+    def make(attempts: list[Attempt]) -> Attempt:
+        return Attempt(
+            number=next_number(attempts),
             owner=owner,
             starts_from=origin.name if origin else None,
             step=origin.step if origin else 0,
@@ -50,9 +50,10 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
             ),
             nonce=new_nonce(),
         )
-        if claim(run, attempts, attempt):
-            return attempt
-    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes of this search")
+
+    claimed = claim_next(run, make)
+    assert claimed
+    return claimed[0]
 
 
 def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
