@@ -69,7 +69,6 @@ class Survivor:
         "The state that it has, if that is whole, and where that stands."
 
     def __enter__(self) -> Self:
-        gc.freeze()  # what was imported: to look through all of it takes half a second, at each loss
         self._client.connect()
         return self
 
@@ -140,6 +139,8 @@ class Survivor:
 
     def begin(self, worker: Worker) -> None:
         """Note what this process trains with."""
+        if not gc.get_freeze_count():
+            gc.freeze()  # all that was imported, and the model: to look through it takes half a second, at each loss
         self._worker, self.learner = worker, worker.learner
 
     def outlives(self, error: Exception) -> bool:
@@ -161,6 +162,7 @@ class Survivor:
             self.window = self._worker.window
             if is_fsdp(self._worker.learner.model):  # the next group has other parts, from the copies in memory
                 self.learner = self.window = None
+                gc.unfreeze()
             self._worker = None
         gc.collect()
         if not self.learner:
