@@ -5,7 +5,8 @@ RECLAIM with notice, KILL without. The clock starts right before the command and
 the run's own record. ADD (for the head's node ADD_HEAD) brings the nodes back, or others like them, and the next fault
 waits until all workers train again. In the commands, {node} stands for the node's name.
 
-With --stock, the same faults against the usual loop under the defaults of Ray and KubeRay (scripts/stock.yaml).
+With --stock, the same faults against the loop of Ray's guides, which saves on notice, under the defaults of Ray and
+KubeRay (scripts/stock.yaml).
 
 The namespace has k8s/base and the Secret sunspot-storage; SUNSPOT_STORAGE_PATH and the AWS_ variables reach the same
 storage from here.
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
-from scripts.subjects import START_S, Group, Ours, Stock, Subject, running, wait_until_complete
+from scripts.subjects import START_S, Group, Notice, Ours, Subject, running, wait_until_complete
 from sunspot.errors import run_and_exit
 from sunspot.settings import PREFIX
 from sunspot.submitter.manifest.render import JobRequest
@@ -156,12 +157,12 @@ def main() -> int:
     parser.add_argument("--fault", choices=KINDS, default="reclaim")
     parser.add_argument("--target", choices=TARGETS, default="worker", help="whose node")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
-    parser.add_argument("--stock", action="store_true", help="take them from the usual loop instead")
+    parser.add_argument("--stock", action="store_true", help="take them from the loop of Ray's guides")
     add_options(parser, "recovery")
     arguments = parser.parse_args()
     commands = commands_of_the_environment(arguments.fault)
     request = request_of(arguments, SETTINGS)
-    subject: Subject = Stock(request) if arguments.stock else Ours(request)
+    subject: Subject = Notice(request) if arguments.stock else Ours(request)
     chance = random.Random(0)
     faults = []
     with running(subject):

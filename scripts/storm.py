@@ -68,12 +68,7 @@ SETTINGS = {
 
 OWN_HOST = """
 import os
-
-def be_a_host():
-    os.environ["NCCL_HOSTID"] = str(os.getpid())
-
-be_a_host()
-os.register_at_fork(after_in_child=be_a_host)
+os.environ["NCCL_HOSTID"] = str(os.getpid())
 """
 """What each process begins with: of one host, NCCL wants every rank on a GPU of its own."""
 
@@ -111,6 +106,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="storm-") as name:
         folder = Path(name)
         write_data(folder)
+        if arguments.gpu:
+            (folder / "sitecustomize.py").write_text(OWN_HOST)
         run = open_run(str(folder / "runs"), "storm")
         with training(folder, run, PAUSE_S) as process:
             losses = strike(run, process, arguments.kills, random.Random(arguments.seed))
@@ -145,7 +142,6 @@ def training(folder: Path, run: Run, pause_s: float, **settings: object) -> Iter
         "NUM_WORKERS": WORKERS,
         "TASK_ARGS": json.dumps({"pause_s": pause_s}),
     }
-    (folder / "sitecustomize.py").write_text(OWN_HOST)
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = {f"SUNSPOT_{name}": str(value) for name, value in {**SETTINGS, **own, **settings}.items()}
     log = folder / f"{run.name}.log"

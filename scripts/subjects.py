@@ -189,6 +189,12 @@ class Stock:
         kubectl("delete", *wait, "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
 
 
+class Notice(Stock):
+    """The usual loop with what Ray's guide to preemption adds: it saves once a node is to go."""
+
+    name, title = "notice", "the same, saving on notice"
+
+
 class Torchft(Stock):
     """The same task under TorchFT, through Ray's `TorchftConfig`; `torchft` is in the image."""
 

@@ -1,10 +1,12 @@
-r"""`python -m scripts.bench.loops stock` (or `torchft`): the yardsticks for recovery, as Ray's own guides train.
+r"""`python -m scripts.bench.loops stock` (`notice`, `torchft`): the yardsticks for recovery, as Ray's own guides train.
 
 Task, data, batch, workers, MAX_STEPS, CHECKPOINT_EVERY_STEPS and MAX_FAILURES come from the SUNSPOT_ settings. `stock`
 follows the guides to PyTorch, fault tolerance and elastic training, and changes no default of Ray's; as a checkpoint
-has no position in the data, a restart begins the epoch again. `torchft` follows the example of `TorchftConfig` in Ray
-2.60, with torchft 0.2: each worker is a replica of its own, the others go on without a lost one, and one that is
-replaced gets the state from them and begins its part of the data again; nothing is reported to Ray or saved.
+has no position in the data, a restart begins the epoch again. `notice` is the same with what the guide to preemption
+adds: it asks after each step whether a node is to go, and then saves once. `torchft` follows the example of
+`TorchftConfig` in Ray 2.60, with torchft 0.2: each worker is a replica of its own, the others go on without a lost one,
+and one that is replaced gets the state from them and goes on in its part of the data where they are in theirs; nothing
+is reported to Ray or saved.
 
 Rank 0, or each replica, prints a line of JSON for each step, `{"time", "step", "world"}`; `stock` also for each start
 of the workers, `{"time", "event": "start", "from_step", "checkpoint_step", "world"}`, after which steps from
@@ -28,7 +30,9 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -71,6 +75,7 @@ def train_stock(config: dict[str, Any]) -> None:
     loader = DataLoader(dataset_of(plan), batch_size=settings.global_batch_size // world, shuffle=True)
     loader = ray.train.torch.prepare_data_loader(loader)
 
+    saved_on_notice = config["name"] == "stock"
     first_epoch = step = checkpoint_step = 0
     start, parent = ray.train.collective.broadcast_from_rank_zero(f"{began:.3f}"), "none"
     if checkpoint := ray.train.get_checkpoint():
@@ -105,7 +110,9 @@ def train_stock(config: dict[str, Any]) -> None:
 
             over = step - epoch_began == len(loader)
             every = settings.checkpoint_every_steps
-            if over or (every and step % every == 0) or step == plan.total_steps:
+            noticed = not saved_on_notice and ray.train.get_preemption_info() is not None
+            saved_on_notice |= noticed
+            if over or noticed or (every and step % every == 0) or step == plan.total_steps:
                 state = {
                     "model": bare.state_dict(),
                     "optimizer": optimizer.state_dict(),
@@ -116,7 +123,8 @@ def train_stock(config: dict[str, Any]) -> None:
                     "epoch": epoch + over,
                     "epoch_began": step if over else epoch_began,
                 }
-                write_rows(plan, f"-stock/rows/{start}-after-{parent}-at-{checkpoint_step}/{step}-{rank}.json", taken)
+                lineage = f"{start}-after-{parent}-at-{checkpoint_step}"
+                write_rows(plan, f"-{config['name']}/rows/{lineage}/{step}-{rank}.json", taken)
                 taken = []
                 with tempfile.TemporaryDirectory() as folder:
                     if rank == 0:
@@ -167,14 +175,15 @@ def train_torchft(config: dict[str, Any]) -> None:
         dataset, replica_rank=rank, num_replica_groups=world, group_rank=0, num_replicas=1, shuffle=True
     )
     loader = DataLoader(dataset, settings.global_batch_size // world, sampler=sampler)
-    batches = iter(loader)
-    epoch = 0
-    "From 1; 0 until the first step tells a worker that is replaced which one the others are in."
+    epoch, known = 1, False
+    "A worker that is replaced knows after its first step where the others are, in which it has not taken part."
+    sampler.set_epoch(epoch)
+    batches: Iterator[Any] = iter(loader)
     model.train()
     while (step := manager.current_step()) < plan.total_steps:
         batch = next(batches, None)
         if batch is None:
-            epoch += bool(epoch)
+            epoch += 1
             sampler.set_epoch(epoch)
             batches = iter(loader)
             continue
@@ -188,9 +197,12 @@ def train_torchft(config: dict[str, Any]) -> None:
         if manager.current_step() > step and manager.is_participating():  # committed, with these rows
             step = manager.current_step()
             print_event(time=time.time(), step=step, world=manager.num_participants())
-            epoch = epoch or (step - 1) // len(loader) + 1
             name = f"-torchft/rows/{began:.3f}-after-none-at-0/{step}-{rank}.json"
-            write_rows(plan, name, [(epoch, step, row.tolist())])
+            write_rows(plan, name, [((step - 1) // len(loader) + 1, step, row.tolist())])
+        if not known and (step := manager.current_step()):
+            known, epoch = True, step // len(loader) + 1
+            sampler.set_epoch(epoch)
+            batches = islice(iter(loader), step % len(loader), None)
     manager.shutdown()
 
 
@@ -226,6 +238,7 @@ def main(name: str) -> int:
         train_torchft if torchft else train_stock,
         train_loop_config={
             "plan": make_plan(settings, load_task(settings)),
+            "name": name,
             "driver": ray.util.get_node_ip_address(),  # where the lighthouse is
         },
         scaling_config=ScalingConfig(

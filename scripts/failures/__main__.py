@@ -2,8 +2,8 @@
 
 Nodes of the cluster of KUBE_CONTEXT go by your commands, at the same seconds after each contender's first step:
 RECLAIM with notice, KILL without, and ADD brings them back; {node} in them stands for the name. The contenders train
-the same task for the same number of steps: Sunspot; the loop of Ray's guides under the defaults of Ray and KubeRay; and
-TorchFT through Ray's `TorchftConfig`, with an image that has it (--torchft-image).
+the same task for the same number of steps: Sunspot; the loop of Ray's guides under the defaults of Ray and KubeRay, and
+the same saving on notice; and TorchFT through Ray's `TorchftConfig`, with an image that has it (--torchft-image).
 
 Results, table and plot are written to --output as they come, so that what is cut short leaves what it knew, and stay
 there for the contenders of a later call: --only does one again. The cluster is one for `make recovery`; its clocks and
@@ -23,10 +23,10 @@ from scripts.failures.losses import dealt, schedule
 from scripts.failures.result import Result, read, table, write
 from scripts.failures.rows import rows_of
 from scripts.recovery import SETTINGS, add_options, request_of
-from scripts.subjects import START_S, Ours, Stock, Subject, Torchft
+from scripts.subjects import START_S, Notice, Ours, Stock, Subject, Torchft
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
 
-CONTENDERS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "torchft": Torchft}
+CONTENDERS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "notice": Notice, "torchft": Torchft}
 
 LOOK_EVERY_S = 60.0
 """A look at ours reads all of its history, and all are to have the cores for themselves."""

@@ -104,7 +104,7 @@ def plot(results: Sequence[Result]) -> str:
     drawn = [result for result in results if result.points]
     lines = [
         Line(result.name, [Point(at / 60, float(step)) for at, step in result.points], style)
-        for result, style in zip(drawn, "abc", strict=False)
+        for result, style in zip(drawn, "abcd", strict=False)
     ]
     longest = max(drawn, key=lambda result: len(result.losses), default=None)
     marks = [(at / 60, "n" if kind == "reclaim" else "") for at, kind, _ in longest.losses] if longest else []
@@ -118,6 +118,7 @@ def plot(results: Sequence[Result]) -> str:
     chart = Drawing(said, x, label, y, lines, marks=marks).svg()
     style = files("sunspot.report").joinpath("style.css").read_text()
     style += "svg:root { width: 720px; background: var(--paper); font-family: system-ui, sans-serif; }"
+    style += ".line.d { stroke: var(--mark); stroke-dasharray: 1 3; }"
     added = [f"<style>{style}</style>"]
     above = LEGEND * len(lines)
     for place, line in enumerate(lines):

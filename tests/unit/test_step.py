@@ -30,6 +30,7 @@ from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
+from sunspot.train.learner import Learner
 from sunspot.train.loop import take_step
 from sunspot.train.randomness import seed_generators
 from sunspot.train.run import TrainingRun
@@ -329,3 +330,28 @@ def test_the_random_numbers_of_a_step_are_those_that_torch_manual_seed_gives() -
     random.seed(word)
     assert torch.equal(drawn[0], torch.rand(4))
     assert drawn[1:] == (np.random.rand(), random.random())
+
+
+@pytest.mark.parametrize("needs_others", [False, True])
+def test_a_process_that_joins_has_taken_a_step_that_leaves_no_trace(needs_others: bool) -> None:
+    """Of it only what the optimizer allocates stays, which the others' state replaces."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    source: Any = SimpleNamespace(row_groups=(60,), read=lambda group, rows: {"x": np.ones((len(rows), 2), np.float32)})
+    plan = Plan(Settings(num_workers="2..3", global_batch_size=12), source, None, Steps(60, 12), 25)
+    passes: list[int] = []
+
+    def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        passes.append(len(batch["row"]))
+        if needs_others:
+            dist.barrier()
+        return model(batch["x"]).sum(1), {}
+
+    optimizer = torch.optim.Adam(model.parameters())
+    task: Any = SimpleNamespace(loss=loss)
+    learner = Learner(plan, task, WorkerPlace(), model, optimizer, WeightAverage(optimizer, 0), MagicMock())
+    before = [buffer.clone() for buffer in model.buffers()]
+    learner.warm_up()
+    assert passes == [4], "rows of one of three workers"
+    assert all(map(torch.equal, model.buffers(), before))
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+    assert bool(optimizer.state) is not needs_others

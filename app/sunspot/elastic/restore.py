@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,7 +91,9 @@ def hand_over(
         sends = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in lacking]
         work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sends]
     elif rank in lacking:
-        received = in_buffer(structure, bytearray(max(1, size_of(structure))))
+        # Each part has memory of its own, as the optimizer keeps what it gets; to set it to zero would keep all waiting.
+        parts = structure.items()
+        received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
         targets = [(tag, tensor) for tag, tensor in enumerate(tensors_in(received)) if tensor.numel()]
         work = [dist.irecv(tensor, source, place.group, tag) for tag, tensor in targets]
         known = TrainingState(**{**vars(known), **received})

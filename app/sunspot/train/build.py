@@ -158,7 +158,9 @@ def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
     if place.device.type == "cuda":
         await_device_memory(place.device, ray.get_runtime_context().get_node_id(), control)
     newest = Attempt(0, "", None, 0)
-    return build_learner(plan, place, newest, TrainingState(), make_loader)
+    learner = build_learner(plan, place, newest, TrainingState(), make_loader)
+    learner.warm_up()
+    return learner
 
 
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
@@ -209,7 +211,7 @@ def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer
     """Load what `build_model` has not: the optimizer's state, and of a state in parts the weights, too."""
     if state.optimizer:
         values = state.optimizer
-        if optimizer.param_groups[0]["params"][0].is_cpu:
+        if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
             # There the optimizer goes on with the very tensors it is given: not with pages of a whole file.
             values = map_tensors(values, torch.clone)
         optimizer.load_state_dict(shard_optimizer_state(optimizer, values))

@@ -1,8 +1,8 @@
 """What computes a step on one worker: its model, its optimizer and its rows, and the forward pass over these."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -11,13 +11,14 @@ import torch
 
 from sunspot.checkpoint import SavedObjects
 from sunspot.checkpoint.average import WeightAverage
-from sunspot.data.order import MIN_ROWS
+from sunspot.data.order import MIN_ROWS, largest_pass
 from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace, flatten, unflatten
 from sunspot.plan import Plan
 from sunspot.tasks import Task
+from sunspot.train.randomness import augment
 
 
 class Loader(Protocol):
@@ -51,6 +52,28 @@ class Learner:
         self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
         "The batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."
         self._buffers: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+
+    def warm_up(self) -> None:
+        """Take a step that does not count, so that what a first one compiles and allocates keeps nobody waiting.
+
+        The state of those who train takes the place of what it changes. A loop of its own takes steps that nobody else
+        knows, and a loss that needs the other workers raises: their first step then is what it is.
+        """
+        if hasattr(self.task, "train"):
+            return
+        settings, device = self.plan.settings, self.place.device
+        self.place = replace(self.place, world_size=settings.num_workers.most)
+        rows = max(largest_pass(rows, self.place.world_size, self.plan.pass_limit) for rows in self.plan.steps.sizes)
+        self.keep_buffers()
+        with suppress(Exception):
+            chosen = torch.arange(rows, device=device) % MIN_ROWS
+            batch = {name: column[chosen] for name, column in self.padding_batch.items()}
+            batch = augment(self.task, batch, settings.seed, 1, lambda *shape: torch.rand(rows, *shape, device=device))
+            losses, _ = row_losses(self, self.model, batch)
+            losses.sum().backward()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.put_back_buffers()
 
     def move(self, place: WorkerPlace) -> None:
         """Train on in another group: its model, its optimizer and its rows stay."""
