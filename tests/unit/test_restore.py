@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import sunspot.checkpoint.memory_files
 import sunspot.elastic.claim
 import sunspot.elastic.restore
+import sunspot.run.attempts
 from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.memory_files import MemorySnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
@@ -380,14 +381,14 @@ def test_what_was_never_committed_is_not_missed(run: Run) -> None:
 
 
 def test_a_lost_claim_is_tried_again_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = sunspot.elastic.claim.claim
+    claim = sunspot.run.attempts.claim
 
     def lose(*arguments: Any) -> bool:
-        monkeypatch.setattr(sunspot.elastic.claim, "claim", claim)
+        monkeypatch.setattr(sunspot.run.attempts, "claim", claim)
         start(run, "other")
         return claim(*arguments)
 
-    monkeypatch.setattr(sunspot.elastic.claim, "claim", lose)
+    monkeypatch.setattr(sunspot.run.attempts, "claim", lose)
     assert begun(run).attempt.number == 2
 
 

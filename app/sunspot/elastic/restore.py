@@ -91,7 +91,7 @@ def hand_over(
         sends = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in lacking]
         work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sends]
     elif rank in lacking:
-        # Each part has memory of its own, as the optimizer keeps what it gets; to set it to zero would keep all waiting.
+        # Each part has memory of its own, as the optimizer keeps what it gets. All wait: nothing is set to zero first.
         parts = structure.items()
         received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
         targets = [(tag, tensor) for tag, tensor in enumerate(tensors_in(received)) if tensor.numel()]
