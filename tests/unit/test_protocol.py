@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -616,11 +616,7 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")
 
-    def take_number(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> tuple[Attempt, list[Attempt]] | None:
-        attempt = make(before := read_attempts(run))
-        return (attempt, before) if attempt else None
-
-    monkeypatch.setattr(sunspot.elastic.claim, "claim_next", take_number)
+    monkeypatch.setattr(sunspot.elastic.claim, "claim_next", lambda run, make: make(read_attempts(run)))
     monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
     monkeypatch.setattr(sunspot.elastic.claim, "record_start", claim_with_start)
     expect_counterexample(

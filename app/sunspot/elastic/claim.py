@@ -174,6 +174,7 @@ def begin_attempt(
         return broadcast_from_rank0(group, act_as_owner)
 
     def record_choice(start: StartPoint) -> StartPoint:
+        ensure_owner(run, start.attempt)  # to read it may have taken long
         record_start(run, start.attempt)
         return start
 
@@ -204,28 +205,31 @@ def begin_attempt(
 def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> StartPoint | None:
     """Claim the next attempt for workers that go on with their state; None when none has one, or they may not train on.
 
-    They wait for it in the middle of a step, so nothing that it reads waits for anything else.
+    They wait for it in the middle of a step, so what it needs for their receipt is read beside. Raises
+    `SupersededError`.
     """
     if not any(inventory.live for inventory in inventories):
         return None
     run = claimant.run
 
     def make(before: list[Attempt]) -> Attempt | None:
-        live = choose_live(before, inventories)
-        if not live or claimant.given_up.is_set():
+        if not choose_live(before, inventories) or claimant.given_up.is_set():
             return None
         # The group before was of this driver, too, and has recorded which ones it found.
-        attempt = make_attempt(claimant, settings, inventories, before, before[-1].metadata.after)
-        return attempt.starting_from(live.checkpoint, IN_PLACE)
+        return make_attempt(claimant, settings, inventories, before, before[-1].metadata.after)
 
     receipts = start_thread(lambda: read_receipts(read_journal(run, "events")), "read-receipts")
     status = start_thread(lambda: read_status(run, claimant.driver), "read-status")
     claimed = claim_next(run, make)
     if not claimed:
         return None
-    attempt, before = claimed
-    past = Past(heartbeats_in(inventories), receipts.result(), status.result())
+    before = [earlier for earlier in read_attempts(run) if earlier.number < claimed.number]
     live = choose_live(before, inventories)
+    if not live:
+        raise SupersededError(f"{run.location} was deleted while its workers formed a group; this process has ended")
+    attempt = claimed.starting_from(live.checkpoint, IN_PLACE)
+    record_start(run, attempt)
+    past = Past(heartbeats_in(inventories), receipts.result(), status.result())
     return StartPoint(attempt, chosen_among(before), live=live, nodes=nodes_in(inventories), past=past)
 
 
@@ -242,11 +246,10 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
             return None
         return make_attempt(claimant, settings, inventories, before, status.after if status else ())
 
-    claimed = claim_next(run, make)
-    if not claimed:
-        return None
-    refuse_other_settings(run, settings.environment(), ())
-    return claimed[0]
+    attempt = claim_next(run, make)
+    if attempt:
+        refuse_other_settings(run, settings.environment(), ())
+    return attempt
 
 
 def make_attempt(

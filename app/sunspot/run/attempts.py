@@ -3,8 +3,7 @@
 Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
 run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion.
 Only then does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its
-own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere. Who needs no
-checkpoint, as its workers go on with the state that they have, claims and chooses by one write.
+own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
 
 A claim's nonce tells it from one of the same number in a run that was deleted and begun again under its name. The names
 of checkpoints and audit folders carry it, so a process of the deleted run writes beside the new one's, never over them.
@@ -297,19 +296,16 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
     return run.storage.create(_key(run, attempt.number), with_checksum(asdict(attempt)))
 
 
-def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> tuple[Attempt, list[Attempt]] | None:
+def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> Attempt | None:
     """Claim the attempt that `make` returns for those so far, again with the newest when its number was taken.
 
-    Returns it, and those before it; None if `make` returns None. Raises `ConflictError` when all of CLAIM_TRIES were
-    taken, and like `claim`.
+    None if `make` returns None. Raises `ConflictError` when all of CLAIM_TRIES were taken, and like `claim`.
     """
     for _ in range(CLAIM_TRIES):
-        before = read_attempts(run)
-        attempt = make(before)
-        if not attempt:
-            return None
-        if claim(run, before, attempt):
-            return attempt, before
+        attempts = read_attempts(run)
+        attempt = make(attempts)
+        if not attempt or claim(run, attempts, attempt):
+            return attempt
     raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
 
 
@@ -320,7 +316,6 @@ def next_number(attempts: Sequence[Attempt]) -> int:
 
 def record_start(run: Run, attempt: Attempt) -> None:
     """Record where a claimed `attempt` has chosen to start; raises like `ensure_owner`."""
-    ensure_owner(run, attempt)
     key = run.key("attempts", _start_file(attempt))
     run.storage.create(key, with_checksum(asdict(attempt)))
     try:
