@@ -223,7 +223,7 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     claimed = claim_next(run, make)
     if not claimed:
         return None
-    before = [earlier for earlier in read_attempts(run) if earlier.number < claimed.number]
+    before = attempts_before(run, claimed)
     live = choose_live(before, inventories)
     if not live:
         raise SupersededError(f"{run.location} was deleted while its workers formed a group; this process has ended")
@@ -286,7 +286,7 @@ def choose_start(
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
-    before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
+    before = attempts_before(run, attempt)
     left, crashing = without_crashing(inventories, before)
     copy = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
@@ -319,6 +319,11 @@ def choose_start(
         other=read_status(run, other_than=attempt.driver),
     )
     return StartPoint(chosen, chosen_among(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
+
+
+def attempts_before(run: Run, attempt: Attempt) -> list[Attempt]:
+    """Return the attempts that came before one that is claimed, oldest first."""
+    return [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
 
 
 def chosen_among(attempts: list[Attempt]) -> list[Attempt]:

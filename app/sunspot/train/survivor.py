@@ -21,7 +21,7 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from sunspot.background import Background, start_thread
+from sunspot.background import Background
 from sunspot.checkpoint import NodeMemory
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.membership import Member
@@ -37,7 +37,7 @@ from sunspot.run import Run
 from sunspot.run.failures import LOST_PEER
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner
-from sunspot.train.worker import RegroupError, Worker
+from sunspot.train.worker import RegroupError, Worker, close_outputs
 
 CLOSED_WITHIN_S = 3.0
 """How soon after an error in a collective a member hears that the group is closed, if a loss was the reason."""
@@ -170,7 +170,7 @@ class Survivor:
 
     def close(self, outputs: ExitStack) -> None:
         """Begin to bring a group's outputs to storage, while the next group forms."""
-        self._outputs = start_thread(outputs.pop_all().close, "outputs")
+        self._outputs = close_outputs(outputs)
 
     def await_outputs(self) -> None:
         """Wait for the outputs of the group before, for OUTPUTS_S at most."""

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -301,7 +302,12 @@ class Worker:
             print(restart)  # how its log ends
             left_s = broadcast_from_rank0(self._group, self._drain_limit_s)  # which alone knows of a notice
             output_s = CLOSE_TIMEOUT_S if left_s is None else min(left_s, CLOSE_TIMEOUT_S)
-            run_on_all_ranks(self._group, lambda: close_outputs(self._outputs, output_s))
+
+            def close() -> None:
+                with suppress(TimeoutError):
+                    close_outputs(self._outputs).result(output_s)
+
+            run_on_all_ranks(self._group, close)
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
@@ -317,7 +323,6 @@ class Worker:
         return DRAIN_S if self.checkpoints.in_memory and not command.moves else None
 
 
-def close_outputs(outputs: ExitStack, limit_s: float) -> None:
-    """Bring to storage what is not there yet of a worker's outputs, as far as that takes no longer than `limit_s`."""
-    with suppress(TimeoutError):
-        start_thread(outputs.pop_all().close, "outputs").result(limit_s)
+def close_outputs(outputs: ExitStack) -> Future[None]:
+    """Begin to bring to storage what is not there yet of a worker's outputs; who waits for it chooses how long."""
+    return start_thread(outputs.pop_all().close, "outputs")
