@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -605,6 +605,18 @@ def test_a_deletion_that_goes_on_late_spares_the_run_begun_anew() -> None:
         protocol.advance(0, 40)
 
 
+def test_a_group_goes_on_with_all_that_it_trained_while_its_run_is_deleted() -> None:
+    """Or not at all: the deletion had taken its first claim, not yet its last."""
+    with replay() as protocol:
+        protocol.begin(operations=0)
+        for number in range(1, 4):
+            protocol.advance(0, 1)
+            protocol.go_to(protocol.living(0), ("create", f"attempts/{number:04d}.json"))
+        protocol.delete()
+        protocol.go_to(protocol.living(1), ("delete", "attempts/0002"))
+        protocol.advance(0, 40)
+
+
 def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) -> None:
     """Without one of its cures the protocol is broken, and a few schedules show how; soon, from the seed `start`."""
     with pytest.raises((AssertionError, DamageError), match=text):
@@ -616,7 +628,12 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")
 
-    monkeypatch.setattr(sunspot.elastic.claim, "claim_next", lambda run, make: make(read_attempts(run)))
+    def make_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> list[Attempt]:
+        before = read_attempts(run)
+        attempt = make(before)
+        return [*before, attempt] if attempt else []
+
+    monkeypatch.setattr(sunspot.elastic.claim, "claim_next", make_next)
     monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
     monkeypatch.setattr(sunspot.elastic.claim, "record_start", claim_with_start)
     expect_counterexample(

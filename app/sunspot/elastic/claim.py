@@ -38,7 +38,6 @@ from sunspot.run.attempts import (
     lineage,
     new_nonce,
     next_number,
-    read_attempts,
     record_error,
     record_start,
     step_of,
@@ -184,10 +183,10 @@ def begin_attempt(
 
     if start := on_rank_0(lambda: claim_in_place(claimant, settings, inventories)):
         return start
-    attempt = on_rank_0(lambda: claim_attempt(claimant, settings, inventories))
+    claimed = on_rank_0(lambda: claim_attempt(claimant, settings, inventories))
     damaged: dict[str, list[str]] = {}
-    while attempt:
-        start = on_rank_0(functools.partial(choose_start, run, attempt, inventories, damaged))
+    while claimed:
+        start = on_rank_0(functools.partial(choose_start, run, claimed, inventories, damaged))
         if start and (checkpoint := start.checkpoint):
             seen = run_on_all_ranks(group, functools.partial(find_damage, checkpoint))
             if faults := [fault for faults in gather_objects(seen, group) for fault in faults]:
@@ -223,18 +222,18 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     claimed = claim_next(run, make)
     if not claimed:
         return None
-    before = attempts_before(run, claimed)
+    *before, attempt = claimed
     live = choose_live(before, inventories)
     if not live:
-        raise SupersededError(f"{run.location} was deleted while its workers formed a group; this process has ended")
-    attempt = claimed.starting_from(live.checkpoint, IN_PLACE)
+        raise SupersededError(f"{run.location}: the group that this process trained in does not count any more")
+    attempt = attempt.starting_from(live.checkpoint, IN_PLACE)
     record_start(run, attempt)
     past = Past(heartbeats_in(inventories), receipts.result(), status.result())
     return StartPoint(attempt, chosen_among(before), live=live, nodes=nodes_in(inventories), past=past)
 
 
-def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> Attempt | None:
-    """Claim the next attempt, whose start is not chosen yet; None when this job may not train on.
+def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
+    """Claim the next attempt, whose start is not chosen yet, like `claim_next`; nothing when this job may not train on.
 
     Raises `ConflictError` when the run was begun anew with other settings meanwhile.
     """
@@ -246,10 +245,10 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
             return None
         return make_attempt(claimant, settings, inventories, before, status.after if status else ())
 
-    attempt = claim_next(run, make)
-    if attempt:
+    claimed = claim_next(run, make)
+    if claimed:
         refuse_other_settings(run, settings.environment(), ())
-    return attempt
+    return claimed
 
 
 def make_attempt(
@@ -275,9 +274,9 @@ def make_attempt(
 
 
 def choose_start(
-    run: Run, attempt: Attempt, inventories: list[NodeInventory], damaged: Mapping[str, list[str]]
+    run: Run, claimed: Sequence[Attempt], inventories: list[NodeInventory], damaged: Mapping[str, list[str]]
 ) -> StartPoint:
-    """Choose where a claimed attempt starts, given the faults of checkpoints that were read.
+    """Choose where the attempt starts that was claimed as the last of these, given the faults of checkpoints read.
 
     From here on only this attempt commits or deletes; requests in flight may still land, but never as the newest
     checkpoint listed now. Raises `SupersededError`, or `DamageError` like `refuse_to_begin_anew`.
@@ -286,7 +285,7 @@ def choose_start(
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
-    before = attempts_before(run, attempt)
+    *before, attempt = claimed
     left, crashing = without_crashing(inventories, before)
     copy = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
@@ -319,11 +318,6 @@ def choose_start(
         other=read_status(run, other_than=attempt.driver),
     )
     return StartPoint(chosen, chosen_among(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
-
-
-def attempts_before(run: Run, attempt: Attempt) -> list[Attempt]:
-    """Return the attempts that came before one that is claimed, oldest first."""
-    return [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
 
 
 def chosen_among(attempts: list[Attempt]) -> list[Attempt]:

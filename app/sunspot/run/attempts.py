@@ -296,16 +296,23 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
     return run.storage.create(_key(run, attempt.number), with_checksum(asdict(attempt)))
 
 
-def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> Attempt | None:
+def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> list[Attempt]:
     """Claim the attempt that `make` returns for those so far, again with the newest when its number was taken.
 
-    None if `make` returns None. Raises `ConflictError` when all of CLAIM_TRIES were taken, and like `claim`.
+    Returns those before it as they stand after the claim, oldest first, and it as the last; nothing if `make` returns
+    None. Raises `ConflictError` when all of CLAIM_TRIES were taken, `SupersededError` when one of those so far is gone,
+    which happens while a run is deleted, and like `claim`.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
         attempt = make(attempts)
-        if not attempt or claim(run, attempts, attempt):
-            return attempt
+        if not attempt:
+            return []
+        if claim(run, attempts, attempt):
+            before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
+            if len(before) < len(attempts):
+                raise _deleted(run, attempt)
+            return [*before, attempt]
     raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
 
 
@@ -332,9 +339,7 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
         raise _superseded(attempts[-1])  # or else it has just been deleted
     claimed = read_if_there(lambda: _read_attempt(run, f"{attempt.number:04d}.json"))
     if not claimed or claimed.nonce != attempt.nonce:
-        raise SupersededError(
-            f"{run.location} was deleted while attempt {attempt.number} trained; this process has ended"
-        )
+        raise _deleted(run, attempt)
 
 
 @dataclass(frozen=True)
@@ -363,6 +368,10 @@ def _superseded(newest: Attempt) -> SupersededError:
         f"attempt {newest.number} of {newest.owner} owns the run since {as_time(newest.time)}; this process has ended, "
         "and its retries will not claim the run again. To take it over, start a new job"
     )
+
+
+def _deleted(run: Run, attempt: Attempt) -> SupersededError:
+    return SupersededError(f"{run.location} was deleted while attempt {attempt.number} trained; this process has ended")
 
 
 def _key(run: Run, number: int) -> str:
