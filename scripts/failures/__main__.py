@@ -42,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser("bench-failures", description="Trains through the same losses, in several ways.")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of each contender; default: 3000")
+    parser.add_argument("--minutes", type=float, default=240, help="of each contender at most; default: 240")
     parser.add_argument("--every", type=float, default=240, metavar="S", help="seconds between losses; default: 240")
     parser.add_argument("--away", type=float, default=60, metavar="S", help="until a node comes back; default: 60")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
@@ -107,8 +108,9 @@ def train(subject: Subject, results: list[Result], commands: dict[str, str], arg
 
         with dealt(losses, result.losses, commands, arguments.away, began) as dealing:
             while result.reached < arguments.steps and not result.ended and not dealing.done():
-                time.sleep(LOOK_EVERY_S)
-                look(subject, result, began)
+                left_s = began + arguments.minutes * 60 - time.time()
+                time.sleep(min(LOOK_EVERY_S, max(left_s, 0)))
+                look(subject, result, began, time_is_up=left_s <= LOOK_EVERY_S)
                 write(results, Path(arguments.output))
         if not result.ended:
             result.losses = [loss for loss in result.losses if loss[0] <= result.wall_s]
@@ -121,7 +123,7 @@ def train(subject: Subject, results: list[Result], commands: dict[str, str], arg
             print(f"   {error}", flush=True)
 
 
-def look(subject: Subject, result: Result, began: float) -> None:
+def look(subject: Subject, result: Result, began: float, time_is_up: bool) -> None:
     """Take in what is new; a cluster or storage that does not answer is asked again, until it counts as no step."""
     over = ""
     try:
@@ -131,8 +133,10 @@ def look(subject: Subject, result: Result, began: float) -> None:
     except (ClusterError, StorageError) as error:
         print(f"   {error}", flush=True)
     if result.reached < result.steps:
-        still = time.time() - began - max((at for at, _ in result.points), default=0.0)
-        result.ended = over or (f"no step for {still:.0f} s" if still > STILL_S else "")
+        now = time.time() - began
+        still = now - max((at for at, _ in result.points), default=0.0)
+        result.ended = over or (f"no step for {still:.0f} s" if still > STILL_S else "time is up" if time_is_up else "")
+        result.ended_s = round(now, 1) if result.ended else 0.0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class Result:
     "Rows that it has learned from again within an epoch."
     ended: str = ""
     "Why it did not take all steps; empty: it has, or has not ended yet."
+    ended_s: float = 0.0
+    "When it was found to have ended so."
 
     @property
     def reached(self) -> int:
@@ -48,8 +50,8 @@ class Result:
 
     @property
     def wall_s(self) -> float:
-        """From the first step known to the highest one, for the first time."""
-        return next((at for at, step in self.points if step == self.reached), 0.0)
+        """Until it took the highest step for the first time, or ended without all."""
+        return self.ended_s or next((at for at, step in self.points if step == self.reached), 0.0)
 
     @property
     def goodput(self) -> float | None:
@@ -65,7 +67,7 @@ class Result:
         for at, step in self.points:
             if step > best:
                 longest, since, best = max(longest, at - since), at, step
-        return longest
+        return max(longest, self.ended_s - since)
 
 
 def read(folder: Path) -> list[Result]:

@@ -9,6 +9,7 @@ import re
 import shlex
 import time
 import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,8 @@ def test_figures_of_a_contender(tmp_path: Path) -> None:
     assert (result.reached, result.wall_s, result.longest_s) == (100, 159.0, 61.0)
     assert result.goodput == pytest.approx(99 / 159)
     cut = Result("stock", "job", 200, points, 10, [(49.5, "kill", "a"), (70.0, "reclaim", "b")], 3, 4, "Failed")
+    assert replace(cut, ended_s=230).longest_s == 71
+    assert replace(cut, ended_s=230).goodput == pytest.approx(99 / 230)
     results = [result, cut, Result("TorchFT", "job", 5)]
     lines = table(results).splitlines()
     assert lines[2].startswith("| Sunspot | 100 | 2.6 min | 62.3% | 0 | 1 | 10 |  |  |")
@@ -156,11 +159,14 @@ class Subject:
         self.deleted = True
 
 
-@pytest.mark.parametrize(("ends_after", "ended", "add"), [(99, "", "echo"), (8, "Failed", "echo"), (99, "", "false")])
+@pytest.mark.parametrize(
+    ("ends_after", "ended", "add"),
+    [(99, "", "echo"), (8, "Failed", "echo"), (99, "time is up", "echo"), (99, "", "false")],
+)
 def test_a_contender_goes_through_the_losses(
     ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It ends with its last step, when the job fails, or with a command that does."""
+    """It ends with its last step, when the job fails, when its time is up, or with a command that fails."""
     monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(program, "END_S", 0)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b", "c"})
@@ -170,6 +176,7 @@ def test_a_contender_goes_through_the_losses(
     commands = {name: f"echo {name} {{node}} >> {log}" for name in ("reclaim", "kill")}
     commands["add"] = f"{add} add {{node}} >> {log}"
     arguments = argparse.Namespace(steps=20, every=0.1, away=0.01, seed=0, nodes="b,a", output=str(tmp_path / "out"))
+    arguments.minutes = 0.005 if ended == "time is up" else 1
     subject, results = Subject(ends_after), [Result("it", "job", 20)]
     if add == "false":
         with pytest.raises(SunspotError, match="ended with 1"):
@@ -182,6 +189,7 @@ def test_a_contender_goes_through_the_losses(
         assert said[1::2] == [f"add {line.split()[1]}" for line in said[::2]]
         assert results[0].losses
         assert ended or results[0].losses[-1][0] <= results[0].wall_s
+        assert bool(ended) == (0 < results[0].ended_s == results[0].wall_s)
         assert (results[0].reached >= 20, results[0].ended, results[0].again) == (not ended, ended, 7)
         assert {file.name for file in (tmp_path / "out").iterdir()} == {"table.md", "plot.svg", RESULTS}
     assert subject.deleted
@@ -209,7 +217,7 @@ def test_the_heads_node_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_contender_that_is_silent_for_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, result = Subject(99), Result("it", "job", 20, [(0.0, 1)])
     monkeypatch.setattr(subject, "over", lambda: (_ for _ in ()).throw(ClusterError("gone")))
-    program.look(subject, result, time.time() - program.STILL_S + 60)
+    program.look(subject, result, time.time() - program.STILL_S + 60, time_is_up=False)
     assert not result.ended
-    program.look(subject, result, time.time() - program.STILL_S - 60)
+    program.look(subject, result, time.time() - program.STILL_S - 60, time_is_up=False)
     assert result.ended == "no step for 1860 s"
