@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -210,6 +210,16 @@ class Torchft(Stock):
         workers["rayStartParams"]["resources"] = json.dumps(json.dumps({"worker": 1}))
         # All workers tell of each step, in lines that Ray would take for one, and show every 5 s.
         head["template"]["spec"]["containers"][0]["env"].append({"name": "RAY_DEDUP_LOGS", "value": "0"})
+
+    def groups(self) -> list[Group]:
+        """As the number of replicas changes that take part in a step."""
+        if over := self.over():
+            raise SunspotError(f"{self.job} has ended: {over}")
+        steps = [record for record in read_records(self._lines) if "step" in record]
+        changes = [steps[:1], *([now] for before, now in pairwise(steps) if now["world"] != before["world"])]
+        return [
+            Group(number, step["world"], step["time"], 0) for number, step in enumerate(chain.from_iterable(changes), 1)
+        ]
 
     def replayed(self) -> int:
         """As the steps fall back, which they do when no replica is left."""

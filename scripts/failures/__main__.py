@@ -1,8 +1,8 @@
 """`make bench-failures`: wall time, goodput and rows lost under one schedule of failures, for each contender in turn.
 
-Nodes of the cluster of KUBE_CONTEXT go by your commands, at the same seconds after each contender's first step:
+Nodes of the cluster of KUBE_CONTEXT go by your commands, at the same seconds after all workers of a contender train:
 RECLAIM with notice, KILL without, and ADD brings them back; {node} in them stands for the name. The contenders train
-the same task for the same number of steps: Sunspot; the loop of Ray's guides under the defaults of Ray and KubeRay, and
+the same task to the same step: Sunspot; the loop of Ray's guides under the defaults of Ray and KubeRay, and
 the same saving on notice; and TorchFT through Ray's `TorchftConfig`, with an image that has it (--torchft-image).
 
 Results, table and plot are written to --output as they come, so that what is cut short leaves what it knew, and stay
@@ -23,7 +23,7 @@ from scripts.failures.losses import dealt, schedule
 from scripts.failures.result import Result, read, table, write
 from scripts.failures.rows import rows_of
 from scripts.recovery import SETTINGS, add_options, request_of
-from scripts.subjects import START_S, Notice, Ours, Stock, Subject, Torchft
+from scripts.subjects import START_S, Notice, Ours, Stock, Subject, Torchft, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
 
 CONTENDERS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "notice": Notice, "torchft": Torchft}
@@ -94,15 +94,11 @@ def train(subject: Subject, results: list[Result], commands: dict[str, str], arg
     losses = schedule(arguments.seed, arguments.every, nodes)
     until(f"cluster with all of {', '.join(nodes)}", START_S, lambda: ready_nodes(subject.namespace) >= set(nodes))
     print(f"== {time.strftime('%H:%M:%S')} {result.name}: {subject.job}", flush=True)
+    submitted = time.time()
     subject.submit()
     try:
-
-        def first_step() -> list[tuple[float, int]]:
-            if over := subject.over():
-                raise SunspotError(f"{subject.job}: {over}")
-            return subject.timeline()
-
-        began = until(f"step of {subject.job}", START_S, first_step)[0][0]
+        wait_until_complete(subject, submitted)
+        began = time.time()
         if heads := {pod.node for pod in pods(subject.job, subject.namespace) if pod.head} & set(nodes):
             raise SettingsError(f"--nodes {arguments.nodes}: the head of {subject.job} runs on {', '.join(heads)}")
 
@@ -128,7 +124,7 @@ def look(subject: Subject, result: Result, began: float, time_is_up: bool) -> No
     over = ""
     try:
         over = subject.over()
-        result.points = [(round(at - began, 2), step) for at, step in subject.timeline()]
+        result.points = [(round(at - began, 2), step) for at, step in subject.timeline() if at >= began]
         result.again = subject.replayed()
     except (ClusterError, StorageError) as error:
         print(f"   {error}", flush=True)

@@ -18,7 +18,7 @@ class Loss(NamedTuple):
     """A node that goes."""
 
     at_s: float
-    "Seconds since the first step."
+    "Seconds since all workers trained."
     kind: str
     "reclaim: with notice; kill: without."
     node: str
@@ -39,7 +39,7 @@ def dealt(
 ) -> Iterator[Future[None]]:
     """Deal the losses in a thread while the context lasts; each node comes back after `away_s`, before the next goes.
 
-    `began` is the time of the first step; the seconds since, the kind and the node are added to `told`. The future is
+    `began` is when all workers trained; the seconds since, the kind and the node are added to `told`. The future is
     done when a command of the user's has failed, which is raised at the end.
     """
     stop = Event()

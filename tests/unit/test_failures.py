@@ -21,7 +21,7 @@ from scripts.cluster import Pod
 from scripts.failures.losses import schedule
 from scripts.failures.result import RESULTS, Result, plot, read, table, write
 from scripts.failures.rows import of_checkpoints, of_replicas
-from scripts.subjects import Stock, Torchft
+from scripts.subjects import Group, Stock, Torchft
 from sunspot.errors import ClusterError, SettingsError, SunspotError
 from sunspot.storage import open_storage
 from sunspot.submitter.manifest.render import JobRequest
@@ -145,6 +145,9 @@ class Subject:
 
     def submit(self) -> None: ...
 
+    def groups(self) -> list[Group]:
+        return [Group(1, self.workers, self.began + 1, 0)]
+
     def over(self) -> str:
         return "Failed" if self.steps >= self.ends_after else ""
 
@@ -169,6 +172,7 @@ def test_a_contender_goes_through_the_losses(
     """It ends with its last step, when the job fails, when its time is up, or with a command that fails."""
     monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(program, "END_S", 0)
+    monkeypatch.setattr(scripts.subjects, "SETTLE_S", -2)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b", "c"})
     monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "c", "", True), Pod("w", "a", "", False)])
     monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
