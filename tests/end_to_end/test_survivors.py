@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import ray
 
 from sunspot.ray_internals.controller import reserved_groups
 from sunspot.run.attempts import IN_PLACE
@@ -109,6 +110,8 @@ def test_an_elastic_run_trains_on_without_a_lost_node_and_another_joins(
         going.lose()
         lost = wait_for_receipts(run, 2, training)[-1]
         assert (lost.tier, lost.replayed, lost.world_after) == (IN_PLACE, 0, 1)
+        placed = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+        assert [group["strategy"] for group in placed] == ["STRICT_SPREAD"], "or Ray's head would never rest"
     with start_node(ray_address, **WORKER_NODE):
         joined = wait_for_receipts(run, 3, training)[-1]
         assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 2)

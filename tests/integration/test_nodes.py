@@ -28,7 +28,7 @@ from sunspot.elastic import nodes as elastic_nodes
 from sunspot.elastic.control import COMMAND_EVERY_S, CommandPoller, ControlChannel, open_control
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.messages import Command, Incident
-from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room
+from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, choose_placement, find_room
 from sunspot.elastic.supervisor import supervised
 from sunspot.ray_internals import coordinator
 from sunspot.ray_internals.controller import end_groups_at_once, give_back, replace_lost_alone, reserved_groups
@@ -501,3 +501,8 @@ def test_a_command_is_known_after_the_step_it_came_in(ray_address: str) -> None:
         control.ask(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)
         time.sleep(3 * COMMAND_EVERY_S)  # a step, in which nobody polls
         assert commands.poll().restart
+
+
+def test_each_worker_has_a_node_of_its_own_where_none_has_room_for_two() -> None:
+    assert choose_placement({"a": 1, "b": 1}) == "STRICT_SPREAD"
+    assert choose_placement({"a": 1, "b": 2}) == choose_placement({}) == "PACK"

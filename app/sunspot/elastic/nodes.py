@@ -165,6 +165,16 @@ def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float
     return {node: workers for node, workers in room.items() if workers}
 
 
+def choose_placement(room: dict[str, int]) -> str:
+    """Return the strategy by which Ray places workers that outlive each other, given the room on each node.
+
+    While no node has room for one that was lost, Ray tries to place it without any pause, with a whole processor of the
+    head (ray-project/ray#65007; Ray 2.60: 91 % of one). It does not where each worker is to have a node of its own and
+    all that are left have one, for which it waits for a node. So they are where no node has room for two.
+    """
+    return "STRICT_SPREAD" if set(room.values()) == {1} else "PACK"
+
+
 def _name(nodes: set[str], group: WorkerGroup) -> str:
     ranks = {node: [rank for rank, its in sorted(group.nodes.items()) if its == node] for node in nodes}
     return ", ".join(
@@ -206,12 +216,12 @@ def asked_nodes(resources_per_worker: dict[str, float], workers: WorkerRange) ->
     """Ask for nodes for the most workers, and yield how many begin that outlive each other.
 
     Ray replaces those, but adds none, so that a start with the fewest would soon be followed by another with more:
-    they wait until no node has come for SETTLED_S.
+    they wait for a node, and then until no other has come for SETTLED_S.
     """
     request_resources(bundles=[resources_per_worker] * workers.most)
     try:
         room, began = 0, time.monotonic()
-        since = began
+        since = began + FIRST_WAIT_S
         while room < workers.most and (now := time.monotonic()) < min(since + SETTLED_S, began + FIRST_WAIT_S):
             found = sum(find_room(staying_nodes(), resources_per_worker).values())
             if found != room:

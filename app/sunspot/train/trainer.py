@@ -24,7 +24,7 @@ from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.membership_channel import MembershipServer
 from sunspot.elastic.messages import GroupEnd, Incident
-from sunspot.elastic.nodes import NodeMonitor, asked_nodes, wait_for_nodes
+from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.elastic.supervisor import supervised
 from sunspot.errors import SunspotError
@@ -41,7 +41,7 @@ from sunspot.ray_internals.controller import (
     reserved_groups,
 )
 from sunspot.ray_internals.coordinator import install_coordinator
-from sunspot.ray_internals.nodes import reachable_nodes
+from sunspot.ray_internals.nodes import reachable_nodes, staying_nodes
 from sunspot.ray_internals.output import quiet_losses
 from sunspot.ray_session import ray_session
 from sunspot.run import Claimant, open_run
@@ -178,7 +178,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
     with (
         exported_run(settings.run_name),
         open_control() as control,
-        asked_nodes(resources.per_worker, given) if given.elastic and outlive else nullcontext(given) as workers,
+        asked_nodes(resources.per_worker, given) if outlive else nullcontext(given) as workers,
         MembershipServer(workers.least, control) if outlive else nullcontext() as membership,
         shown_progress(lambda: control.ask(ControlChannel.fetch_news), plan.total_steps, plan.steps.per_epoch),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
@@ -202,7 +202,8 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
             membership=membership.address if membership else None,
             folder=os.getcwd(),
         )
-        trainer = make_trainer(config, resources, workers, scratch)
+        placement = choose_placement(find_room(staying_nodes(), resources.per_worker)) if outlive else "PACK"
+        trainer = make_trainer(config, resources, workers, placement, scratch)
         try:
             left = settings.max_failures - start.failures
             judge = FailureJudge(control, left, BrokenInTraining(control, needed), outlive)
@@ -268,7 +269,7 @@ def left_alone(fitting: Future[Any], membership: MembershipServer) -> bool:
     return False
 
 
-def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRange, scratch: str) -> Any:
+def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRange, placement: str, scratch: str) -> Any:
     """Make Ray's trainer of so many workers, which keeps nothing that a run needs, only Ray's own files in `scratch`.
 
     Ray's uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
@@ -290,6 +291,7 @@ def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRang
             elastic_resize_monitor_interval_s=NO_RESIZE_S,
             use_gpu=resources.use_gpu,
             resources_per_worker=resources.per_worker,
+            placement_strategy=placement,
         ),
         run_config=RunConfig(
             name=settings.run_name,
