@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 
 from sunspot.ray_internals.controller import reserved_groups
-from sunspot.run.attempts import IN_PLACE
+from sunspot.run.attempts import IN_PLACE, read_attempts
+from sunspot.run.checkpoints import find_newest_good
 from sunspot.run.incidents import Cause
 from tests.end_to_end.test_spot import SLOW
 from tests.harness.nodes import start_node
@@ -115,6 +117,32 @@ def test_an_elastic_run_trains_on_without_a_lost_node_and_another_joins(
     with start_node(ray_address, **WORKER_NODE):
         joined = wait_for_receipts(run, 3, training)[-1]
         assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 2)
+        training.result(240)
+    assert newest(run).step == 2000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_run_whose_nodes_all_went_with_notice_goes_on_when_another_comes(
+    program: Program, make_data: MakeData, ray_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray sees no error of workers that saved and ended, as their nodes are gone before it looks."""
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "15")
+    run = the_run(program)
+    workers = {"NUM_WORKERS": "1..2", "RESOURCES_PER_WORKER": '{"CPU": 1, "spot-worker": 1}'}
+    spot = partial(start_node, ray_address, **{"spot-worker": 1.0})
+    with spot() as first, spot() as second:
+        training = program.begin(**OUTLIVING, **workers, DATASET=make_data(40_000, row_group=1000))
+        wait_for_reported_step(run, 60, training)
+        first.reclaim()
+        second.reclaim()
+        wait_until(lambda: find_newest_good(run, read_attempts(run))[0], training)
+        first.lose()
+        second.lose()
+    with spot():
+        again = wait_for_receipts(run, 2, training)[-1]
+        assert (again.cause, again.replayed) == (Cause.PREEMPTED, 0)
         training.result(240)
     assert newest(run).step == 2000
     assert_complete(run)

@@ -134,16 +134,10 @@ def outcome_of_training(
 ) -> Checkpoint:
     """Return the newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
     run = claimant.run
-
-    def read_end() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
-        fatal = fatal_error(claimant)
-        return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
-
-    fatal, checkpoint, skipped = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end")
+    fatal, checkpoint, skipped = read_end(plan, claimant)
     if fatal:
         raise fatal
-    finished = checkpoint and checkpoint.completes(plan.total_steps, plan.settings.early_stop_evaluations)
-    if checkpoint and not failure and (finished or stop_request.marked):
+    if checkpoint and not failure and (is_last(checkpoint, plan) or stop_request.marked):
         return checkpoint
     if checkpoint:
         step = f"step {checkpoint.step} of {plan.total_steps}"
@@ -154,6 +148,27 @@ def outcome_of_training(
         stop_request.raise_signal(kept, plan.settings.job_id)
     reason = failure or "the workers ended before the last step"
     raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
+
+
+def read_end(plan: Plan, claimant: Claimant) -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+    """Read what ended the run for good, if anything did, or else its newest checkpoint, and which were passed over."""
+
+    def read() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+        fatal, run = fatal_error(claimant), claimant.run
+        return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
+
+    return retry_storage(read, plan.settings.storage_timeout_s, "reading the end")
+
+
+def has_ended(plan: Plan, claimant: Claimant) -> bool:
+    """Whether nothing is left to train, or may be."""
+    fatal, checkpoint, _ = read_end(plan, claimant)
+    return bool(fatal or (checkpoint and is_last(checkpoint, plan)))
+
+
+def is_last(checkpoint: Checkpoint, plan: Plan) -> bool:
+    """Whether a checkpoint is the run's last one."""
+    return checkpoint.completes(plan.total_steps, plan.settings.early_stop_evaluations)
 
 
 def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: TrainerStart) -> TrainerStart | None:
@@ -210,13 +225,12 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
             with quiet_losses(), asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
-                if membership and left_alone(fitting, membership):
-                    incident = Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node")
-                    return None if membership.ended else TrainerStart(incident, start.failures + 1, start.committed)
-                fitting.result()
-                return None
+                if not (membership and left_alone(fitting, membership)):
+                    fitting.result()
+                over = not membership or stop_request.asked or has_ended(plan, claimant)
+                return None if over else start_again(control, start, settings.max_failures)
         except TrainingFailedError as error:
-            again = start_again(control, start, error) if membership else None
+            again = start_again(control, start, settings.max_failures, error) if membership else None
             if again is None:
                 raise
             return again
@@ -239,16 +253,28 @@ def outlives(plan: Plan, resources: Resources) -> bool:
     return own_loop and settings.loader == "torch" and not settings.node_groups
 
 
-def start_again(control: ControlClient, start: TrainerStart, error: TrainingFailedError) -> TrainerStart | None:
-    """Return how another trainer starts after one whose workers have ended together; None if none does."""
+def start_again(
+    control: ControlClient, start: TrainerStart, max_failures: int, error: TrainingFailedError | None = None
+) -> TrainerStart | None:
+    """Return how another trainer starts after one whose workers have ended together; None if none does.
+
+    Without an `error` of Ray's, they were gone before it asked for theirs, or there is none, and it waits for a node.
+    """
     end = control.try_ask(ControlChannel.group_end)
     if end is None or end.fatal or end.gave_up or isinstance(error, ControllerError):
         return None
     incident = control.ask(ControlChannel.incident)
-    failures = getattr(error, "worker_failures", {})
-    if any(isinstance(each, GroupRestartError) for each in failures.values()):
+    if error:
+        failures = getattr(error, "worker_failures", {})
+        told = any(isinstance(each, GroupRestartError) for each in failures.values())
+    else:
+        told = control.ask(ControlChannel.command).restart
+        incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
+    if told:
         return TrainerStart(incident, start.failures, start.committed)
     since = 0 if end.progress.committed > start.committed else start.failures
+    if not error and since == max_failures:
+        return None  # with one, the judge of failures has counted
     return TrainerStart(incident, since + 1, max(start.committed, end.progress.committed))
 
 
