@@ -132,7 +132,8 @@ def look(subject: Subject, result: Result, began: float, time_is_up: bool) -> No
         now = time.time() - began
         still = now - max((at for at, _ in result.points), default=0.0)
         result.ended = over or (f"no step for {still:.0f} s" if still > STILL_S else "time is up" if time_is_up else "")
-        result.ended_s = round(now, 1) if result.ended else 0.0
+        if result.ended:
+            result.points.append((round(now, 2), result.reached))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,7 @@ class Result:
     repeated: int | None = None
     "Rows that it has learned from again within an epoch."
     ended: str = ""
-    "Why it did not take all steps; empty: it has, or has not ended yet."
-    ended_s: float = 0.0
-    "When it was found to have ended so."
+    "Why it did not take all steps, when the last point says; empty: it has, or has not ended yet."
 
     @property
     def reached(self) -> int:
@@ -51,7 +49,9 @@ class Result:
     @property
     def wall_s(self) -> float:
         """Until it took the highest step for the first time, or ended without all."""
-        return self.ended_s or next((at for at, step in self.points if step == self.reached), 0.0)
+        if self.ended and self.points:
+            return self.points[-1][0]
+        return next((at for at, step in self.points if step == self.reached), 0.0)
 
     @property
     def goodput(self) -> float | None:
@@ -67,7 +67,7 @@ class Result:
         for at, step in self.points:
             if step > best:
                 longest, since, best = max(longest, at - since), at, step
-        return max(longest, self.ended_s - since)
+        return max(longest, self.wall_s - since)
 
 
 def read(folder: Path) -> list[Result]:
