@@ -27,7 +27,7 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
 ) -> None:
     settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})
 
-    def make_trainer(config: WorkerConfig, resources: Any, workers: Any, scratch: str) -> Any:
+    def make_trainer(config: WorkerConfig, *others: Any) -> Any:
         def fit() -> None:
             if gone:
                 ray.kill(config.control._actor)

@@ -57,7 +57,7 @@ class TableSource:
     sizes: tuple[int, ...]
     "Bytes of each file."
     tables: str
-    "Digest of all labels, and of the sizes of all column chunks."
+    "Digest of all labels, and of the sizes of all row groups."
     columns: dict[str, Column]
     classes: int
     "How many classes the labels have; 0 without classes."
@@ -86,7 +86,7 @@ class TableSource:
     def fingerprint(self) -> str:
         """A digest of names, groups and columns, then, after a '-', of the content; a copy elsewhere has the same.
 
-        The content is all labels, the sizes of all column chunks, and samples of the files' bytes. Unseen remain values
+        The content is all labels, the sizes of all row groups, and samples of the files' bytes. Unseen remain values
         that were changed in place, outside the samples, and take as many bytes as before.
         """
         names = [name or os.path.basename(self.location) for name in self.files]
@@ -227,7 +227,7 @@ class _FileSummary(NamedTuple):
     size: int
     "Bytes."
     digest: str
-    "Digest of its labels and the sizes of its column chunks."
+    "Digest of its labels and the sizes of its row groups."
     labels: ClassLabels | None
     "None without classes."
 
