@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from sunspot.ray_internals.controller import reserved_groups
+from sunspot.ray_internals.controller import live_controllers, reserved_groups
 from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import find_newest_good
 from sunspot.run.incidents import Cause
@@ -91,7 +91,7 @@ def test_a_node_with_notice_leaves_and_the_run_ends_without_another(
         assert (left.cause, left.tier, left.replayed) == (Cause.PREEMPTED, IN_PLACE, 0)
         assert (left.world_before, left.world_after) == (2, 1)
         training.result(240)
-        wait_until(lambda: not reserved_groups())  # or the next training would wait for them
+        wait_until(lambda: not (reserved_groups() or live_controllers()))  # or the next training would wait for them
     assert len(receipts_of(run)) == 2
     assert newest(run).step == 1000
     assert_complete(run)

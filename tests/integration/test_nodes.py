@@ -30,8 +30,13 @@ from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, choose_placement, find_room
 from sunspot.elastic.supervisor import supervised
-from sunspot.ray_internals import coordinator
-from sunspot.ray_internals.controller import end_groups_at_once, give_back, replace_lost_alone, reserved_groups
+from sunspot.ray_internals.controller import (
+    end_groups_at_once,
+    give_back,
+    live_controllers,
+    replace_lost_alone,
+    reserved_groups,
+)
 from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from sunspot.run.incidents import Cause
@@ -245,7 +250,7 @@ def no_coordinator(ray_address: str) -> None:
 
     def nobody_trains() -> bool:
         gc.collect()
-        return not coordinator._someone_trains()
+        return not live_controllers()
 
     wait_until(nobody_trains, seconds=30)
     remove_coordinator()

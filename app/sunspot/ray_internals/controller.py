@@ -7,10 +7,14 @@ ray.train.v2...failure_handling    decides whether another worker group follows 
 RayActorError(preempted=True)      raised by a worker, asks for another group at no charge: no public API restarts one
 ray._raylet.PlacementGroupID       to give back what a failed controller had reserved: the public API removes only
                                    groups that one has made oneself
+ray._private.state.actors          to find controllers: the public ray.util.state asks the dashboard, which local
+                                   sessions do not have
+core_worker.kill_actor             to end one that waits for a node: the public `ray.kill` wants its handle, which the
+                                   trainer keeps to itself
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -156,6 +160,24 @@ def reserved_groups() -> set[str]:
     placed = ray.util.placement_group_table().values()
     ids = [group["placement_group_id"] for group in placed if group["state"] != "REMOVED"]
     return {id for id in ids if id.endswith(context.get_job_id())}  # an id ends with that of its job
+
+
+def live_controllers() -> dict[str, str]:
+    """The job of each of Ray Train's controllers in the cluster, by its id."""
+    import ray._private.state
+
+    alive = ray._private.state.actors(actor_state_name="ALIVE")
+    return {id: actor["JobID"] for id, actor in alive.items() if actor["ActorClassName"] == "TrainController"}
+
+
+def end_controllers(spared: Collection[str]) -> None:
+    """End those of this job but the `spared`; none in an actor, as its job may have other trainings."""
+    from ray._private.worker import global_worker
+
+    context = ray.get_runtime_context()
+    for controller, job in live_controllers().items():
+        if job == context.get_job_id() and controller not in spared and not context.get_actor_id():
+            global_worker.core_worker.kill_actor(ray.ActorID.from_hex(controller), True)
 
 
 def give_back(groups: set[str]) -> None:

@@ -2,8 +2,6 @@
 
 ray.data._internal.cluster_autoscaler   Ray's own, which no public API replaces: it counts preempted and unreachable
                                         nodes, and asks for any nodes, where ours asks for those of each group
-ray._private.state.actors               whether a Ray Train controller lives: the public ray.util.state asks the
-                                        dashboard, which local sessions do not have
 """
 
 import contextlib
@@ -15,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sunspot.errors import shorten
 from sunspot.log import warn_once
+from sunspot.ray_internals.controller import live_controllers
 from sunspot.ray_internals.nodes import staying_nodes
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def install_coordinator() -> float:
         found = get_or_create_autoscaling_coordinator()  # as Ray Train does
         if _is_ours(found):
             ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
-            if not _someone_trains():
+            if not live_controllers():  # it keeps the reservations of a killed one for 180 s
                 ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
             return 0.0
         why = "Ray's own autoscaling coordinator already counts this cluster's nodes"
@@ -125,14 +124,6 @@ def _create_coordinator() -> None:
         lifetime="detached",
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     ).remote()
-
-
-def _someone_trains() -> bool:
-    """Whether a Ray Train controller lives; the coordinator keeps the reservations of a killed one for 180 s."""
-    import ray._private.state
-
-    alive = ray._private.state.actors(actor_state_name="ALIVE").values()
-    return any(actor["ActorClassName"] == "TrainController" for actor in alive)
 
 
 def _remove_coordinator() -> None:

@@ -35,8 +35,10 @@ from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
 from sunspot.ray_internals.controller import (
     GroupRestartError,
     asked_of_failures,
+    end_controllers,
     end_groups_at_once,
     give_back,
+    live_controllers,
     replace_lost_alone,
     reserved_groups,
 )
@@ -109,7 +111,7 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint
     attempt = 1
     with ray_session():
         while start:
-            reserved = reserved_groups()
+            reserved, others = reserved_groups(), live_controllers()
             try:
                 start = fit_once(plan, claimant, stop_request, start)
             except ControllerError as error:
@@ -124,7 +126,8 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint
                 failure = error
                 break
             # A trainer that waits for a node, or whose controller failed as it ended its workers, leaves their places
-            # reserved: no new group would start.
+            # reserved: no new group would start. And the one that waits would begin another when a node has come.
+            end_controllers(others)
             give_back(reserved_groups() - reserved)
     return outcome_of_training(plan, claimant, stop_request, failure)
 
