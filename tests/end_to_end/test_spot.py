@@ -89,7 +89,8 @@ def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory
         lost = wait_for_receipts(run, 3, training)[-1]
         assert (lost.cause, lost.tier) == (Cause.WORKER_LOST, "memory")
         assert lost.last_step > committed + 50, "it had hardly gone on"
-        assert lost.replayed <= 50, "from the checkpoint in storage, all steps since the notice would have been lost"
+        since = lost.last_step - committed
+        assert lost.replayed < since, "from the checkpoint in storage, all steps since the notice would have been lost"
         training.result(240)
     assert newest(run).step == 600
     assert "test_accuracy" in newest(run).metrics
