@@ -435,7 +435,7 @@ def test_the_sample_is_balanced_and_split():
     train, test = find_sources(Settings(dataset="sample"))
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == test.classes == 10
-    content = "e11a31a61338b1ec"
+    content = "ee2866cee3309fbf"
     assert train.fingerprint == f"a1d44e11a4dc988a-{content}", "runs that have begun are refused with another"
     assert test.fingerprint == f"e5deddb15e94b2d1-{content}"
     assert np.bincount(everything(train)["label"]).tolist() == [1200] * 10

@@ -261,7 +261,7 @@ def start_again(
 ) -> TrainerStart | None:
     """Return how another trainer starts after one whose workers have ended together; None if none does.
 
-    Without an `error` of Ray's, they were gone before it asked for theirs, or there is none, and it waits for a node.
+    Without an `error`, Ray has none to tell: the workers went before it asked them, or it waits for a node for one.
     """
     end = control.try_ask(ControlChannel.group_end)
     if end is None or end.fatal or end.gave_up or isinstance(error, ControllerError):
@@ -276,7 +276,7 @@ def start_again(
     if told:
         return TrainerStart(incident, start.failures, start.committed)
     since = 0 if end.progress.committed > start.committed else start.failures
-    if not error and since == max_failures:
+    if not error and since >= max_failures:
         return None  # with one, the judge of failures has counted
     return TrainerStart(incident, since + 1, max(start.committed, end.progress.committed))
 
