@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -150,6 +150,10 @@ class Stock:
         """
         if over := self.over():
             raise SunspotError(f"{self.job} has ended: {over}")
+        return self.read_groups()
+
+    def read_groups(self) -> list[Group]:
+        """As its starts tell."""
         return read_groups(self._lines)
 
     def timeline(self) -> list[tuple[float, int]]:
@@ -159,7 +163,7 @@ class Stock:
 
     def replayed(self) -> int:
         """As the groups begin anew."""
-        return sum(group.replayed for group in read_groups(self._lines))
+        return sum(group.replayed for group in self.read_groups())
 
     def over(self) -> str:
         """Also reads what the driver has printed."""
@@ -211,15 +215,11 @@ class Torchft(Stock):
         # All workers tell of each step, in lines that Ray would take for one, and show every 5 s.
         head["template"]["spec"]["containers"][0]["env"].append({"name": "RAY_DEDUP_LOGS", "value": "0"})
 
-    def groups(self) -> list[Group]:
+    def read_groups(self) -> list[Group]:
         """As the number of replicas changes that take part in a step."""
-        if over := self.over():
-            raise SunspotError(f"{self.job} has ended: {over}")
         steps = [record for record in read_records(self._lines) if "step" in record]
-        changes = [steps[:1], *([now] for before, now in pairwise(steps) if now["world"] != before["world"])]
-        return [
-            Group(number, step["world"], step["time"], 0) for number, step in enumerate(chain.from_iterable(changes), 1)
-        ]
+        firsts = [next(alike) for _, alike in groupby(steps, lambda step: step["world"])]
+        return [Group(number, step["world"], step["time"], 0) for number, step in enumerate(firsts, 1)]
 
     def replayed(self) -> int:
         """As the steps fall back, which they do when no replica is left."""
