@@ -334,14 +334,16 @@ def test_the_random_numbers_of_a_step_are_those_that_torch_manual_seed_gives() -
 
 @pytest.mark.parametrize("needs_others", [False, True])
 def test_a_process_that_joins_has_taken_a_step_that_leaves_no_trace(needs_others: bool) -> None:
-    """Of it only what the optimizer allocates stays, which the others' state replaces."""
+    """Of it only what the optimizer allocates stays, which the others' state replaces; its loss replaces a buffer."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[0].register_buffer("center", torch.zeros(2))
     source: Any = SimpleNamespace(row_groups=(60,), read=lambda group, rows: {"x": np.ones((len(rows), 2), np.float32)})
     plan = Plan(Settings(num_workers="2..3", global_batch_size=12), source, None, Steps(60, 12), 25)
     passes: list[int] = []
 
     def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
         passes.append(len(batch["row"]))
+        model[0].center = model[0].center + 1
         if needs_others:
             dist.barrier()
         return model(batch["x"]).sum(1), {}

@@ -15,7 +15,7 @@ from sunspot.data.order import MIN_ROWS, largest_pass
 from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.errors import SettingsError
-from sunspot.parallel.collectives import WorkerPlace, flatten, unflatten
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
 from sunspot.train.randomness import augment
@@ -51,7 +51,8 @@ class Learner:
         columns = {"row": first, **source.read(group, first)}
         self.padding_batch = {name: torch.tensor(values, device=self.place.device) for name, values in columns.items()}
         "The batch of a worker whose share of a step is empty: the first row, as often as batch norm needs it."
-        self._buffers: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self._with_buffers = [each for each in self.model.modules() if any(True for _ in each.buffers(recurse=False))]
+        self._kept: list[list[torch.Tensor]] = []
 
     def warm_up(self) -> None:
         """Take a step that does not count, so that what a first one compiles and allocates keeps nobody waiting.
@@ -84,19 +85,37 @@ class Learner:
 
     def keep_buffers(self) -> None:
         """Note the model's buffers, after a step: batch norm's averages move with each forward pass."""
-        with torch.no_grad():
-            self._buffers = list(flatten(self.model.buffers()))
+        buffers = self._buffers_by_type()
+        if [[one.shape for one in same] for same in buffers] != [[one.shape for one in same] for same in self._kept]:
+            self._kept = [[torch.empty_like(one) for one in same] for same in buffers]
+        copy_all(self._kept, buffers)
 
     def put_back_buffers(self) -> None:
         """Set them to what they were, as the next step is to be taken again, or rank 0's were to replace them."""
-        with torch.no_grad():
-            for buffers, values in self._buffers:
-                unflatten(buffers, values)
+        copy_all(self._buffers_by_type(), self._kept)
+
+    def _buffers_by_type(self) -> list[list[torch.Tensor]]:
+        """Those of each type, as they are now: a forward pass may put another tensor in a buffer's place."""
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for module in self._with_buffers:
+            for buffer in module.buffers(recurse=False):
+                by_type.setdefault(buffer.dtype, []).append(buffer)
+        return list(by_type.values())
 
     def saved(self) -> SavedObjects:
         """Return what its checkpoints hold, with the files that the task adds."""
         files = getattr(self.task, "checkpoint_files", None)
         return SavedObjects(self.model, self.optimizer, self.average, partial(files, self.model) if files else None)
+
+
+def copy_all(targets: list[list[torch.Tensor]], sources: list[list[torch.Tensor]]) -> None:
+    """Copy the values of tensors, each list of one type at once; torch has no public name for it (2.15).
+
+    One after the other, those of a ResNet-18 keep the host 0.2 ms: 2 % of a step of a fast GPU.
+    """
+    with torch.no_grad():
+        for into, values in zip(targets, sources, strict=True):
+            torch._foreach_copy_(into, values)
 
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:
