@@ -54,7 +54,7 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
         if ends:
             second.close()
         assert isinstance(next_word(first), Close)
-        assert server.members == 1
+        assert server.trains
     finally:
         done.set()
         beating.join()

@@ -97,9 +97,9 @@ class MembershipServer:
             self._membership.drain(nodes)
 
     @property
-    def members(self) -> int:
-        """How many processes are there, in a group or not."""
-        return len(self._connections)
+    def trains(self) -> bool:
+        """Whether a member of the newest group lives."""
+        return self._membership.trains
 
     @property
     def ended(self) -> bool:

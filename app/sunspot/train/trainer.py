@@ -72,8 +72,9 @@ COLLECTIVE_TIMEOUT_S = 300
 WATCHDOG_GRACE_S = 60
 """Added to HANG_TIMEOUT_S: no collective fails before the watchdogs have reported (sunspot/elastic/watchdog.py)."""
 
-ALONE_CHECK_S, ALONE_S = 0.5, 20.0
-"""How often to look whether a trainer has any worker left, and for how long it may have none."""
+ALONE_CHECK_S, ALONE_S, ENDED_S = 0.5, 20.0, 5.0
+"""How often to look whether a trainer has any worker left that trains, for how long it may have none, and for how long
+once they have said that they end: for that Ray takes 2 s, if it is to notice at all."""
 
 NO_RESIZE_S = 1e9
 """Ray would resize a worker group without telling it, and lose the steps since its last checkpoint: we scale up."""
@@ -285,15 +286,15 @@ def left_alone(fitting: Future[Any], membership: MembershipServer) -> bool:
     """Wait for the end of a trainer, and return False; True once it has no worker any more, and waits for a node.
 
     While Ray places the worker that it replaces, it asks no other one: neither whether all have finished, nor whether
-    they live.
+    they live. One that comes when they have is of no use to a group that has ended.
     """
     empty_since: float | None = None
     while not wait([fitting], ALONE_CHECK_S).done:
-        if membership.members or not (membership.ended or membership.deserted):
+        if membership.trains or not (membership.ended or membership.deserted):
             empty_since = None
         elif empty_since is None:
             empty_since = time.monotonic()
-        elif time.monotonic() - empty_since > ALONE_S:
+        elif time.monotonic() - empty_since > (ENDED_S if membership.ended else ALONE_S):
             return True
     return False
 
