@@ -15,8 +15,9 @@ from dataclasses import dataclass
 SETTLE_S = 0.05
 """Seconds for which the decider waits for more losses before a generation forms: nodes often go together."""
 
-FIRST_WAIT_S = 60.0
-"""How long a group of new processes waits for all that were started."""
+FIRST_WAIT_S, NEXT_WAIT_S = 60.0, 15.0
+"""How long the first group waits for all processes that were started, and one that none of the last is left for: who
+comes then may have the newer copy of the state, but nodes come when they come, and join."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class Membership:
         chosen = self._choose(self._standing)
         if now < self._settled_at or living - self._standing or not chosen:
             return []
-        if not living and len(chosen) < self._size and now < self._first_stood + FIRST_WAIT_S:
+        wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
+        if not living and len(chosen) < self._size and now < self._first_stood + wait_s:
             return []
         self.generation = Generation(self.generation.number + 1, chosen)
         self._open, self._first_stood = True, math.inf
