@@ -47,13 +47,13 @@ def train(program: Program, data: str, **faults: object) -> dict[Diagnosis, list
 
 @pytest.mark.slow
 def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_data: MakeData) -> None:
-    found = train(program, make_data(20 * STEPS), read_s=0.02, lag_s=0.015, leak_mib=2)
+    found = train(program, make_data(20 * STEPS), read_s=0.05, lag_s=0.05, leak_mib=2)
     assert set(found) == {Diagnosis.DATA_BOUND, Diagnosis.STRAGGLER, Diagnosis.MEMORY}
     [rows] = found[Diagnosis.DATA_BOUND]
-    assert rows.details["data_wait_s"] == pytest.approx(0.02, abs=0.01)
+    assert rows.details["data_wait_s"] == pytest.approx(0.05, abs=0.02)
     [straggler] = found[Diagnosis.STRAGGLER]
     assert (straggler.details["rank"], straggler.details["part"]) == (1, "forward")
-    assert straggler.details["own_s"] - straggler.details["others_s"] == pytest.approx(0.015, abs=0.01)
+    assert straggler.details["own_s"] - straggler.details["others_s"] == pytest.approx(0.05, abs=0.02)
     assert sorted(climb.details["rank"] for climb in found[Diagnosis.MEMORY]) == [0, 1]
     for climb in found[Diagnosis.MEMORY]:
         grown = climb.details["to_mib"] - climb.details["from_mib"]
