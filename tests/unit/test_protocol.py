@@ -300,7 +300,8 @@ class Protocol(RuleBasedStateMachine):
         except (ConflictError, StorageError, NotFoundError):
             return
         while True:
-            machines = [NodeInventory(f"host-{node}", f"node-{node}", found and found.held, [], live=live)]
+            held = found and found.held
+            machines = [NodeInventory(f"host-{node}", f"node-{node}", held, [], live=live, process=process.name)]
             claimant = Claimant(run, owner)
             try:
                 start = retry_storage(partial(begin_attempt, claimant, SETTINGS, machines), limit_s, "beginning")
@@ -615,6 +616,18 @@ def test_a_group_goes_on_with_all_that_it_trained_while_its_run_is_deleted() -> 
         protocol.delete()
         protocol.go_to(protocol.living(1), ("delete", "attempts/0002"))
         protocol.advance(0, 40)
+
+
+def test_a_group_does_not_go_on_from_where_another_has_gone_on_already() -> None:
+    """Nobody had heard that its claim was there; the other one deletes the checkpoints before its own."""
+    with replay() as protocol:
+        protocol.begin(operations=120)
+        protocol.fail(0, ("create", "attempts/0003"), Fate(Effect.NOW, Answer.ERROR))
+        protocol.restart(owner=0, node=1, operations=60)
+        protocol.fail(0, ("create", "-start-"), Fate(Effect.NOW, Answer.DEATH))
+        protocol.world.end()
+        protocol.restart(owner=0, node=1, operations=60)
+        assert read_attempts(Run(protocol.world.storage, RUN))[-1].step == 12
 
 
 def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,9 @@ from sunspot.storage.base import Entry
 from sunspot.storage.limits import retry_storage
 
 Result = TypeVar("Result")
+
+PROCESS = secrets.token_hex(8)
+"""Tells this process apart from all others, also from one of the same number in a pod of the same name."""
 
 NODE_GROUP = "RAY_NODE_TYPE_NAME"
 """Variable with the group of a pod, from which Ray makes a node's label ray.io/node-group."""
@@ -141,6 +145,7 @@ def agree_on_start(
         parts=find_parts(location) if looks and settings.parallel == "fsdp" else (),
         live=live,
         group=os.environ.get(NODE_GROUP, ""),
+        process=PROCESS,
     )
     inventories = gather_objects(inventory, group)
     start = begin_attempt(claimant, settings, inventories, Readers(state.read, parts.read), group)
@@ -264,6 +269,7 @@ def make_attempt(
         versions=versions(),
         host=inventories[0].host,
         nodes={str(rank): inventory.host for rank, inventory in enumerate(inventories)},
+        processes=tuple(inventory.process for inventory in inventories),
         groups={inventory.host: inventory.group for inventory in inventories if inventory.group},
         world_size=len(inventories),
         driver=claimant.driver,

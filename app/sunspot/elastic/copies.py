@@ -6,7 +6,7 @@ from typing import NamedTuple
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.replicas import ranks_by_node
-from sunspot.run.attempts import Attempt, lineage, step_of
+from sunspot.run.attempts import Attempt, attempt_of, lineage, step_of
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
@@ -36,6 +36,8 @@ class NodeInventory(NamedTuple):
     "What the rank itself trains with."
     group: str = ""
     "The group of the node, as KubeRay names it; empty: none is known."
+    process: str = ""
+    "Tells the rank's process apart from all others."
 
 
 class ChosenCopy(NamedTuple):
@@ -60,20 +62,28 @@ class Holders(NamedTuple):
 def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> Holders | None:
     """Choose the state of the survivors that went furthest; None without survivors that have one.
 
-    They differ by one step at most, which some had taken when others could not end it. The state of a process that was
-    away for longer is not in the lineage of the newest attempt.
+    They differ by one step at most, which some had taken when others could not end it. Out of the question is the state
+    of a process that was away for longer: the others may have gone on from it, and have deleted what it stands for.
     """
     spans = lineage(attempts)
     live = {
         rank: inventory.live
         for rank, inventory in enumerate(inventories)
-        if inventory.live and leads_to_newest(inventory.live.checkpoint, spans)
+        if inventory.live and leads_to_newest(inventory.live.checkpoint, spans) and was_in_all(inventory, attempts)
     }
     if not live:
         return None
     furthest = max((state.checkpoint for state in live.values()), key=step_of)
     ranks = tuple(rank for rank, state in live.items() if step_of(state.checkpoint) == step_of(furthest))
     return Holders(furthest, all(live[rank].evaluated for rank in ranks), ranks)
+
+
+def was_in_all(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
+    """Whether a survivor's process was in each group that has begun since its last step: none took one without it."""
+    assert inventory.live
+    last = attempt_of(inventory.live.checkpoint)
+    since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]
+    return all(inventory.process in attempt.metadata.processes for attempt in since)
 
 
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:

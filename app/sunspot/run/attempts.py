@@ -65,6 +65,8 @@ class Metadata:
     "Of rank 0."
     nodes: dict[str, str] = field(default_factory=dict)
     "The host of each rank."
+    processes: tuple[str, ...] = ()
+    "What tells the process of each rank apart from all others."
     groups: dict[str, str] = field(default_factory=dict)
     "The group of each host, where the cluster has named it."
     world_size: Workers = 0
