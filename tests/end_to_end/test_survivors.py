@@ -67,7 +67,7 @@ def test_workers_with_a_part_of_the_state_each_keep_their_processes(
     first.kill()
     lost = wait_for_receipts(run, 2, training)[-1]
     assert (lost.cause, lost.tier, lost.world_after) == (Cause.WORKER_LOST, "memory", 2)
-    assert lost.replayed <= 50
+    assert lost.replayed < lost.last_step, "from the copy, and not from the beginning"
     joined = wait_for_receipts(run, 3, training)[-1]
     assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, "memory", 0, 3)
     assert all(process.is_running() for process in others)
