@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ from sunspot.storage.limits import retry_storage
 
 Result = TypeVar("Result")
 
-PROCESS = secrets.token_hex(8)
+PROCESS = new_nonce()
 """Tells this process apart from all others, also from one of the same number in a pod of the same name."""
 
 NODE_GROUP = "RAY_NODE_TYPE_NAME"

@@ -62,8 +62,8 @@ class Holders(NamedTuple):
 def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> Holders | None:
     """Choose the state of the survivors that went furthest; None without survivors that have one.
 
-    They differ by one step at most, which some had taken when others could not end it. The state of a
-    process that was away for longer does not count: the others may have gone on from it, and deleted its checkpoint.
+    They differ by one step at most, which some had taken when others could not end it. The state of a process that was
+    away for longer does not count: the others may have gone on from it, and deleted its checkpoint.
     """
     spans = lineage(attempts)
     live = {

@@ -55,10 +55,16 @@ def sync_buffers(model: torch.nn.Module) -> None:
 
 def flatten(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
     """Yield the tensors of each type, and all of their values in one."""
-    every = list(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in every):  # in the same order on all workers, unlike a set
-        same = [tensor for tensor in every if tensor.dtype == dtype]
+    for same in by_type(tensors):
         yield same, torch.cat([tensor.reshape(-1) for tensor in same])
+
+
+def by_type(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the tensors of each type, the types in the order in which they appear: the same on all workers."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
 
 
 def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:

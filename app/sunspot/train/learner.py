@@ -15,7 +15,7 @@ from sunspot.data.order import MIN_ROWS, largest_pass
 from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.errors import SettingsError
-from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.collectives import WorkerPlace, by_type
 from sunspot.plan import Plan
 from sunspot.tasks import Task
 from sunspot.train.randomness import augment
@@ -96,11 +96,7 @@ class Learner:
 
     def _buffers_by_type(self) -> list[list[torch.Tensor]]:
         """Those of each type, as they are now: a forward pass may put another tensor in a buffer's place."""
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for module in self._with_buffers:
-            for buffer in module.buffers(recurse=False):
-                by_type.setdefault(buffer.dtype, []).append(buffer)
-        return list(by_type.values())
+        return by_type(buffer for module in self._with_buffers for buffer in module.buffers(recurse=False))
 
     def saved(self) -> SavedObjects:
         """Return what its checkpoints hold, with the files that the task adds."""
