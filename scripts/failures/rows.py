@@ -2,7 +2,8 @@
 
 The loops of scripts/bench write `rows/START-after-PARENT-at-STEP/STEP-RANK.json` beside their checkpoints: START is of
 the workers, which went on from the checkpoint at STEP that the workers of PARENT had saved. In it are the number of
-`rows` of the data, the `time`, and of each step `taken` its epoch, its number, and the ids of this worker's rows.
+`rows` of the data, the `time`, and of each step `taken` its epoch, its number, and the ids of this worker's rows. A
+replica of TorchFT writes those of all replicas, after each step, into a file that is the same for all.
 """
 
 from __future__ import annotations

@@ -57,20 +57,19 @@ def test_rows_that_led_to_the_newest_checkpoint(tmp_path: Path) -> None:
 
 
 def test_rows_of_replicas_that_lose_one_and_then_all(tmp_path: Path) -> None:
-    for number, (start, name, taken) in enumerate(
+    for number, (name, *taken) in enumerate(
         (
-            ("1.0", "4-0", (1, 4, [0, 1])),
-            ("1.1", "4-1", (1, 4, [2])),
-            ("1.0", "5-0", (1, 5, [3])),
-            ("1.1", "6-1", (1, 6, [3])),
-            ("1.1", "5-1", (1, 5, [0])),  # by a clock that is late
-            ("3.0", "3-0", (1, 3, [0])),  # from an earlier step: the above is forgotten
-            ("3.0", "4-0", (1, 4, [0, 2])),
-            ("3.0", "5-0", (2, 5, [1])),
+            ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [3])),
+            ("5-0", (2, 1, [3]), (2, 1, [0])),
+            ("7-0", (2, 2, [1]), (2, 2, [2, 0])),
+            ("9-0", (3, 3, [0])),
+            ("8-0", (3, 2, [3])),  # by a clock that is late
+            ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [2])),  # all begin anew: the above is forgotten
+            ("4-0", (2, 1, [3])),
         )
     ):
-        write_rows(tmp_path, f"{start}-after-none-at-0/{name}", float(number), taken)
-    assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 3, 2, 1, True), Epoch(2, 1, 0, 0, False)]
+        write_rows(tmp_path, f"0-after-none-at-0/{name}", float(number), *taken)
+    assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 4, 1, 1, True), Epoch(2, 1, 0, 0, False)]
 
 
 def test_replicas_take_steps_again_only_when_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
