@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from scripts.cluster import kubectl, kubectl_json, pods, until
-from sunspot.errors import GaveUpError, SunspotError
+from sunspot.errors import GaveUpError, SettingsError, SunspotError
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.history import read_journal
@@ -27,6 +27,7 @@ from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.cluster.progress_lines import print_submission
 from sunspot.submitter.cluster.start import submit
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs, stop_run
+from sunspot.submitter.manifest.merge import merge_pod
 from sunspot.submitter.manifest.profile import load_profile
 from sunspot.submitter.manifest.render import JobRequest, render
 
@@ -124,7 +125,7 @@ class Stock:
         self.workers = int(settings["NUM_WORKERS"].rpartition("..")[2])
         self._lines: dict[str, None] = {}
         self._read: dict[tuple[str, str], int] = {}
-        manifest = yaml.safe_load(STOCK.read_text())
+        manifest = json.loads(json.dumps(yaml.safe_load(STOCK.read_text())))  # each pod its own, where YAML shares
         manifest["metadata"] = {"name": self.job, "namespace": self.namespace}
         manifest["spec"]["entrypoint"] += f" {self.name}"
         cluster = manifest["spec"]["rayClusterSpec"]
@@ -134,9 +135,12 @@ class Stock:
             container["env"] = [{"name": PREFIX + name, "value": value} for name, value in settings.items()]
         (workers,) = cluster["workerGroupSpecs"]
         workers |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), self.workers)
-        if spot := load_profile(request.profile, {}).spot:
+        profile = load_profile(request.profile, {})
+        if spot := profile.spot:
             toleration = {"key": spot.label, "operator": "Exists"}
             workers["template"]["spec"] |= {"nodeSelector": {spot.label: spot.value}, "tolerations": [toleration]}
+        if problems := merge_pod(workers["template"], profile.worker.pod or {}, "worker.pod"):
+            raise SettingsError("; ".join(problems))
         code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
         self._objects = [{**code, "data": {LOOPS.name: LOOPS.read_text()}}, manifest]
 

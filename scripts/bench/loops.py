@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from functools import lru_cache
 from math import ceil
 from typing import Any
 from urllib.parse import urlsplit
@@ -195,18 +194,11 @@ def train_torchft(config: dict[str, Any]) -> None:
     manager.shutdown()
 
 
-def batch_of(rows: int, size: int, number: int) -> tuple[int, list[int]]:
+def batch_of(rows: int, size: int, number: int) -> tuple[int, torch.Tensor]:
     """The epoch, from 1, of a batch of `size` rows that all replicas number alike, and the places of its rows."""
     batches = ceil(rows / size)
     epoch, place = number // batches + 1, number % batches * size
-    return epoch, shuffled(rows, epoch)[place : place + size]
-
-
-@lru_cache(maxsize=2)
-def shuffled(rows: int, epoch: int) -> list[int]:
-    """The places of all rows in the order of an epoch."""
-    order: list[int] = torch.randperm(rows, generator=torch.Generator().manual_seed(epoch)).tolist()
-    return order
+    return epoch, torch.randperm(rows, generator=torch.Generator().manual_seed(epoch))[place : place + size]
 
 
 def dataset_of(plan: Plan) -> TensorDataset:
