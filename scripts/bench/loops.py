@@ -48,7 +48,7 @@ from sunspot.data.torch_loader import load_rows
 from sunspot.errors import run_and_exit
 from sunspot.plan import Plan, make_plan, with_absolute_paths
 from sunspot.settings import load_settings
-from sunspot.storage import open_storage
+from sunspot.storage import Storage, open_storage
 from sunspot.tasks import load_task
 
 FILE = "checkpoint.pt"
@@ -61,7 +61,7 @@ def train_stock(config: dict[str, Any]) -> None:
     """Train as each worker of Ray's guides does."""
     began = time.time()
     plan: Plan = config["plan"]
-    settings = plan.settings
+    settings, storage = plan.settings, open_storage(plan.settings.storage_path)
     context = ray.train.get_context()
     world, rank = context.get_world_size(), context.get_world_rank()
 
@@ -124,7 +124,7 @@ def train_stock(config: dict[str, Any]) -> None:
                     "epoch_began": step if over else epoch_began,
                 }
                 lineage = f"{start}-after-{parent}-at-{checkpoint_step}"
-                write_rows(plan, f"-{config['name']}/rows/{lineage}/{step}-{rank}.json", taken)
+                write_rows(plan, storage, f"-{config['name']}/rows/{lineage}/{step}-{rank}.json", taken)
                 taken = []
                 with tempfile.TemporaryDirectory() as folder:
                     if rank == 0:
@@ -141,7 +141,7 @@ def train_torchft(config: dict[str, Any]) -> None:
     from torchft.checkpointing.pg_transport import PGTransport  # type: ignore[import-not-found]
 
     plan: Plan = config["plan"]
-    settings = plan.settings
+    settings, storage = plan.settings, open_storage(plan.settings.storage_path)
     context = ray.train.get_context()
     world = context.get_world_size()
     task = load_task(settings)
@@ -168,7 +168,7 @@ def train_torchft(config: dict[str, Any]) -> None:
         timeout=timedelta(seconds=30),
         checkpoint_transport=PGTransport(group, timeout=timedelta(seconds=10), device=torch.device("cpu")),
     )
-    model, optimizer = torchft.DistributedDataParallel(manager, bare), torchft.Optimizer(manager, inner)
+    model, optimizer = resilient(torchft.DistributedDataParallel)(manager, bare), torchft.Optimizer(manager, inner)
     dataset = dataset_of(plan)
     size = settings.global_batch_size // world
     model.train()
@@ -190,8 +190,22 @@ def train_torchft(config: dict[str, Any]) -> None:
             # All tell of the whole step, in one file: one that dies now has taken part in it nevertheless.
             batches = [batch_of(len(dataset), size, number) for number in range(first, committed)]
             taken = [(epoch, step, dataset[places][-1].tolist()) for epoch, places in batches]
-            write_rows(plan, f"-torchft/rows/0-after-none-at-0/{committed}-0.json", taken)
+            write_rows(plan, storage, f"-torchft/rows/0-after-none-at-0/{committed}-0.json", taken)
     manager.shutdown()
+
+
+def resilient(distributed: type) -> type:
+    """TorchFT's DDP with another hook: that of 0.2 fails, and the replica with it, once an all-reduce has failed."""
+
+    class Resilient(distributed):  # type: ignore[misc]
+        @staticmethod
+        def _comm_hook(manager: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            manager.allreduce(bucket.buffer()).wait()  # what fails is noted, and the step will not be committed
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+    return Resilient
 
 
 def batch_of(rows: int, size: int, number: int) -> tuple[int, torch.Tensor]:
@@ -212,11 +226,11 @@ def print_event(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def write_rows(plan: Plan, name: str, taken: Taken) -> None:
+def write_rows(plan: Plan, storage: Storage, name: str, taken: Taken) -> None:
     """Write which rows were consumed, if the settings ask for that."""
     if plan.settings.audit:
         told = json.dumps({"rows": plan.steps.rows, "time": time.time(), "taken": taken}).encode()
-        open_storage(plan.settings.storage_path).write(plan.settings.run_name + name, told)
+        storage.write(plan.settings.run_name + name, told)
 
 
 def main(name: str) -> int:
