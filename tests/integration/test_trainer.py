@@ -12,6 +12,7 @@ from ray.train import TrainingFailedError
 
 from sunspot.elastic.control import ControlChannel
 from sunspot.errors import SettingsError
+from sunspot.observe.progress import Progress
 from sunspot.plan import make_plan
 from sunspot.run import Claimant, open_run
 from sunspot.run.requests import StopRequest
@@ -19,6 +20,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train import trainer
 from sunspot.train.join import WorkerConfig
+from tests.harness.control import LocalControl, worker_group
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -43,3 +45,15 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
         trainer.fit_once(
             plan, Claimant(open_run(str(tmp_path), "run"), "me", "driver"), StopRequest(), trainer.TrainerStart()
         )
+
+
+def test_a_trainer_that_follows_another_knows_how_far_its_workers_were() -> None:
+    """Or the steps since the checkpoint from which it starts would count as never taken."""
+    before, after = LocalControl(), LocalControl()
+    before.tell(ControlChannel.begin_group, worker_group(1, "a"))
+    before.tell(ControlChannel.set_progress, Progress(step=7))
+    start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
+    assert start
+    after.tell(ControlChannel.add_incident_facts, start.incident)
+    for attempt in (2, 3):  # the second one, too, if the first took no step
+        assert after.ask(ControlChannel.begin_group, worker_group(attempt, "b")).last_step == 7

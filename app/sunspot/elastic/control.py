@@ -163,8 +163,8 @@ class ControlChannel:
         self._left_out += [LeftOut(line, time.time()) for line in lines]
 
     def incident(self) -> Incident:
-        """What is known of why the newest group ends."""
-        return self._incident
+        """What is known of why the newest group ends, and of its last step."""
+        return replace(self._incident, last_step=max(self._incident.last_step, self._progress.step))
 
     def group(self) -> WorkerGroup | None:
         """The newest worker group; None before the first, and once it was asked to end or has failed for a GPU."""
