@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -96,7 +97,7 @@ def table(results: Sequence[Result]) -> str:
         steps = f"{result.reached:,}" + (f" of {result.steps:,}" if result.reached < result.steps else "")
         figures = [steps, f"{result.wall_s / 60:.1f} min", goodput, kinds.count("reclaim"), kinds.count("kill")]
         rows = ["" if rows is None else f"{rows:,}" for rows in (result.missing, result.repeated)]
-        name = f"{result.name} ({result.ended})" if result.ended else result.name
+        name = f"{result.name} ({textwrap.shorten(result.ended, 100)})" if result.ended else result.name
         lines.append([name, *map(str, figures), f"{result.again:,}", *rows, f"{result.longest_s:.0f} s"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
