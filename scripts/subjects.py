@@ -139,7 +139,8 @@ class Stock:
         if spot := profile.spot:
             toleration = {"key": spot.label, "operator": "Exists"}
             workers["template"]["spec"] |= {"nodeSelector": {spot.label: spot.value}, "tolerations": [toleration]}
-        if problems := merge_pod(workers["template"], profile.worker.pod or {}, "worker.pod"):
+        pod = profile.worker.pod if profile.worker else None
+        if problems := merge_pod(workers["template"], pod or {}, "worker.pod"):
             raise SettingsError("; ".join(problems))
         code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
         self._objects = [{**code, "data": {LOOPS.name: LOOPS.read_text()}}, manifest]

@@ -199,6 +199,16 @@ def test_the_yardsticks_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stock.rank0() == "b"
 
 
+def test_the_yardsticks_workers_get_what_the_profile_has_for_ours(tmp_path: Path) -> None:
+    """Such as a node each, as with two on one node a loss would be two; the head has none of it."""
+    profile = tmp_path / "spread.yaml"
+    profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
+    _, job = Stock(JobRequest(str(profile), {"RUN_NAME": "mine", "NUM_WORKERS": "2"}))._objects
+    cluster = job["spec"]["rayClusterSpec"]
+    head, workers = (each["template"]["spec"] for each in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]))
+    assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]
+
+
 def test_the_yardstick_has_no_settings_of_its_own() -> None:
     """Nothing in it tunes Ray or KubeRay: that would be no yardstick."""
     text = STOCK.read_text()
