@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ray.exceptions import RayActorError
-from ray.train import FailureConfig
+from ray.train import FailureConfig, TrainingFailedError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
@@ -26,6 +26,7 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
+from sunspot.train.trainer import TrainerStart, start_again
 from tests.harness.control import LocalControl, worker_group
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
@@ -40,7 +41,8 @@ class Control(LocalControl):
         self.end = GroupEnd()
 
     def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        return self.end if method is ControlChannel.group_end else super().ask(method, *given, **named)
+        answer = super().ask(method, *given, **named)
+        return replace(self.end, counts=answer.counts) if method is ControlChannel.group_end else answer
 
     @property
     def said(self) -> list[str]:
@@ -108,6 +110,32 @@ def test_a_bug_that_comes_again_at_the_same_step_ends_the_run(control: Control) 
     assert judge({0: NameError()})
     control.end = told(failed(0, 1, step=50, taken=10))
     assert not judge({0: NameError()})
+
+
+def test_a_bug_that_ends_a_trainer_is_known_to_the_next(control: Control) -> None:
+    """Where workers outlive each other, an error of one's own ends Ray's trainer, and its judge."""
+    start, bug = TrainerStart(), TrainingFailedError("of the user")
+    for _ in range(2):
+        control.tell(ControlChannel.set_counts, start.counts)
+        control.end = told(failed(0, 1, step=50, taken=50))
+        goes_on = FailureJudge(control, 3, outlive=True)({0: NameError()})
+        if goes_on:
+            start = start_again(control, start, 3, bug) or start
+    assert not goes_on
+
+
+def test_losses_before_a_trainer_are_forgotten_once_it_has_taken_a_step(control: Control) -> None:
+    start: TrainerStart | None = TrainerStart()
+    for _ in range(2):  # all workers go, twice
+        assert start
+        control.tell(ControlChannel.set_counts, start.counts)
+        control.end = told([])
+        start = start_again(control, start, 2)
+    assert start
+    control.tell(ControlChannel.set_counts, start.counts)
+    assert start_again(control, start, 2) is None, "a third time, without a new checkpoint"
+    assert FailureJudge(control, 2, outlive=True)({1: LOST})
+    assert control.heard("log")[-1].endswith("; starting again, 1 of 2 MAX_FAILURES left")
 
 
 def test_losses_count_until_the_next_checkpoint(control: Control) -> None:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sunspot.background import Background
-from sunspot.elastic.messages import Command, GroupEnd, Incident, LeftOut, RankError, WorkerGroup
+from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, LeftOut, RankError, WorkerGroup
 from sunspot.observe.progress import News, Progress
 from sunspot.run.failures import Hang, blame, starved
 from sunspot.run.incidents import Cause
@@ -47,6 +47,7 @@ class ControlChannel:
         self._judged = 0
         "How many of these are of groups that have been followed by another."
         self._gave_up = ""
+        self._counts = FailureCounts()
         self._free_memory: dict[str, int] = {}
         "Of each GPU, as the newest group began on it."
         self._left_out: list[LeftOut] = []
@@ -120,13 +121,17 @@ class ControlChannel:
     def group_end(self) -> GroupEnd:
         """What is known of why the newest group ended."""
         hangs, nodes = self._hangs[self._judged :], self._group.nodes if self._group else {}
-        return GroupEnd(self._errors, self._progress, hangs, self._fatal_error, self._gave_up, nodes)
+        return GroupEnd(self._errors, self._progress, hangs, self._fatal_error, self._gave_up, nodes, self._counts)
 
     def start_next_group(self, line: str) -> None:
         """Log why another group starts, and forget what is known of the end of the one before."""
         self.log(line)
         self._progress = replace(self._progress, doing="starting again")
         self._errors, self._judged = [], len(self._hangs)
+
+    def set_counts(self, counts: FailureCounts) -> None:
+        """Keep how many groups have failed in a row."""
+        self._counts = counts
 
     def give_up(self, reason: str) -> None:
         """Keep why no other group starts."""

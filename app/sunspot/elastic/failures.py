@@ -8,6 +8,7 @@ those that a copy in memory keeps from a step, until it is passed over for stora
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from ray.exceptions import RayError
 
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.copies import RESTORES
-from sunspot.elastic.messages import OUT_OF_MEMORY, GroupEnd, RankError
+from sunspot.elastic.messages import OUT_OF_MEMORY, FailureCounts, GroupEnd, RankError
 from sunspot.errors import SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.run.attempts import Attempt
@@ -98,11 +99,6 @@ class FailureJudge:
     ) -> None:
         """`outlive`: the other workers train on when some are lost."""
         self._control, self._max, self._leave_out, self._outlive = control, max_failures, leave_out, outlive
-        self._failures = self._starved = self._restores = 0
-        self._kept = -1
-        "The newest step known then that no loss has taken back."
-        self._before: tuple[object, ...] | None = None
-        "What the group before failed with, if all of its ranks did so alike."
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
         """Decide whether another group starts after one that ended with these errors, by rank."""
@@ -111,7 +107,8 @@ class FailureJudge:
         if end.fatal:  # it says more, and no restart can fix it
             return False
         alone = self._outlive and all(lost)
-        what, (goes_on, why) = describe(end, errors), self._judge(end, any(lost), alone)
+        what, (goes_on, why, counts) = describe(end, errors), self._judge(end, any(lost), alone)
+        self._control.tell(ControlChannel.set_counts, counts)
         if alone:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if goes_on:
@@ -120,32 +117,30 @@ class FailureJudge:
         self._control.tell(following if goes_on else ControlChannel.give_up, f"{what}{why}")
         return goes_on
 
-    def _judge(self, end: GroupEnd, lost: bool, alone: bool) -> tuple[bool, str]:
-        """Decide whether another group starts, and say why not, or how often one still may."""
-        kept = end.progress.step if alone else end.progress.committed
-        if kept > self._kept:
-            self._failures = self._starved = self._restores = 0
-            self._kept = kept
-        alike, before = in_user_code_alike(end.errors), self._before
-        self._before = alike
-        if alike and (alike == before or not any(error.taken for error in end.errors)):
-            return False, "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
+    def _judge(self, end: GroupEnd, lost: bool, alone: bool) -> tuple[bool, str, FailureCounts]:
+        """Decide whether another group starts, say why not, or how often one still may, and count this one."""
+        alike = in_user_code_alike(end.errors)
+        counts = end.counts.since(end.progress.step if alone else end.progress.committed)
+        again, counts = alike == counts.error, replace(counts, error=alike)
+        if alike and (again or not any(error.taken for error in end.errors)):
+            return False, "; all ranks ended so, and would again; `sunspot check` tries the task in seconds", counts
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
-            self._starved += 1
-            if self._starved > MAX_STARVED:
-                return False, f". {BRING_ROWS}; no new checkpoint since {MAX_STARVED} groups before got none either"
-            left = f"{MAX_STARVED - self._starved} of {MAX_STARVED} such times left"
-            return True, f". {BRING_ROWS}; starting again, {left}, and MAX_FAILURES is not charged"
+            counts = replace(counts, starved=counts.starved + 1)
+            if counts.starved > MAX_STARVED:
+                since = f"since {MAX_STARVED} groups before got none either"
+                return False, f". {BRING_ROWS}; no new checkpoint {since}", counts
+            left = f"{MAX_STARVED - counts.starved} of {MAX_STARVED} such times left"
+            return True, f". {BRING_ROWS}; starting again, {left}, and MAX_FAILURES is not charged", counts
         stepless = bool(end.errors) and all(one.from_memory and not one.taken for one in end.errors)
-        if stepless and not lost and self._restores < RESTORES:
-            self._restores += 1
-            again = "once more from that copy" if self._restores < RESTORES else "from storage"
-            return True, f"; it came to no step from a copy in memory, so another starts {again}, at no charge"
-        self._failures += 1
-        if self._failures > self._max:
+        if stepless and not lost and counts.restores < RESTORES:
+            counts = replace(counts, restores=counts.restores + 1)
+            whence = "once more from that copy" if counts.restores < RESTORES else "from storage"
+            return True, f"; it came to no step from a copy in memory, so another starts {whence}, at no charge", counts
+        counts = replace(counts, charged=counts.charged + 1)
+        if counts.charged > self._max:
             since = f"since the MAX_FAILURES={self._max} losses before"
-            return False, f"; no new {'step' if alone else 'checkpoint'} {since}"
-        return True, f"; starting again, {self._max - self._failures} of {self._max} MAX_FAILURES left"
+            return False, f"; no new {'step' if alone else 'checkpoint'} {since}", counts
+        return True, f"; starting again, {self._max - counts.charged} of {self._max} MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
         """Leave out the nodes whose GPU is broken; returns whether another group starts, and what to say."""

@@ -96,6 +96,26 @@ class RankError:
 
 
 @dataclass(frozen=True)
+class FailureCounts:
+    """How many worker groups have failed in a row, and on what (failures.py)."""
+
+    charged: int = 0
+    "Those that MAX_FAILURES counts."
+    starved: int = 0
+    "Those that got no rows."
+    restores: int = 0
+    "Those that came to no step from a copy in memory."
+    kept: int = -1
+    "Step of the newest checkpoint then; of the newest step, where the others trained on."
+    error: tuple[object, ...] | None = None
+    "What the newest one failed with, if all of its ranks did so alike."
+
+    def since(self, kept: int) -> FailureCounts:
+        """The same, or none if a newer step than then is kept by now; the error stays."""
+        return replace(FailureCounts(error=self.error) if kept > self.kept else self, kept=kept)
+
+
+@dataclass(frozen=True)
 class GroupEnd:
     """What is known of the end of the newest worker group."""
 
@@ -110,3 +130,5 @@ class GroupEnd:
     "Why no other group starts; empty if one may."
     nodes: dict[int, str] = field(default_factory=dict)
     "Ray's id of each rank's node, unless the group was asked to end."
+    counts: FailureCounts = field(default_factory=FailureCounts)
+    "As the judge left them who was asked last."

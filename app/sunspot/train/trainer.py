@@ -8,7 +8,7 @@ import tempfile
 import time
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -23,7 +23,7 @@ from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.membership_channel import MembershipServer
-from sunspot.elastic.messages import GroupEnd, Incident
+from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.elastic.supervisor import supervised
@@ -96,10 +96,8 @@ class TrainerStart:
 
     incident: Incident = field(default_factory=Incident)
     "What ended the one before."
-    failures: int = 0
-    "Losses before it, in a row without a new checkpoint."
-    committed: int = -1
-    "Step of the newest checkpoint then."
+    counts: FailureCounts = field(default_factory=FailureCounts)
+    "Of the groups that have failed before it."
 
 
 def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint:
@@ -112,9 +110,9 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint
     attempt = 1
     with ray_session():
         while start:
-            reserved, others = reserved_groups(), live_controllers()
+            now, reserved, others = start, reserved_groups(), live_controllers()
             try:
-                start = fit_once(plan, claimant, stop_request, start)
+                start = fit_once(plan, claimant, stop_request, now)
             except ControllerError as error:
                 if attempt == DRIVER_TRIES or stop_request.asked or fatal_error(claimant):
                     failure = error
@@ -122,7 +120,7 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint
                 attempt += 1
                 log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {error}")
                 time.sleep(DRIVER_BACKOFF_S * (attempt - 1))
-                start = TrainerStart(Incident(Cause.DRIVER_LOST, "Ray's controller failed"))
+                start = replace(now, incident=Incident(Cause.DRIVER_LOST, "Ray's controller failed"))
             except (TrainingFailedError, WorkersFailedError) as error:
                 failure = error
                 break
@@ -211,6 +209,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
     ):
         control.tell(ControlChannel.add_incident_facts, start.incident)
         control.tell(ControlChannel.add_left_out, left_out)
+        control.tell(ControlChannel.set_counts, start.counts)
         config = WorkerConfig(
             plan=plan,
             owner=claimant.owner,
@@ -224,8 +223,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
         placement = choose_placement(find_room(staying_nodes(), resources.per_worker)) if outlive else "PACK"
         trainer = make_trainer(config, resources, workers, placement, scratch)
         try:
-            left = settings.max_failures - start.failures
-            judge = FailureJudge(control, left, BrokenInTraining(control, needed), outlive)
+            judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed), outlive)
             with quiet_losses(), asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
@@ -275,11 +273,13 @@ def start_again(
         told = control.ask(ControlChannel.command).restart
         incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
     if told:
-        return TrainerStart(incident, start.failures, start.committed)
-    since = 0 if end.progress.committed > start.committed else start.failures
-    if not error and since >= max_failures:
-        return None  # with one, the judge of failures has counted
-    return TrainerStart(incident, since + 1, max(start.committed, end.progress.committed))
+        return TrainerStart(incident, end.counts)
+    if error and end.counts != start.counts:  # the judge of failures has counted
+        return TrainerStart(incident, end.counts)
+    counts = start.counts.since(end.progress.committed)
+    if counts.charged >= max_failures:
+        return None
+    return TrainerStart(incident, replace(counts, charged=counts.charged + 1))
 
 
 def left_alone(fitting: Future[Any], membership: MembershipServer) -> bool:
