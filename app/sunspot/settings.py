@@ -263,7 +263,7 @@ class Settings(BaseModel):
     "Trials of a search that train at the same time."
 
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
-    "Losses without notice and without a new checkpoint in between that a run survives."
+    "Losses in a row without notice and without a new checkpoint (where others train on: a new step) that a run survives."
     max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
     "Starts of a job's driver without a new checkpoint in between before the run fails."
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
@@ -272,7 +272,7 @@ class Settings(BaseModel):
     snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
     "Largest share of the training time spent on copies of the state in memory."
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds without a step of a rank after which the workers restart."
+    "Seconds without a step of a rank after which its process ends, and counts as lost."
     survivors: Literal["auto", "off"] = _setting("auto", "auto or off")
     "auto: after a loss the other workers train on in their processes, where that is possible."
 

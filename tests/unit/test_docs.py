@@ -71,10 +71,10 @@ def test_messages_are_those_of_the_program() -> None:
             assert part.rstrip("?") in sources, message
 
 
-def test_the_path_of_a_notice_names_functions_that_exist() -> None:
+def test_the_paths_of_a_loss_and_a_notice_name_functions_that_exist() -> None:
     page = ast.get_docstring(ast.parse((REPOSITORY / "app/sunspot/elastic/__init__.py").read_text())) or ""
     steps = re.split(r"^ *\d+\. ", page, flags=re.M)[1:]
-    assert len(steps) == 13
+    assert len(steps) == 7 + 13
     sources = "".join(path.read_text() for path in (REPOSITORY / "app").rglob("*.py"))
     for names in re.findall(r"\b\w+(?:\.\w+)+", "".join(steps)):
         *_, last = names.split(".")

@@ -148,7 +148,7 @@ def find_stall(case: Case) -> Iterator[Finding]:
         rows = ", or for Ray Data, whose reading pods are gone or pending" if case.setting("loader") == "ray" else ""
         then = "HANG_TIMEOUT_S is 0, so nothing ends that; stop the run, and set it"
         if timeout_s:
-            then = f"when none goes on for {timeout_s:.0f} s, all leave their stacks and are started again"
+            then = f"when none goes on for {timeout_s:.0f} s, all leave their stacks, and those that hang are replaced"
             then += " (HANG_TIMEOUT_S)"
         advice = f"it may wait for storage{rows}; otherwise a rank hangs: {then}"
         details = {"still_s": round(still_s), "step": status.step, "hang_timeout_s": timeout_s}
