@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray.train
 import torch
+import torch.distributed as dist
 
 from sunspot.data.source import Batch, Source
 from sunspot.data.torch_loader import Selections
@@ -56,4 +56,4 @@ def compute(seconds: float) -> None:
 
 
 def rank() -> int:
-    return ray.train.get_context().get_world_rank()
+    return dist.get_rank()
