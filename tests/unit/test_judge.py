@@ -18,7 +18,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 from sunspot.elastic import failures
 from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
-from sunspot.elastic.messages import GroupEnd, RankError
+from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident, RankError
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
@@ -227,6 +227,24 @@ def test_the_end_of_one_group_is_not_told_of_the_next() -> None:
     assert (incident.cause, incident.detail) == (Cause.HUNG, "rank 1: no step for 300 s"), "for the receipt"
 
 
+@pytest.mark.parametrize("first", [Cause.JOINED, Cause.WORKER_LOST])
+def test_a_loss_while_another_is_to_join_is_no_joining(first: Cause) -> None:
+    control = ControlChannel()
+    second = Cause.WORKER_LOST if first is Cause.JOINED else Cause.JOINED
+    for noticed, cause in enumerate((first, second), 1):
+        control.add_incident_facts(Incident(cause, str(cause), float(noticed)))
+    incident = control.begin_group(worker_group(2, "a", "b"))
+    lost_at = 2.0 if first is Cause.JOINED else 1.0
+    assert (incident.cause, incident.detail, incident.noticed) == (Cause.WORKER_LOST, str(Cause.WORKER_LOST), lost_at)
+
+
+def test_a_head_that_is_to_go_is_saved_for_by_the_group_after_a_loss_too() -> None:
+    control = ControlChannel()
+    control.request_save()
+    control.begin_group(worker_group(2, "a"))
+    assert control.command().save
+
+
 def test_the_receipt_of_a_group_without_rows_says_so() -> None:
     control = ControlChannel()
     control.add_hang(hung(0, waiting=True), late=False)
@@ -329,6 +347,22 @@ def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
     assert control.heard("add_left_out") == [["node a left out: GPU 3 cannot be used"]]
     end = "; node a left out: GPU 3 cannot be used; starting again, 2 of 3 MAX_FAILURES left"
     assert control.said[0].endswith(end)
+
+
+def test_of_workers_that_others_outlive_the_node_is_known_and_not_the_rank(control: Control) -> None:
+    """Ray numbers them as it started them, and they themselves as they came."""
+    control.end = replace(told([]), nodes={0: "a", 1: "b"}, lost_on=["a"])
+    asked = list[Suspects]()
+
+    def leave_out(suspects: Suspects) -> list[str]:
+        asked.append(suspects)
+        return []
+
+    assert FailureJudge(control, 3, leave_out, outlive=True)({1: LOST})
+    assert asked == [{"a": None}]
+    control.channel.add_lost_node("a")
+    control.channel.set_counts(FailureCounts())
+    assert not control.channel.group_end().lost_on, "it was asked about"
 
 
 def test_a_node_that_the_run_cannot_do_without_ends_it(control: Control) -> None:

@@ -124,6 +124,22 @@ def test_no_parameter_changes_before_the_copy_of_it_is_done(group: dist.ProcessG
     assert all(torch.equal(before, then) for before, then in zip(after, waited, strict=False))
 
 
+def test_a_loss_while_ddp_begins_leaves_nothing_in_the_optimizers(
+    group: dist.ProcessGroup, own: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the next group."""
+
+    def lose(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    worker = make_worker(plan_without_evaluation(Settings(task=own(PLAIN), **BATCH)), group)
+    with monkeypatch.context() as patched:
+        patched.setattr("sunspot.train.run.prepare", lose)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            train(worker)
+    train(worker)
+
+
 def test_each_step_draws_its_own_random_numbers_and_counts_its_epoch(
     group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:

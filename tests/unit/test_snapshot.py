@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -594,6 +596,28 @@ def test_the_next_process_keeps_the_parts_that_the_group_goes_on_from() -> None:
     assert {held.step for held in find_parts(RUN)} == {2}
     assert later.copy(4, False) == {2, 4}
     assert later.copy(5, True) == {5}
+
+
+def test_a_process_keeps_the_parts_that_its_next_group_goes_on_from() -> None:
+    """That of a lost worker is there alone, as the copy that a neighbour kept."""
+    part = Part()
+    part.copy(1, True)
+    memory = part.memory
+    kept = memory.make_peer_slot(4, [])
+    held = next(held for held in find_parts(RUN) if held.step == 1)
+    kept.map[:] = b"part"
+    assert kept.accept_copy(
+        replace(held, part=0, crc32=zlib.crc32(b"part"), size=4, sidecar_crc32=zlib.crc32(b"")), b""
+    )
+    part.copy(2, False)
+    memory.inherit()
+    memory.keep_parts_of(checkpoint_name(1, 1))
+    assert {(held.part, held.step) for held in find_parts(RUN)} == {(0, 1), (1, 1)}
+    assert memory.make_peer_slot(4, []).file != kept.file
+    assert part.copy(3, False) >= {1}
+    assert 4 in part.copy(4, True)
+    assert kept.file
+    assert not kept.file.exists(), "nobody goes back to it any more"
 
 
 @pytest.mark.parametrize("kind", ["another user's", "a link"])

@@ -16,7 +16,7 @@ from sunspot.checkpoint import SavedObjects
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import MembershipAddress
-from sunspot.elastic.restore import Position
+from sunspot.elastic.restore import Position, hand_over
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.train import survivor as survivors
 from sunspot.train.survivor import Survivor
@@ -38,13 +38,37 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
         rank = dist.get_rank()
         model = torch.nn.Linear(2, 2)
         survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
-        survivor._client = Mock(others_train=True)
         survivor.prepare(lambda: Mock(saved=lambda: SavedObjects(model, torch.optim.SGD(model.parameters()))))
         survivor.kept = (FURTHEST, BEHIND)[rank], Position({}, 0.0, ())
         survivor.hand_over(WorkerPlace(group, rank, 2), Holders(FURTHEST.checkpoint, True, (0,)), 10)
         return survivor.kept[0] if survivor.kept else None
 
     assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
+
+
+def test_all_go_on_with_the_metrics_and_rows_of_one(tmp_path: Path) -> None:
+    """A loss may end an evaluation on some of them only: then one alone would stop early, later."""
+
+    def act(group: Any) -> Any:
+        rank = dist.get_rank()
+        model = torch.nn.Linear(2, 2)
+        saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
+        own = Position({"no_better": rank}, float(rank), [("1", 1, rank, torch.zeros(0, 3))])
+        holders = Holders(FURTHEST.checkpoint, False, (1, 0))
+        state = hand_over(WorkerPlace(group, rank, 2), holders, saved, own, 10)
+        return state.metrics, state.taken, state.ledger[0][2], state.evaluated, state.model
+
+    assert in_processes(tmp_path, 2, act) == [({"no_better": 1}, 1.0, 1, False, None)] * 2
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
+    """One that has prepared itself, and one that came when none trained, would wait for each other in collectives."""
+    prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
+    prepared.prepare(Mock)
+    for each in (prepared, other):
+        each.align(live, Mock)
+    assert [bool(each.learner) for each in (prepared, other)] == [live, live]
 
 
 def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,11 +312,11 @@ class NodeMemory:
         for other in list(self._slots):
             other.uses.discard(Use.NEWEST)
         slot.uses.add(Use.NEWEST)
+        with contextlib.suppress(OSError):  # what stays is removed later
+            for file in self._inherited:
+                remove_copy(file)
+            self._inherited = set()
         if first and self.directory:
-            with contextlib.suppress(OSError):  # what stays is removed later
-                for file in self._inherited:
-                    remove_copy(file)
-                self._inherited = set()
             remove_others(self.directory)
         if self._failing:
             self._failing = False
@@ -335,12 +335,26 @@ class NodeMemory:
             self._tell(f"no more copies in shared memory: {why}; {GOES_BACK}")
         self._paused_until = math.inf
 
+    def inherit(self) -> None:
+        """Keep the copies of other workers' parts that this process has, as a new group makes newer ones."""
+        if self.directory:
+            own = {slot.file for slot in self._slots}
+            self._inherited |= {Path(held.file) for held in list_snapshots(self.directory)} - own
+
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove the parts that the process before left, but for those of this checkpoint."""
+        """Remove the parts that there are, but for those of this checkpoint."""
+        slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
-            if held.parts and held.checkpoint != checkpoint:
-                remove_copy(Path(held.file))
-                self._inherited.discard(Path(held.file))
+            file, wanted = Path(held.file), held.checkpoint == checkpoint
+            if slot := slots.get(file) if held.parts else None:
+                if wanted:
+                    slot.uses.add(Use.NEWEST)
+                else:
+                    slot.uses.discard(Use.NEWEST)
+                    slot.unmark()
+            elif held.parts and not wanted:
+                remove_copy(file)
+                self._inherited.discard(file)
 
     def remove(self) -> None:
         """Remove this process's copies: nobody will resume from them."""

@@ -48,6 +48,8 @@ class ControlChannel:
         "How many of these are of groups that have been followed by another."
         self._gave_up = ""
         self._counts = FailureCounts()
+        self._lost_on: list[str] = []
+        "Nodes on which processes were lost that others outlive, since a judge was asked."
         self._free_memory: dict[str, int] = {}
         "Of each GPU, as the newest group began on it."
         self._left_out: list[LeftOut] = []
@@ -58,7 +60,7 @@ class ControlChannel:
     def begin_group(self, group: WorkerGroup) -> Incident:
         """Register a new worker group, and return why the group before ended."""
         self._group = group
-        self._command = replace(self._command, restart=False, deadline=None, moves=False, save=False)
+        self._command = replace(self._command, restart=False, deadline=None, moves=False)
         self._restart, self._incident = self._restart.completed_by(self._incident), Incident()
         self._hangs, self._judged = [], 0
         left_out, self._left_out = tuple(self._left_out), []
@@ -120,8 +122,16 @@ class ControlChannel:
 
     def group_end(self) -> GroupEnd:
         """What is known of why the newest group ended."""
-        hangs, nodes = self._hangs[self._judged :], self._group.nodes if self._group else {}
-        return GroupEnd(self._errors, self._progress, hangs, self._fatal_error, self._gave_up, nodes, self._counts)
+        return GroupEnd(
+            errors=self._errors,
+            progress=self._progress,
+            hangs=self._hangs[self._judged :],
+            fatal=self._fatal_error,
+            gave_up=self._gave_up,
+            nodes=self._group.nodes if self._group else {},
+            lost_on=self._lost_on,
+            counts=self._counts,
+        )
 
     def start_next_group(self, line: str) -> None:
         """Log why another group starts, and forget what is known of the end of the one before."""
@@ -130,8 +140,12 @@ class ControlChannel:
         self._errors, self._judged = [], len(self._hangs)
 
     def set_counts(self, counts: FailureCounts) -> None:
-        """Keep how many groups have failed in a row."""
-        self._counts = counts
+        """Keep how many groups have failed in a row; those that have lost a process are judged now."""
+        self._counts, self._lost_on = counts, []
+
+    def add_lost_node(self, node: str) -> None:
+        """Keep that a process was lost on a node, whose others train on."""
+        self._lost_on.append(node)
 
     def give_up(self, reason: str) -> None:
         """Keep why no other group starts."""
@@ -160,8 +174,10 @@ class ControlChannel:
         self._group = None
 
     def add_incident_facts(self, facts: Incident) -> None:
-        """Add to what is known of why the group ends; what was noted first stands."""
-        self._incident = self._incident.completed_by(facts)
+        """Add to what is known of why the group ends; what was noted first stands, but that another is to join."""
+        known = self._incident
+        lost = known.cause is Cause.JOINED and facts.cause not in (None, Cause.JOINED)
+        self._incident = facts.completed_by(known) if lost else known.completed_by(facts)
 
     def add_left_out(self, lines: list[str]) -> None:
         """Keep which nodes were left out, and why, for the events."""

@@ -56,7 +56,9 @@ class Holders(NamedTuple):
 
     checkpoint: str
     evaluated: bool
+    "Whether all of them have the evaluation of an epoch that ends there."
     ranks: tuple[int, ...]
+    "First one that has no evaluation, if so: the metrics of all are the first one's."
 
 
 def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> Holders | None:
@@ -74,8 +76,9 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
     if not live:
         return None
     furthest = max((state.checkpoint for state in live.values()), key=step_of)
-    ranks = tuple(rank for rank, state in live.items() if step_of(state.checkpoint) == step_of(furthest))
-    return Holders(furthest, all(live[rank].evaluated for rank in ranks), ranks)
+    ranks = [rank for rank, state in live.items() if step_of(state.checkpoint) == step_of(furthest)]
+    ranks.sort(key=lambda rank: live[rank].evaluated)
+    return Holders(furthest, live[ranks[0]].evaluated, tuple(ranks))
 
 
 def was_in_all(inventory: NodeInventory, attempts: list[Attempt]) -> bool:

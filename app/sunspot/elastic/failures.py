@@ -170,7 +170,8 @@ def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
 
     NCCL ends a process whose GPU fails, often before it can tell, and some GPUs hang when they do.
     """
-    lost = [end.nodes[rank] for rank, error in errors.items() if isinstance(error, RayError) and rank in end.nodes]
+    ranks = [rank for rank, error in errors.items() if isinstance(error, RayError) and rank in end.nodes]
+    lost = end.lost_on or [end.nodes[rank] for rank in ranks]
     known = {error.node: error.cuda_error for error in end.errors if error.cuda_error is not None}
     return {**dict.fromkeys(lost), **known}
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Self
 
 import ray.util
@@ -70,7 +71,7 @@ class MembershipServer:
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         host, key = ray.util.get_node_ip_address(), secrets.token_bytes(16)
-        self._listener = Listener((host, 0), backlog=64, authkey=key)
+        self._listener = Listener((host, 0), backlog=64)
         # Of the driver, as one of a member would be gone with it, and with it the way to the next generation.
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_TIMEOUT_S)
@@ -87,6 +88,8 @@ class MembershipServer:
     def __exit__(self, *_: object) -> None:
         self._closing = True
         self._deciding.__exit__(None, None, None)
+        with contextlib.suppress(OSError):  # which its thread waits for
+            socket.create_connection(self._listener.address, HEARTBEAT_EVERY_S).close()
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.close()
@@ -115,13 +118,17 @@ class MembershipServer:
         while not self._closing:
             try:
                 connection = self._listener.accept()
-            except Exception:  # a stranger, or the end
+            except OSError:  # who came is gone, or this is the end
                 continue
             start_thread(partial(self._serve, connection), "member")
 
     def _serve(self, connection: Connection) -> None:
         expect_answers(connection)
-        with connection, contextlib.suppress(EOFError, OSError):  # the process has ended, or its machine
+        ends = (EOFError, OSError, AuthenticationError)  # the process has ended, or its machine, or it is a stranger
+        with connection, contextlib.suppress(*ends):
+            # Not by the listener: who says nothing would keep all others waiting.
+            deliver_challenge(connection, self.address.key)
+            answer_challenge(connection, self.address.key)
             member: Member = connection.recv()
             try:
                 self._hear(connection, member)
@@ -154,6 +161,7 @@ class MembershipServer:
         if place is not None and not self._membership.ended:
             detail = f"rank {place} on node {member.node[:12]}"
             self._control.tell(ControlChannel.log, f"{detail} is lost; the others train on")
+            self._control.tell(ControlChannel.add_lost_node, member.node)
             self._control.tell(ControlChannel.add_incident_facts, Incident(Cause.WORKER_LOST, detail, time.time()))
 
     def _decide(self) -> None:
@@ -172,7 +180,7 @@ class MembershipServer:
         for connection, word in told:
             try:
                 connection.send(word)
-            except OSError:
+            except (OSError, TypeError):  # TypeError: another thread has closed it meanwhile
                 continue  # its thread notices
 
 
@@ -186,7 +194,7 @@ def expect_answers(connection: Connection) -> None:
 
 
 class DeciderLostError(ConnectionError):
-    """The decider cannot be reached: no error of the run, as Ray ends this process when the driver is gone."""
+    """The decider cannot be reached: who was in a group tries on, and Ray ends it if the driver is gone."""
 
 
 class MembershipClient:
@@ -206,8 +214,8 @@ class MembershipClient:
         "Number of the newest generation that is known to be closed."
         self._closed = threading.Event()
         "Set while it is in none that is open."
-        self.changing = False
-        "Whether the group is to change once a step is done."
+        self._newest_change = 0
+        "Number of the newest generation that is to change once a step is done."
         self.others_train = False
         "Whether a group had formed when it connected."
 
@@ -218,6 +226,7 @@ class MembershipClient:
         while True:
             try:
                 connection = Client((address.host, address.port), authkey=address.key)
+                expect_answers(connection)
                 self._uid += 1
                 connection.send(Member(self.uid, self._identity.node))
                 self.others_train = connection.recv()
@@ -247,7 +256,7 @@ class MembershipClient:
                     generation = self._formed.get(timeout=0.1)
                     if generation is None:
                         return None
-                    self._generation, self.changing = generation.number, False
+                    self._generation = generation.number
                     self._closed.clear()
                     if self._newest_closed >= generation.number:
                         self._leave()
@@ -259,6 +268,11 @@ class MembershipClient:
     def _leave(self) -> None:
         self._generation = 0
         self._closed.set()
+
+    @property
+    def changing(self) -> bool:
+        """Whether the group is to change once a step is done."""
+        return self._newest_change == self._generation > 0
 
     @property
     def uid(self) -> str:
@@ -285,7 +299,7 @@ class MembershipClient:
                 if connection:
                     connection.send(word)
                     return True
-        except OSError:
+        except (OSError, TypeError):  # TypeError: another thread has closed it meanwhile
             self._drop(connection)
         return False
 
@@ -304,12 +318,12 @@ class MembershipClient:
                 if word is None or isinstance(word, Generation):
                     formed.put(word)
                 elif isinstance(word, Change):
-                    self.changing = word.number == self._generation
+                    self._newest_change = word.number
                 else:
                     self._newest_closed = word.number
                     if word.number == self._generation:
                         self._end_generation()
-        except (EOFError, OSError):
+        except (EOFError, OSError, TypeError):
             self._drop(connection)
 
     def _drop(self, connection: Connection | None) -> None:

@@ -130,5 +130,7 @@ class GroupEnd:
     "Why no other group starts; empty if one may."
     nodes: dict[int, str] = field(default_factory=dict)
     "Ray's id of each rank's node, unless the group was asked to end."
+    lost_on: list[str] = field(default_factory=list)
+    "Nodes on which processes were lost that others outlive; their ranks are not Ray's."
     counts: FailureCounts = field(default_factory=FailureCounts)
     "As the judge left them who was asked last."

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,15 +67,15 @@ def hand_over(
 ) -> TrainingState:
     """Return the state to go on from, on all workers of the group, which call this together.
 
-    Holders have it already, with what is `saved` and its `position`, and so get no tensors. The others receive these
-    from the first holder.
+    Holders have it already, with what is `saved`, and so get no tensors. The others receive these from the first
+    holder, whose `position` is that of all: what a lost member ended on some of them alone may differ.
     """
     assert place.group
     source, rank = holders.ranks[0], place.rank
     state = saved.with_average(saved.state()) if saved and rank == source else None
     structure = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta"))
-    structure, sent = gather_objects((structure, position) if rank == source else None, place.group)[source]
-    position = position if rank in holders.ranks and position else cast(Position, sent)
+    structure, position = gather_objects((structure, position) if rank == source else None, place.group)[source]
+    assert position
     known = TrainingState(
         evaluated=holders.evaluated,
         metrics=position.metrics,

@@ -35,16 +35,15 @@ class ProcessGroups:
         self._device, self._limit = device, timedelta(seconds=limit_s)
         self._ending = threading.Lock()
         self._before: set[str] | None = None
-        "The sockets there were before the groups began to form; None: no groups."
-        self._own: set[str] | None = None
-        "Their sockets, known once they have formed."
+        "The sockets there were before a group began to form; None: none does."
+        self._own: set[str] = set()
+        "The sockets of those that have formed."
 
     def form(self, open_store: Callable[[], Any], rank: int, world_size: int) -> dist.ProcessGroup:
         """Form both in a store, and return that for agreements. Raises `RuntimeError` when a member is lost meanwhile.
 
         The store is opened here as its connection, too, is cut.
         """
-        self._own, self._before = None, {name for _, name in _sockets()}
         backend = "gloo"
         if self._device.type == "cuda":
             os.environ |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
@@ -56,14 +55,24 @@ class ProcessGroups:
         if self._device.type == "cuda":  # NCCL connects in its first collective
             dist.all_reduce(torch.zeros(1, device=self._device))
             await_device(self._device)
-        self._own = {name for _, name in _sockets()} - self._before
         return cast(dist.ProcessGroup, agreements)
+
+    @contextlib.contextmanager
+    def forming(self) -> Iterator[None]:
+        """Form groups in this context: all sockets that appear in it are taken for theirs."""
+        self._before = {name for _, name in _sockets()}
+        try:
+            yield
+        finally:
+            self._own |= {name for _, name in _sockets()} - self._before
+            self._before = None
 
     def cut(self) -> None:
         """End all collectives in this process, those of gloo with an error; may be called in any thread."""
         with self._ending:
             for descriptor, name in list(_sockets()):
-                if self._before is None or name in self._before or name not in (self._own or {name}):
+                appeared = self._before is not None and name not in self._before
+                if not appeared and name not in self._own:
                     continue
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
                     if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
@@ -74,6 +83,7 @@ class ProcessGroups:
     def leave(self) -> None:
         """Forget them, as their generation has ended."""
         with self._ending:
+            self._own = set()
             if dist.is_initialized():
                 with contextlib.suppress(RuntimeError):  # that of a lost member
                     dist.destroy_process_group()

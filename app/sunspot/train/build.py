@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -110,16 +110,17 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         if change:
             log.warning(change)
     saved, windows, memory = learner.saved(), state.ledger, joined.memory
-    checkpoints = CheckpointManager(
-        joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
-    )
+    survivor, in_place = joined.survivor, state.tier == IN_PLACE
+    with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():  # parts have a group of theirs
+        checkpoints = CheckpointManager(
+            joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
+        )
     reporter, gauges = None, None
     if journals:
         phases = Phases(**phases, loaded=time.time())
         reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    survivor, in_place = joined.survivor, state.tier == IN_PLACE
     if in_place and place.group and not same_parameters(learner.model, place.group):
         raise RuntimeError(f"the workers have come to different parameters at step {attempt.step}")
     beginning = Beginning(

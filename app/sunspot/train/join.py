@@ -103,8 +103,9 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     round_products(settings.precision == "tf32")
     quiet_ray_train()
     if survivor:
-        if settings.parallel == "ddp":  # a model in parts is built by all together
-            survivor.prepare(partial(prepare_learner, plan, control))
+        prepare = partial(prepare_learner, plan, control)
+        if settings.parallel == "ddp" and survivor.others_train:  # a model in parts is built by all together
+            survivor.prepare(prepare)
         formed = survivor.form()
         if not formed:
             yield None
@@ -157,6 +158,9 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         joined = Joined(plan, run, start, place, memory, watchdog, control, outputs, survivor)
         try:
             # Load that state, and build what trains.
+            if survivor:
+                with watchdog.paused():
+                    survivor.align(bool(start.live), prepare)
             if survivor and start.live:
                 state = survivor.hand_over(place, start.live, plan.total_steps)
             else:

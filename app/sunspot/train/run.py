@@ -44,9 +44,11 @@ class TrainingRun:
 
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
+        # A loss may end this, and what then is left in the optimizers would stay for the next group.
+        model = prepare(self._learner.model, self.settings, synced=self._worker.beginning.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.parameters_change()))
-        return prepare(self._learner.model, self.settings, synced=self._worker.beginning.in_place)
+        return model
 
     @property
     def epoch(self) -> int:

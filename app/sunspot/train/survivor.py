@@ -9,9 +9,9 @@ import gc
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self
@@ -75,10 +75,31 @@ class Survivor:
     def __exit__(self, *error: object) -> None:
         self._client.close()
 
+    @property
+    def others_train(self) -> bool:
+        """Whether others trained when this process came."""
+        return self._client.others_train
+
     def prepare(self, build: Callable[[], Learner]) -> None:
-        """Build what this process will train with before it has the others' state, if they train already."""
-        if self._client.others_train and not self.learner:
-            self.learner = build()
+        """Build what this process will train with once it has the others' state, alone, if it has nothing yet."""
+        self.learner = self.learner or build()
+
+    def align(self, live: bool, build: Callable[[], Learner]) -> None:
+        """Have all members of a group build what they train with together, or none: only a `live` state fits what any
+        of them has, and who lacks it builds it alone, as `prepare` says.
+        """
+        if live:
+            self.prepare(build)
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of what it trains with."""
+        if self.learner:
+            self.learner = self.window = self.kept = None
+            gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()  # or what is built next would wait for it
 
     def form(self) -> WorkerPlace | None:
         """Stand for the next group, and form it with the others, however long they take; None: there is no next one."""
@@ -89,8 +110,7 @@ class Survivor:
                 return None
             generation, rank = stood
             try:
-                # A loss may be told before there is a socket to cut.
-                with Background(CUT_EVERY_S, self._cut_if_closed):
+                with self.forming():
                     meeting = partial(self._open_store, generation.number)
                     group = self._groups.form(meeting, rank, len(generation.members))
             except RuntimeError:
@@ -99,6 +119,13 @@ class Survivor:
                 continue
             nodes = [member.node for member in generation.members]
             return WorkerPlace(group, rank, len(nodes), self._device, nodes)
+
+    @contextmanager
+    def forming(self) -> Iterator[None]:
+        """Have the groups that form in this context be cut once this generation is closed, in the context and later."""
+        # A loss may be told before there is a socket to cut.
+        with self._groups.forming(), Background(CUT_EVERY_S, self._cut_if_closed):
+            yield
 
     def _open_store(self, generation: int) -> Any:
         """Open the part of the decider's store in which the members of a generation meet."""
@@ -125,7 +152,9 @@ class Survivor:
     def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
         """Where copies outlive this process, if it is the first of its node, or has a part of the state."""
         first = settings.parallel == "fsdp" or place.nodes.index(self._node) == place.rank
-        if self.memory is None and first and settings.snapshot_cost:
+        if self.memory:
+            self.memory.inherit()
+        elif first and settings.snapshot_cost:
             self.memory = NodeMemory(run.location)
         return self.memory if first else None
 
@@ -160,13 +189,10 @@ class Survivor:
         if self._worker:
             self.kept = self._worker.leave()
             self.window = self._worker.window
-            if is_fsdp(self._worker.learner.model):  # the next group has other parts, from the copies in memory
-                self.learner = self.window = None
-                gc.unfreeze()
-            self._worker = None
+            in_parts, self._worker = is_fsdp(self._worker.learner.model), None
+            if in_parts:  # the next group has other parts, from the copies in memory
+                self.forget()
         gc.collect()
-        if not self.learner:
-            torch.cuda.empty_cache()  # or what is built next would wait for it
 
     def close(self, outputs: ExitStack) -> None:
         """Begin to bring a group's outputs to storage, while the next group forms."""
