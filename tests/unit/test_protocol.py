@@ -575,6 +575,20 @@ def replay() -> Iterator[Protocol]:
         protocol.teardown()
 
 
+def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
+    """What `make test-all` found: the record of how its first attempt began was gone, and with it the steps of that."""
+    with replay() as protocol:
+        protocol.begin(operations=0)
+        job = protocol.living(0)
+        for _ in range(4):
+            protocol.go_to(job, ("create", "attempts/0003.json"))
+        protocol.delete()
+        protocol.advance(1, 4)
+        assert protocol.world.trace[-1].endswith("-start-" + protocol.takers[0][1].nonce + ".json")
+        protocol.advance(0, 20)
+        assert not job.next
+
+
 @pytest.mark.parametrize("starts", [1, 2, 3])
 def test_a_deletion_that_is_carried_out_late_spares_the_run_begun_anew(starts: int) -> None:
     """What `make test-all` found: it hits the claim of the newest attempt, of its base, or of both's base."""

@@ -302,8 +302,8 @@ def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> lis
     """Claim the attempt that `make` returns for those so far, again with the newest when its number was taken.
 
     Returns those before it as they stand after the claim, oldest first, and it as the last; nothing if `make` returns
-    None. Raises `ConflictError` when all of CLAIM_TRIES were taken, `SupersededError` when one of those so far is gone,
-    which happens while a run is deleted, and like `claim`.
+    None. Raises `ConflictError` when all of CLAIM_TRIES were taken, `SupersededError` when the run is being deleted, or
+    was, and like `claim`.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
@@ -314,6 +314,7 @@ def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> lis
             before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
             if len(before) < len(attempts):
                 raise _deleted(run, attempt)
+            refuse_if_deleted(run)  # or what those say may be gone already, though they are there
             return [*before, attempt]
     raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
 
