@@ -591,9 +591,9 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None
         retry_storage(refuse, 0.05, "reading")
 
 
-def test_the_timeline_of_a_preemption_names_functions_that_exist() -> None:
+def test_the_timelines_of_a_loss_and_a_preemption_name_functions_that_exist() -> None:
     names = re.findall(r"^ ?\d+\. (\w+(?:\.\w+)+)", sunspot.elastic.__doc__ or "", re.MULTILINE)
-    assert len(names) == 10
+    assert len(names) == 7 + 10
     for name in names:
         package = (
             "sunspot.elastic" if importlib.util.find_spec(f"sunspot.elastic.{name.partition('.')[0]}") else "sunspot"
