@@ -63,8 +63,8 @@ from sunspot.storage.limits import retry_storage
 
 Result = TypeVar("Result")
 
-PROCESS = new_nonce()
-"""Tells this process apart from all others, also from one of the same number in a pod of the same name."""
+LOADED = new_nonce()
+"""Of this module in this process, and in those that are forked from it."""
 
 NODE_GROUP = "RAY_NODE_TYPE_NAME"
 """Variable with the group of a pod, from which Ray makes a node's label ray.io/node-group."""
@@ -121,6 +121,11 @@ class StartPoint:
     past: Past = Past()
 
 
+def process_name() -> str:
+    """Tell this process apart from all others, also from one of the same number in a pod of the same name."""
+    return f"{LOADED}-{os.getpid()}"
+
+
 def agree_on_start(
     claimant: Claimant, settings: Settings, group: dist.ProcessGroup, live: LiveState | None = None
 ) -> tuple[StartPoint | None, LocalState]:
@@ -144,7 +149,7 @@ def agree_on_start(
         parts=find_parts(location) if looks and settings.parallel == "fsdp" else (),
         live=live,
         group=os.environ.get(NODE_GROUP, ""),
-        process=PROCESS,
+        process=process_name(),
     )
     inventories = gather_objects(inventory, group)
     start = begin_attempt(claimant, settings, inventories, Readers(state.read, parts.read), group)

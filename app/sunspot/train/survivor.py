@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from sunspot.background import Background
 from sunspot.checkpoint import NodeMemory
-from sunspot.elastic.claim import PROCESS
+from sunspot.elastic.claim import process_name
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.membership import Member
 from sunspot.elastic.membership_channel import MembershipAddress, MembershipClient
@@ -56,7 +56,7 @@ class Survivor:
         self._address, self._device = address, ray.train.torch.get_device()
         self._groups = ProcessGroups(self._device, limit_s)
         self._node = ray.get_runtime_context().get_node_id()
-        self._client = MembershipClient(address, Member(PROCESS, self._node), self._groups.cut)
+        self._client = MembershipClient(address, Member(process_name(), self._node), self._groups.cut)
         self._worker: Worker | None = None
         self._outputs: Future[None] | None = None
         "Those of the group before, as they come to storage."
