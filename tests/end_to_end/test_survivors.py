@@ -56,6 +56,26 @@ def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
 
 
 @pytest.mark.slow
+def test_one_that_was_about_to_join_forms_a_group_with_one_that_came_later(
+    program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
+) -> None:
+    """All who trained are gone meanwhile: the first had prepared itself alone, which the second had no reason to."""
+    run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
+    preparing |= {"TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "DATASET": make_data(20_000, row_group=1000)}
+    training = program.begin(**{**OUTLIVING, **preparing}, NUM_WORKERS=2)
+    wait_for_reported_step(run, 60, training)
+    first, second = worker_processes()
+    first.kill()
+    wait_until((tmp_path / "begun").exists, training)
+    second.kill()
+    (tmp_path / "go").touch()
+    training.result(240)
+    assert newest(run).step == 1000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
 def test_workers_with_a_part_of_the_state_each_keep_their_processes(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
