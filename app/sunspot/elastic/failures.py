@@ -86,8 +86,9 @@ class FailureJudge:
     """Decides whether a worker group is followed by another.
 
     At most `max_failures` are, in a row without a new checkpoint, or a new step where the others train on, besides
-    MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. `leave_out` is called before
-    each; what it raises as `SunspotError` ends the run.
+    MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. The control channel keeps the
+    counts, as each of Ray's trainers has a judge of its own. `leave_out` is called before each group; what it raises as
+    `SunspotError` ends the run.
     """
 
     def __init__(
