@@ -174,6 +174,8 @@ class Protocol(RuleBasedStateMachine):
         "The states of all checkpoints whose manifests were ever written, by name."
         self.claimed: list[tuple[int, str]] = []
         "`begun` and the key of each claim."
+        self.landed: set[str] = set()
+        "Keys of claims that were carried out late, of runs that had been deleted: nobody trains in them."
         self.retired: set[str] = set()
         "Keys of the manifests that retention or `gc` has deleted."
         self.violations: list[str] = []
@@ -401,10 +403,15 @@ class Protocol(RuleBasedStateMachine):
         part = operation.key.removeprefix(f"{RUN}/")
         if process.superseded and not late and part.startswith(TRUTH):
             self.violations.append(f"{process.name} has noticed that it was superseded, and still: {operation}")
-        if operation.verb == "create" and part.startswith("attempts/") and "-start-" not in part and not late:
+        claims = operation.verb == "create" and part.startswith("attempts/") and "-start-" not in part
+        if claims and late:
+            self.landed.add(operation.key)
+        elif claims:
             self.claims[process] = self.begun
             self.claimed.append((self.begun, operation.key))
-            owners = [owner for owner, _ in itertools.groupby(a.owner for a in read_attempts(self.run))]
+            self.landed.discard(operation.key)
+            asked = [a for a in read_attempts(self.run) if f"{RUN}/attempts/{a.number:04d}.json" not in self.landed]
+            owners = [owner for owner, _ in itertools.groupby(attempt.owner for attempt in asked)]
             if len(owners) > len(set(owners)):
                 self.violations.append(f"{process.name} claimed a run that its job had lost: {owners}")
         if part == DELETION:
@@ -587,6 +594,21 @@ def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
         assert protocol.world.trace[-1].endswith("-start-" + protocol.takers[0][1].nonce + ".json")
         protocol.advance(0, 20)
         assert not job.next
+
+
+def test_who_trained_in_a_run_that_is_gone_does_not_begin_it_anew() -> None:
+    """The claim of its next group had no answer, and was tried again when all was deleted."""
+    with replay() as protocol:
+        protocol.begin(operations=0)
+        job = protocol.living(0)
+        for _ in range(4):
+            protocol.go_to(job, ("create", "attempts/0003.json"))
+        job.go(Fate(Effect.NEVER, Answer.ERROR))
+        protocol.delete()
+        protocol.advance(1, 80)
+        protocol.advance(0, 40)
+        assert not job.next
+        assert not read_attempts(protocol.run)
 
 
 @pytest.mark.parametrize("starts", [1, 2, 3])

@@ -35,6 +35,7 @@ from sunspot.run.attempts import (
     claim_next,
     ensure_owner,
     fatal_error,
+    label_of,
     lineage,
     new_nonce,
     next_number,
@@ -244,12 +245,16 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
     """Claim the next attempt, whose start is not chosen yet, like `claim_next`; nothing when this job may not train on.
 
-    Raises `ConflictError` when the run was begun anew with other settings meanwhile.
+    Raises `ConflictError` when the run was begun anew with other settings meanwhile, `SupersededError` when it was
+    deleted while these workers trained.
     """
     run = claimant.run
     status = read_status(run, claimant.driver) if claimant.driver else None
+    trained = {label_of(inventory.live.checkpoint) for inventory in inventories if inventory.live}
 
     def make(before: list[Attempt]) -> Attempt | None:
+        if not trained <= {attempt.label for attempt in before}:
+            raise SupersededError(f"{run.location} was deleted while these workers trained; they have ended")
         if claimant.given_up.is_set() or fatal_error(claimant, before):
             return None
         return make_attempt(claimant, settings, inventories, before, status.after if status else ())
