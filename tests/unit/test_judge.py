@@ -360,7 +360,7 @@ def test_of_workers_that_others_outlive_the_node_is_known_and_not_the_rank(contr
 
     assert FailureJudge(control, 3, leave_out, outlive=True)({1: LOST})
     assert asked == [{"a": None}]
-    control.channel.add_lost_node("a")
+    control.channel.add_loss("a", Incident(Cause.WORKER_LOST, "rank 0 on node a"))
     control.channel.set_counts(FailureCounts())
     assert not control.channel.group_end().lost_on, "it was asked about"
 

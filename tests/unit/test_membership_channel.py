@@ -96,7 +96,7 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
         if ends:
             second.close()
         assert isinstance(next_word(first), Close)
-        assert server.trains
+        assert server.state.trains
     finally:
         done.set()
         beating.join()

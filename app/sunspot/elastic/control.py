@@ -122,16 +122,9 @@ class ControlChannel:
 
     def group_end(self) -> GroupEnd:
         """What is known of why the newest group ended."""
-        return GroupEnd(
-            errors=self._errors,
-            progress=self._progress,
-            hangs=self._hangs[self._judged :],
-            fatal=self._fatal_error,
-            gave_up=self._gave_up,
-            nodes=self._group.nodes if self._group else {},
-            lost_on=self._lost_on,
-            counts=self._counts,
-        )
+        hangs, nodes = self._hangs[self._judged :], self._group.nodes if self._group else {}
+        fatal, lost_on = self._fatal_error, self._lost_on
+        return GroupEnd(self._errors, self._progress, hangs, fatal, self._gave_up, nodes, lost_on, self._counts)
 
     def start_next_group(self, line: str) -> None:
         """Log why another group starts, and forget what is known of the end of the one before."""
@@ -143,9 +136,11 @@ class ControlChannel:
         """Keep how many groups have failed in a row; those that have lost a process are judged now."""
         self._counts, self._lost_on = counts, []
 
-    def add_lost_node(self, node: str) -> None:
-        """Keep that a process was lost on a node, whose others train on."""
+    def add_loss(self, node: str, incident: Incident) -> None:
+        """Keep that a process was lost on a node, and that the others train on."""
+        self.log(f"{incident.detail} is lost; the others train on")
         self._lost_on.append(node)
+        self.add_incident_facts(incident)
 
     def give_up(self, reason: str) -> None:
         """Keep why no other group starts."""

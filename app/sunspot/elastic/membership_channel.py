@@ -67,7 +67,8 @@ class MembershipServer:
     def __init__(self, size: int, control: ControlClient) -> None:
         """`size` processes are started; `control` is told why groups end."""
         self.size, self._control = size, control
-        self._membership = Membership(size)
+        self.state = Membership(size)
+        "Others may look at it, and change nothing."
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         host, key = ray.util.get_node_ip_address(), secrets.token_bytes(16)
@@ -97,22 +98,7 @@ class MembershipServer:
     def drain(self, nodes: Collection[str]) -> None:
         """Do without these nodes as soon as their members' step is done."""
         with self._lock:
-            self._membership.drain(nodes)
-
-    @property
-    def trains(self) -> bool:
-        """Whether a member of the newest group lives."""
-        return self._membership.trains
-
-    @property
-    def ended(self) -> bool:
-        """Whether the group has ended as a whole."""
-        return self._membership.ended
-
-    @property
-    def deserted(self) -> bool:
-        """Whether all members are gone."""
-        return self._membership.deserted
+            self.state.drain(nodes)
 
     def _accept(self) -> None:
         while not self._closing:
@@ -135,7 +121,7 @@ class MembershipServer:
             finally:
                 with self._lock:
                     self._note_loss(member)
-                    self._membership.lose(member.uid, time.monotonic())
+                    self.state.lose(member.uid, time.monotonic())
                     del self._connections[member.uid]
                 self._deciding.run_now()
 
@@ -143,11 +129,11 @@ class MembershipServer:
         """Do what a member says, as long as it says something."""
         with self._lock:
             self._connections[member.uid] = connection
-            self._membership.enter(member)
-            connection.send(self._membership.trains)
+            self.state.enter(member)
+            connection.send(self.state.trains)
         acts: dict[str, Callable[[], None]] = {
-            "stand": lambda: self._membership.stand(member.uid, time.monotonic()),
-            "end": lambda: self._membership.end(member.uid),
+            "stand": lambda: self.state.stand(member.uid, time.monotonic()),
+            "end": lambda: self.state.end(member.uid),
             BEAT: lambda: None,
         }
         while connection.poll(PROCESS_LIMIT_S):
@@ -157,23 +143,21 @@ class MembershipServer:
 
     def _note_loss(self, member: Member) -> None:
         """Tell why the present group ends, unless its member has gone when it was to go."""
-        place = self._membership.generation.place_of(member.uid)
-        if place is not None and not self._membership.ended:
+        place = self.state.generation.place_of(member.uid)
+        if place is not None and not self.state.ended:
             detail = f"rank {place} on node {member.node[:12]}"
-            self._control.tell(ControlChannel.log, f"{detail} is lost; the others train on")
-            self._control.tell(ControlChannel.add_lost_node, member.node)
-            self._control.tell(ControlChannel.add_incident_facts, Incident(Cause.WORKER_LOST, detail, time.time()))
+            self._control.tell(ControlChannel.add_loss, member.node, Incident(Cause.WORKER_LOST, detail, time.time()))
 
     def _decide(self) -> None:
         with self._lock:
-            words = self._membership.decide(time.monotonic())
+            words = self.state.decide(time.monotonic())
             told: list[tuple[Connection, Word | str]] = [
                 (self._connections[uid], word) for uid, word in words if uid in self._connections
             ]
             if time.monotonic() > self._beating + HEARTBEAT_EVERY_S:
                 self._beating = time.monotonic()
                 told += [(connection, BEAT) for connection in self._connections.values()]
-            joining = any(isinstance(word, Change) for _, word in words) and self._membership.newcomers
+            joining = any(isinstance(word, Change) for _, word in words) and self.state.newcomers
         if joining:
             detail = f"{plural(joining, 'worker')} more"
             self._control.tell(ControlChannel.add_incident_facts, Incident(Cause.JOINED, detail, time.time()))
@@ -216,11 +200,9 @@ class MembershipClient:
         "Set while it is in none that is open."
         self._newest_change = 0
         "Number of the newest generation that is to change once a step is done."
-        self.others_train = False
-        "Whether a group had formed when it connected."
 
-    def connect(self) -> None:
-        """Enter the decider's list, as a newcomer; raises `DeciderLostError`."""
+    def connect(self) -> bool:
+        """Enter the decider's list, as a newcomer; returns whether others train. Raises `DeciderLostError`."""
         until = time.monotonic() + RECONNECT_S
         address = self._address
         while True:
@@ -229,7 +211,7 @@ class MembershipClient:
                 expect_answers(connection)
                 self._uid += 1
                 connection.send(Member(self.uid, self._identity.node))
-                self.others_train = connection.recv()
+                others_train: bool = connection.recv()
                 break
             except Exception as error:
                 if time.monotonic() > until:
@@ -239,6 +221,7 @@ class MembershipClient:
         self._connection = connection
         start_thread(lambda: self._listen(connection), "membership")
         start_thread(lambda: self._beat(connection), "heartbeat")
+        return others_train
 
     def stand(self) -> tuple[Generation, int] | None:
         """Leave the present generation, and return the next one and the rank in it, however long that takes.

@@ -60,6 +60,8 @@ class Survivor:
         self._worker: Worker | None = None
         self._outputs: Future[None] | None = None
         "Those of the group before, as they come to storage."
+        self.others_train = False
+        "Whether others trained when this process came."
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
@@ -67,16 +69,11 @@ class Survivor:
         "The state that it has, if that is whole, and where that stands."
 
     def __enter__(self) -> Self:
-        self._client.connect()
+        self.others_train = self._client.connect()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._client.close()
-
-    @property
-    def others_train(self) -> bool:
-        """Whether others trained when this process came."""
-        return self._client.others_train
 
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build what this process will train with once it has the others' state, alone, if it has nothing yet."""

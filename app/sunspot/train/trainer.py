@@ -22,6 +22,7 @@ from sunspot.data.source import rows_in
 from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
+from sunspot.elastic.membership import Membership
 from sunspot.elastic.membership_channel import MembershipServer
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
@@ -227,7 +228,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
             with quiet_losses(), asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
-                if not (membership and left_alone(fitting, membership)):
+                if not (membership and left_alone(fitting, membership.state)):
                     fitting.result()
                 over = not membership or stop_request.asked or has_ended(plan, claimant)
                 return None if over else start_again(control, start, settings.max_failures)
@@ -282,7 +283,7 @@ def start_again(
     return TrainerStart(incident, replace(counts, charged=counts.charged + 1))
 
 
-def left_alone(fitting: Future[Any], membership: MembershipServer) -> bool:
+def left_alone(fitting: Future[Any], membership: Membership) -> bool:
     """Wait for the end of a trainer, and return False; True once it has no worker any more, and waits for a node.
 
     While Ray places the worker that it replaces, it asks no other one: neither whether all have finished, nor whether
