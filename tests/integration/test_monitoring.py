@@ -410,14 +410,14 @@ def test_gauges_follow_the_run_through_an_incident_and_end_with_it(
     try:
         wait_for(lambda series: by_rank(series, "steps_total"), START_S)
         worker_processes()[-1].kill()
-        counted = {"worker lost": 1.0}
+        counted = {"worker lost": 1.0, "joined": 1.0}
 
         def recovered(series: list[Series]) -> bool:
             causes = {one.labels["cause"]: one.value for one in series if one.name == "ray_sunspot_incidents"}
             attempts = [one.value for one in series if one.name == "ray_sunspot_attempt"]
             workers = {one.labels["WorkerId"] for one in series if one.name == "ray_sunspot_steps_total"}
             told = {cause: times for cause, times in causes.items() if times}
-            return 2.0 in attempts and told == counted and len(workers) >= 3  # counters of those before stay
+            return 3.0 in attempts and told == counted and len(workers) >= 3  # counters of those before stay
 
         series = wait_for(recovered, START_S)
         assert only(series, RUN_ACTIVE) == 1
