@@ -582,13 +582,19 @@ def replay() -> Iterator[Protocol]:
         protocol.teardown()
 
 
+def about_to_go_on(protocol: Protocol) -> Process:
+    """The first job, right before its second claim with the state that it has."""
+    protocol.begin(operations=0)
+    job = protocol.living(0)
+    for _ in range(4):
+        protocol.go_to(job, ("create", "attempts/0003.json"))
+    return job
+
+
 def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
     """What `make test-all` found: the record of how its first attempt began was gone, and with it the steps of that."""
     with replay() as protocol:
-        protocol.begin(operations=0)
-        job = protocol.living(0)
-        for _ in range(4):
-            protocol.go_to(job, ("create", "attempts/0003.json"))
+        job = about_to_go_on(protocol)
         protocol.delete()
         protocol.advance(1, 4)
         assert protocol.world.trace[-1].endswith("-start-" + protocol.takers[0][1].nonce + ".json")
@@ -599,10 +605,7 @@ def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
 def test_who_trained_in_a_run_that_is_gone_does_not_begin_it_anew() -> None:
     """The claim of its next group had no answer, and was tried again when all was deleted."""
     with replay() as protocol:
-        protocol.begin(operations=0)
-        job = protocol.living(0)
-        for _ in range(4):
-            protocol.go_to(job, ("create", "attempts/0003.json"))
+        job = about_to_go_on(protocol)
         job.go(Fate(Effect.NEVER, Answer.ERROR))
         protocol.delete()
         protocol.advance(1, 80)

@@ -610,7 +610,6 @@ def test_a_process_keeps_the_parts_that_its_next_group_goes_on_from() -> None:
         replace(held, part=0, crc32=zlib.crc32(b"part"), size=4, sidecar_crc32=zlib.crc32(b"")), b""
     )
     part.copy(2, False)
-    memory.inherit()
     memory.keep_parts_of(checkpoint_name(1, 1))
     assert {(held.part, held.step) for held in find_parts(RUN)} == {(0, 1), (1, 1)}
     assert memory.make_peer_slot(4, []).file != kept.file

@@ -335,14 +335,8 @@ class NodeMemory:
             self._tell(f"no more copies in shared memory: {why}; {GOES_BACK}")
         self._paused_until = math.inf
 
-    def inherit(self) -> None:
-        """Keep the copies of other workers' parts that this process has, as a new group makes newer ones."""
-        if self.directory:
-            own = {slot.file for slot in self._slots}
-            self._inherited |= {Path(held.file) for held in list_snapshots(self.directory)} - own
-
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove the parts that there are, but for those of this checkpoint."""
+        """Remove the parts that there are, but for those of this checkpoint, which stay until there is a newer copy."""
         slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
             file, wanted = Path(held.file), held.checkpoint == checkpoint
@@ -352,7 +346,9 @@ class NodeMemory:
                 else:
                     slot.uses.discard(Use.NEWEST)
                     slot.unmark()
-            elif held.parts and not wanted:
+            elif held.parts and wanted:
+                self._inherited.add(file)
+            elif held.parts:
                 remove_copy(file)
                 self._inherited.discard(file)
 

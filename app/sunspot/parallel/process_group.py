@@ -42,7 +42,7 @@ class ProcessGroups:
     def form(self, open_store: Callable[[], Any], rank: int, world_size: int) -> dist.ProcessGroup:
         """Form both in a store, and return that for agreements. Raises `RuntimeError` when a member is lost meanwhile.
 
-        The store is opened here as its connection, too, is cut.
+        Call it in the context of `forming`. The store is opened here as its connection, too, is cut.
         """
         backend = "gloo"
         if self._device.type == "cuda":

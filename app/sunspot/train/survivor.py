@@ -85,15 +85,18 @@ class Survivor:
         """
         if live:
             self.prepare(build)
-        else:
+        elif self.learner:
             self.forget()
 
     def forget(self) -> None:
         """Let go of what it trains with."""
-        if self.learner:
-            self.learner = self.window = self.kept = None
-            gc.unfreeze()
-            gc.collect()
+        self.learner = self.window = self.kept = None
+        gc.unfreeze()
+        self._free_memory()
+
+    def _free_memory(self) -> None:
+        gc.collect()
+        if not self.learner:
             torch.cuda.empty_cache()  # or what is built next would wait for it
 
     def form(self) -> WorkerPlace | None:
@@ -147,9 +150,7 @@ class Survivor:
     def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
         """Where copies outlive this process, if it is the first of its node, or has a part of the state."""
         first = settings.parallel == "fsdp" or place.nodes.index(self._node) == place.rank
-        if self.memory:
-            self.memory.inherit()
-        elif first and settings.snapshot_cost:
+        if self.memory is None and first and settings.snapshot_cost:
             self.memory = NodeMemory(run.location)
         return self.memory if first else None
 
@@ -184,10 +185,11 @@ class Survivor:
         if self._worker:
             self.kept = self._worker.leave()
             self.window = self._worker.window
-            in_parts, self._worker = is_fsdp(self._worker.learner.model), None
-            if in_parts:  # the next group has other parts, from the copies in memory
-                self.forget()
-        gc.collect()
+            self._worker = None
+        if self.learner and is_fsdp(self.learner.model):  # the next group has other parts, from the copies in memory
+            self.forget()
+        else:
+            self._free_memory()
 
     def close(self, outputs: ExitStack) -> None:
         """Begin to bring a group's outputs to storage, while the next group forms."""
