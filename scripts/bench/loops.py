@@ -44,7 +44,7 @@ import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from torch.utils.data import DataLoader, TensorDataset
 
-from sunspot.data.torch_loader import load_rows
+from sunspot.data.source import read_rows, rows_in
 from sunspot.errors import run_and_exit
 from sunspot.plan import Plan, make_plan, with_absolute_paths
 from sunspot.settings import load_settings
@@ -217,8 +217,8 @@ def batch_of(rows: int, size: int, number: int) -> tuple[int, torch.Tensor]:
 
 def dataset_of(plan: Plan) -> TensorDataset:
     """Load all rows into memory."""
-    rows = load_rows(plan.source)
-    return TensorDataset(rows["image"], rows["label"], rows["row"])
+    columns = read_rows(plan.source, 0, rows_in(plan.source))
+    return TensorDataset(*(torch.from_numpy(columns[name]) for name in ("image", "label", "row")))
 
 
 def print_event(**event: Any) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from scripts.bench import Figures, in_turns
+from scripts.bench.product import load_rows
 from sunspot.data.mnist import open_mnist
 from sunspot.data.order import Order, Steps
 from sunspot.data.source import rows_in
-from sunspot.data.torch_loader import Selections, load_rows
+from sunspot.data.torch_loader import Selections
 from sunspot.tasks.images import normalize
 
 PAIRS = 5

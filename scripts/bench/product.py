@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 import ray
+import torch
 
+from sunspot.data.source import Batch, Source, read_rows, rows_in
 from sunspot.plan import make_plan
 from sunspot.ray_session import RAY_ENVIRONMENT
 from sunspot.run import Claimant, open_run
@@ -22,6 +24,11 @@ from sunspot.train.trainer import fit
 
 WARM_UP_S = 3.0
 """Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
+
+
+def load_rows(source: Source) -> Batch:
+    """Load all rows of a source: a tensor for each column, and `row` with the row ids."""
+    return {name: torch.from_numpy(column) for name, column in read_rows(source, 0, rows_in(source)).items()}
 
 
 def start_ray() -> None:

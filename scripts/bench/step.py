@@ -150,7 +150,7 @@ def _rows() -> Any:
     """The same images and labels for all."""
     from torch.utils.data import TensorDataset
 
-    from sunspot.data.torch_loader import load_rows
+    from scripts.bench.product import load_rows
 
     rows = load_rows(make_plan(settings(), load_task(settings())).source)
     return TensorDataset(rows["image"], rows["label"])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from sunspot.background import start_thread
 from sunspot.data.order import Steps, run_order
 from sunspot.data.shared_rows import LocalWorkers, load_shared
-from sunspot.data.source import Batch, DataPlan, Source, read_rows, rows_in
+from sunspot.data.source import Batch, DataPlan, rows_in
 
 GPU_SHARE = 0.2
 """Share of a GPU's free memory that rows may take: training needs most, and says how much only while it runs."""
@@ -108,8 +108,3 @@ def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> l
 def fits_on(device: torch.device, size: int) -> bool:
     """Tell whether so many bytes of rows belong on the device: on a GPU with room for them."""
     return device.type == "cuda" and size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
-
-
-def load_rows(source: Source) -> Batch:
-    """Load all rows of a source: a tensor for each column, and `row` with the row ids."""
-    return {name: torch.from_numpy(column) for name, column in read_rows(source, 0, rows_in(source)).items()}

@@ -65,7 +65,7 @@ class Membership:
 
     def __init__(self, size: int) -> None:
         """`size` processes were started."""
-        self._size = size
+        self.size = size
         self._members: dict[str, Member] = {}
         "All that live, by uid, in the order in which they came."
         self._standing: set[str] = set()
@@ -168,7 +168,7 @@ class Membership:
         if now < self._settled_at or living - self._standing or not chosen:
             return []
         wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
-        if not living and len(chosen) < self._size and now < self._first_stood + wait_s:
+        if not living and len(chosen) < self.size and now < self._first_stood + wait_s:
             return []
         self.generation = Generation(self.generation.number + 1, chosen)
         self._open, self._first_stood = True, math.inf

@@ -66,7 +66,7 @@ class MembershipServer:
 
     def __init__(self, size: int, control: ControlClient) -> None:
         """`size` processes are started; `control` is told why groups end."""
-        self.size, self._control = size, control
+        self._control = control
         self.state = Membership(size)
         "Others may look at it, and change nothing."
         self._lock = threading.Lock()

@@ -93,7 +93,7 @@ class Supervisor:
         group, draining = self._control.ask(ControlChannel.group), draining_nodes()
         if self._membership and group:  # lost workers are replaced: only room for more is news
             self._membership.drain(draining)
-            group = replace(group, world_size=max(group.world_size, self._membership.size))
+            group = replace(group, world_size=max(group.world_size, self._membership.state.size))
         event = monitor.check(group, ray.nodes(), draining, time.monotonic())
         if event:  # before what may fail, as the monitor finds it once
             drain_nodes(event.spare)

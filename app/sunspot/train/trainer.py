@@ -273,9 +273,7 @@ def start_again(
     else:
         told = control.ask(ControlChannel.command).restart
         incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
-    if told:
-        return TrainerStart(incident, end.counts)
-    if error and end.counts != start.counts:  # the judge of failures has counted
+    if told or (error and end.counts != start.counts):  # the judge of failures has counted
         return TrainerStart(incident, end.counts)
     counts = start.counts.since(end.progress.committed)
     if counts.charged >= max_failures:

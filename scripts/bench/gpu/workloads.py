@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from scripts.bench.product import step_ms, train_ms
+from scripts.bench.product import load_rows, step_ms, train_ms
 from sunspot.data.image_table import SAMPLE
 from sunspot.data.text import REFERENCE, read_text
-from sunspot.data.torch_loader import load_rows
 from sunspot.plan import make_plan
 from sunspot.settings import Settings, load_settings
 from sunspot.tasks import load_task
