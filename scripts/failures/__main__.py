@@ -132,7 +132,7 @@ def look(subject: Subject, result: Result, began: float, time_is_up: bool) -> No
         now = time.time() - began
         still = now - max((at for at, _ in result.points), default=0.0)
         result.ended = over or (f"no step for {still:.0f} s" if still > STILL_S else "time is up" if time_is_up else "")
-        if result.ended:
+        if result.ended and not over:  # the end of its own may be a whole look ago, and counts from the last step
             result.points.append((round(now, 2), result.reached))
 
 

@@ -40,7 +40,7 @@ class Result:
     repeated: int | None = None
     "Rows that it has learned from again within an epoch."
     ended: str = ""
-    "Why it did not take all steps, when the last point says; empty: it has, or has not ended yet."
+    "Why it did not take all steps; empty: it has, or has not ended yet."
 
     @property
     def reached(self) -> int:
@@ -49,7 +49,7 @@ class Result:
 
     @property
     def wall_s(self) -> float:
-        """Until it took the highest step for the first time, or ended without all."""
+        """Until it first took the highest step; without all steps, until its last one or its time was up."""
         if self.ended and self.points:
             return self.points[-1][0]
         return next((at for at, step in self.points if step == self.reached), 0.0)

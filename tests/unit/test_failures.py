@@ -192,7 +192,7 @@ def test_a_contender_goes_through_the_losses(
         assert said[1::2] == [f"add {line.split()[1]}" for line in said[::2]]
         assert results[0].losses
         assert ended or results[0].losses[-1][0] <= results[0].wall_s
-        assert bool(ended) == (results[0].points[-1][1] == results[0].points[-2][1])
+        assert (ended == "time is up") == (results[0].points[-1][1] == results[0].points[-2][1])
         assert (results[0].reached >= 20, results[0].ended, results[0].again) == (not ended, ended, 7)
         assert {file.name for file in (tmp_path / "out").iterdir()} == {"table.md", "plot.svg", RESULTS}
     assert subject.deleted

@@ -67,6 +67,11 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
             "state there 7.0 s), 0 steps replayed, 2 workers, 0 worker-seconds lost, from memory",
         ),
         (
+            {"cause": Cause.WORKER_LOST, "noticed": 18.0, "formed": 18.5, "tier": "in place", "world_after": 1},
+            "worker lost: first step 10.0 s after the last step that counts (group formed 8.5 s), 0 steps replayed, "
+            "2 -> 1 worker, 0 worker-seconds lost, in place",
+        ),
+        (
             {"cause": Cause.DRIVER_LOST},
             "driver lost: first step 10.0 s after the last step that counts, 0 steps replayed, 2 workers, "
             "0 worker-seconds lost, from memory",

@@ -122,7 +122,7 @@ def test_the_curves_are_over_steps_and_over_wall_clock_with_the_restart_marked(r
         "Accuracy in % over wall clock",
     ):
         [chart] = [text for text in charts if text.startswith(name)]
-        assert "1 restart." in chart
+        assert "1 new worker group." in chart
     [steps, clock] = [text for text in charts if text.startswith("Loss over")]
     assert "0.0393 at 188" in steps
     assert "0.0586 at 188" in steps

@@ -209,6 +209,8 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     view = read_view(run)
     assert (view.state, view.step, view.total_steps, view.epoch, view.loss) == (RunState.RUNNING, 6, 10, 2, 0.5)
     assert (view.rows_per_s, view.seconds_left, view.restarts) == (9.5, 8.0, 1)
+    in_place = replace(second, number=3, metadata=Metadata(tier="in place"))
+    assert replace(view, attempts=[*view.attempts, in_place]).restarts == 1
     assert view.checkpoint == newest
     assert [each.name for each in view.passed_over] == [damaged.name]
     assert view.checkpoint_age_s == pytest.approx(0, abs=20)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, with their legends and text alternatives: over steps or over the wall clock, with the restarts.
+"""Charts as inline SVG, with legends and text alternatives: over steps or the wall clock, with each new worker group.
 
 Colours and fonts come from the page's style.
 """
@@ -25,8 +25,8 @@ LEFT, RIGHT, TOP, BOTTOM = 42, 8, 18, 32
 BUCKETS = 240
 """Sections of the x axis, each a pixel or two wide; of the points in one, the lowest and the highest are drawn."""
 
-NUMBER_ROOM = 14
-"""Marks closer than this to the one before have no number, which would overlap."""
+DIGIT = 7
+"""Width of a digit. A mark has no number within that of the one before and the space of a digit: they would overlap."""
 
 MAX_DOTS = 60
 """A line with more points has no dots."""
@@ -83,7 +83,7 @@ class Axis:
 
 
 class XAxis(NamedTuple):
-    """The x axis: the position of each record of the history, and of the restarts."""
+    """The x axis: the position of each record of the history, and of new worker groups."""
 
     label: str
     places: Sequence[float | None]
@@ -131,12 +131,12 @@ def chart(title: str, across: XAxis, y: Axis, lines: Sequence[Line], band: Band 
         return element("figure", element("figcaption", f"{name}: nothing is recorded"))
     known = [(line.style, line.name) for line in lines]
     known += [("band", "lowest to highest rank")] if band else []
-    known += [("mark", "restart, and its attempt")] if across.marks else []
+    known += [("mark", "new worker group, and its attempt")] if across.marks else []
     said = [f"{name}; across: {across.label}.", *(_describe(line) for line in lines)]
     if band:
         low, high = min(point.y for point in band[0]), max(point.y for point in band[1])
         said.append(f"Lowest to highest rank: {low:.4g} to {high:.4g}.")
-    said += [f"{plural(len(across.marks), 'restart')}."] if across.marks else []
+    said += [f"{plural(len(across.marks), 'new worker group')}."] if across.marks else []
     places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
     x = linear_axis(places, from_zero=True, tight=True)
     drawing = Drawing(" ".join(said), x, across.label, y, lines, band, across.marks)
@@ -347,4 +347,4 @@ def _marks(marks: Sequence[tuple[float, str]]) -> Iterable[str]:
     for place, label in sorted(places.items()):
         if place >= free:
             yield f'<text x="{place}" y="{TOP - 5}" class="mid number">{escape(label)}</text>'
-            free = place + NUMBER_ROOM
+            free = place + DIGIT * (len(label) + 1)

@@ -15,7 +15,7 @@ MAX_NUMBERS = 40
 
 
 def show(report: Report) -> Html:
-    """Return the learning curves over steps and over the wall clock, with the restarts, and the numbers."""
+    """Return the learning curves over steps and over the wall clock, with each new worker group, and the numbers."""
     history = report.history
     if not history.series:
         return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")

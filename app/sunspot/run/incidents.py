@@ -104,18 +104,23 @@ class Receipt:
         return max(0, self.last_step - self.step)
 
     @property
-    def began(self) -> float:
-        """The notice or the loss; where neither was observed, the last step that counts."""
-        return self.noticed if self.noticed is not None else self.left
+    def beginning(self) -> tuple[float, str]:
+        """When the recovery begins, and what that is: the notice or the loss.
+
+        Or the last step that counts, where neither was observed, and where others train on from that step.
+        """
+        if self.noticed is None or self.tier == IN_PLACE:
+            return self.left, "the last step that counts"
+        return self.noticed, "the notice" if self.cause in NOTICED else "the loss"
 
     @property
     def recovery_s(self) -> float:
-        """Seconds from the notice or the loss to the first step after it."""
-        return self.first_step - self.began
+        """Seconds from `beginning` to the first step after it."""
+        return self.first_step - self.beginning[0]
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds from the notice or the loss to the end of each phase that was observed, in their order.
+        """Seconds from `beginning` to the end of each phase that was observed, in their order.
 
         A driver may begin while the group of a lost one still trains: what it did before that group's last step that
         counts is no part of the recovery.
@@ -127,7 +132,8 @@ class Receipt:
             "state there": self.loaded,
             "first step": self.first_step,
         }
-        return {name: end - self.began for name, end in ends.items() if end is not None and end >= self.began}
+        began, _ = self.beginning
+        return {name: end - began for name, end in ends.items() if end is not None and end >= began}
 
     def record(self) -> dict[str, Any]:
         """Return it as an event of the run."""
@@ -145,9 +151,7 @@ def describe(receipt: Receipt) -> str:
     if not receipt.cause.incident:
         passed, since = receipt.first_step - receipt.restarted, "the start"
     else:
-        passed = receipt.recovery_s
-        since = "the notice" if receipt.cause in NOTICED else "the loss"
-        since = since if receipt.noticed is not None else "the last step that counts"
+        passed, since = receipt.recovery_s, receipt.beginning[1]
     detail = f" ({receipt.detail})" if receipt.detail else ""
     workers = plural(receipt.world_after, "worker")
     if receipt.world_before not in (0, receipt.world_after):

@@ -16,7 +16,7 @@ from sunspot.errors import NotFoundError, StorageError
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.log import warn_once
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, recorded_setting, step_of
+from sunspot.run.attempts import IN_PLACE, Attempt, attempt_of, lineage, read_attempts, recorded_setting, step_of
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
 from sunspot.run.cost import Spending, spent
 from sunspot.run.history import newest_record, read_journal
@@ -357,8 +357,8 @@ class RunView:
 
     @property
     def restarts(self) -> int:
-        """Attempts beyond the first."""
-        return max(0, len(self.attempts) - 1)
+        """Attempts beyond the first, but for those in place, where nothing started again."""
+        return sum(attempt.metadata.tier != IN_PLACE for attempt in self.attempts[1:])
 
 
 def read_view(run: Run) -> RunView:
