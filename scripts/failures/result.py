@@ -117,7 +117,7 @@ def plot(results: Sequence[Result]) -> str:
     said = "Steps over wall time. " + " ".join(
         f"{r.name}: {r.reached} steps in {r.wall_s / 60:.1f} min." for r in drawn
     )
-    label = "minutes since all workers trained; dotted: a loss (n: with notice)"
+    label = "minutes since all trained; dotted: losses (n: with notice)"
     chart = Drawing(said, x, label, y, lines, marks=marks).svg()
     style = files("sunspot.report").joinpath("style.css").read_text()
     style += "svg:root { width: 720px; background: var(--paper); font-family: system-ui, sans-serif; }"
