@@ -134,7 +134,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         stack.enter_context(listening_to_rounds(watchdog.heartbeat))
 
         # Claim the run with the others, from the newest state there is.
-        memory = survivor.open_memory(run, settings, place) if survivor else open_memory(run, settings)
+        memory = open_memory(run, settings, place, survivor)
         live = survivor.kept[0] if survivor and survivor.kept else None
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
@@ -195,12 +195,16 @@ def round_products(rounded: bool) -> None:
     torch.backends.cudnn.allow_tf32 = rounded  # which torch has on, unlike that of matrices
 
 
-def open_memory(run: Run, settings: Settings) -> NodeMemory | None:
+def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Survivor | None) -> NodeMemory | None:
     """Where this worker's copies outlive it: under DDP on one worker of each node, as each has the whole state."""
-    first = ray.train.get_context().get_local_rank() == 0
+    nodes, context = place.nodes, ray.train.get_context()
+    first = nodes.index(nodes[place.rank]) == place.rank if survivor else context.get_local_rank() == 0
     if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
         return None
-    return NodeMemory(run.location, told=first)
+    memory = (survivor and survivor.memory) or NodeMemory(run.location, told=first)
+    if survivor:
+        survivor.memory = memory
+    return memory
 
 
 def record_end(error: Exception, joined: Joined) -> None:

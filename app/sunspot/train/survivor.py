@@ -32,9 +32,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, ProcessGroups, await_device
 from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.run import Run
 from sunspot.run.failures import LOST_PEER
-from sunspot.settings import Settings
 from sunspot.train.learner import Learner
 from sunspot.train.worker import RegroupError, Worker, close_outputs
 
@@ -55,8 +53,8 @@ class Survivor:
         """No collective of its groups waits for longer than `limit_s`."""
         self._address, self._device = address, ray.train.torch.get_device()
         self._groups = ProcessGroups(self._device, limit_s)
-        self._node = ray.get_runtime_context().get_node_id()
-        self._client = MembershipClient(address, Member(process_name(), self._node), self._groups.cut)
+        member = Member(process_name(), ray.get_runtime_context().get_node_id())
+        self._client = MembershipClient(address, member, self._groups.cut)
         self._worker: Worker | None = None
         self._outputs: Future[None] | None = None
         "Those of the group before, as they come to storage."
@@ -146,13 +144,6 @@ class Survivor:
             await_device(self._device)
             if self._client.closed(0.0):
                 raise RegroupError
-
-    def open_memory(self, run: Run, settings: Settings, place: WorkerPlace) -> NodeMemory | None:
-        """Where copies outlive this process, if it is the first of its node, or has a part of the state."""
-        first = settings.parallel == "fsdp" or place.nodes.index(self._node) == place.rank
-        if self.memory is None and first and settings.snapshot_cost:
-            self.memory = NodeMemory(run.location)
-        return self.memory if first else None
 
     def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
         """Return the state to go on from, from those who have it; all workers of the group call this together."""
