@@ -71,6 +71,7 @@ from tests.harness import REPOSITORY, s3
 from tests.harness.logs import keep_warnings
 from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
+from tests.harness.waiting import wait_until
 
 
 class Trainee:
@@ -795,6 +796,11 @@ def test_a_directory_that_refuses_is_reported_once_and_training_continues(
 ) -> None:
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
     trainee = Trainee(run)
+
+    def events() -> list[Any]:
+        trainee.journals.events.flush()
+        return read_journal(run, "events")
+
     obstacle = Obstacle(open, "model.pt")
     obstacle.error = OSError(number, os.strerror(number))
     monkeypatch.setattr(sunspot.storage.local, "open", obstacle, raising=False)
@@ -802,13 +808,13 @@ def test_a_directory_that_refuses_is_reported_once_and_training_continues(
     trainee.train()
     trainee.save()
     assert not trainee.checkpoints.drain(0.2)
+    wait_until(events, seconds=20)
     trainee.train(3)
     obstacle.closed = False
     trainee.save()
     trainee.checkpoints.close(finished=True)
     assert newest(run).step == 4
-    trainee.journals.events.flush()
-    failed, regained = read_journal(run, "events")
+    failed, regained = events()
     assert (failed["event"], failed["step"], regained["event"]) == ("commit failed", 1, "commits go on")
     fix = "free space" if number == errno.ENOSPC else "check that STORAGE_PATH can be read and written"
     assert f"model.pt: {os.strerror(number)}; {fix}" in failed["detail"]

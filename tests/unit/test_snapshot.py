@@ -267,6 +267,8 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
         if snapshot and step in (3, 5):
             held.append(snapshot)
             expected = trainee.state()
+        if step == 15:  # however slow the copies, one after 5 is taken
+            trainee.snapshots.wait_until_complete()
         trainee.train()
     trainee.snapshots.wait_until_complete()
     assert len(trainee.memory._slots) <= MAX_SLOTS
@@ -385,6 +387,7 @@ def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeyp
     found = find_snapshot(RUN)
     assert found.held.step == 3
     go.set()
+    trainee.snapshots.wait_until_complete()
     for step in (5, 6, 7):
         trainee.train()
         assert trainee.take(step)
