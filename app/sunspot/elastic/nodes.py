@@ -229,7 +229,7 @@ def asked_nodes(resources_per_worker: dict[str, float], workers: WorkerRange) ->
                 room, since = found, now
             time.sleep(NODE_CHECK_EVERY_S)
         chosen = min(max(room, workers.least), workers.most)
-        print(f"there are nodes for {room} of {workers} workers; {chosen} begin", flush=True)
+        print(f"there are nodes for {min(room, workers.most)} of {workers} workers; {chosen} begin", flush=True)
         yield WorkerRange(chosen, chosen)
     finally:
         request_resources(bundles=[])
