@@ -701,9 +701,9 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
 def test_claims_without_a_nonce_mix_two_runs_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a copy in memory, a file of a checkpoint, or the audit, whichever comes first."""
     monkeypatch.setattr(sunspot.elastic.claim, "new_nonce", str)
-    expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=13)
+    expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=9)
 
 
 def test_a_second_upload_into_the_same_file_damages_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "read_manifest", lambda *_: None)
-    expect_counterexample(OverGrowingFiles, "was committed and is damaged", start=3)
+    expect_counterexample(OverGrowingFiles, "was committed and is damaged")
