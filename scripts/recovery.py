@@ -5,8 +5,8 @@ RECLAIM with notice, KILL without. The clock starts right before the command and
 the run's own record. ADD (for the head's node ADD_HEAD) brings the nodes back, or others like them, and the next fault
 waits until all workers train again. In the commands, {node} stands for the node's name.
 
-With --stock, the same faults against the loop of Ray's guides, which saves on notice, under the defaults of Ray and
-KubeRay (scripts/stock.yaml).
+With --subject, the same faults against another way to train (scripts/subjects.py): the loop of Ray's guides under the
+defaults of Ray and KubeRay (scripts/stock.yaml), saving on notice or not, and TorchFT, which its image has to have.
 
 The namespace has k8s/base and the Secret sunspot-storage; SUNSPOT_STORAGE_PATH and the AWS_ variables reach the same
 storage from here.
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
-from scripts.subjects import START_S, Group, Notice, Ours, Subject, running, wait_until_complete
+from scripts.subjects import START_S, SUBJECTS, Group, Subject, running, wait_until_complete
 from sunspot.errors import run_and_exit
 from sunspot.settings import PREFIX
 from sunspot.submitter.manifest.render import JobRequest
@@ -157,12 +157,11 @@ def main() -> int:
     parser.add_argument("--fault", choices=KINDS, default="reclaim")
     parser.add_argument("--target", choices=TARGETS, default="worker", help="whose node")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
-    parser.add_argument("--stock", action="store_true", help="take them from the loop of Ray's guides")
+    parser.add_argument("--subject", choices=SUBJECTS, default="sunspot", help="what loses them; default: sunspot")
     add_options(parser, "recovery")
     arguments = parser.parse_args()
     commands = commands_of_the_environment(arguments.fault)
-    request = request_of(arguments, SETTINGS)
-    subject: Subject = Notice(request) if arguments.stock else Ours(request)
+    subject = SUBJECTS[arguments.subject](request_of(arguments, SETTINGS))
     chance = random.Random(0)
     faults = []
     with running(subject):

@@ -1,4 +1,4 @@
-"""What faults are injected into: a run of ours, or the usual loop under the defaults of Ray and KubeRay."""
+"""What faults are injected into: a run of ours, the usual loop under the defaults of Ray and KubeRay, or TorchFT."""
 
 from __future__ import annotations
 
@@ -243,6 +243,8 @@ def begins_anew(step: int, reached: int) -> bool:
 
 Subject: TypeAlias = Ours | Stock
 """A job on the cluster that loses nodes."""
+
+SUBJECTS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "notice": Notice, "torchft": Torchft}
 
 
 @contextmanager

@@ -23,10 +23,8 @@ from scripts.failures.losses import dealt, schedule
 from scripts.failures.result import Result, read, table, write
 from scripts.failures.rows import rows_of
 from scripts.recovery import SETTINGS, add_options, request_of
-from scripts.subjects import START_S, Notice, Ours, Stock, Subject, Torchft, wait_until_complete
+from scripts.subjects import START_S, SUBJECTS, Subject, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
-
-CONTENDERS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "notice": Notice, "torchft": Torchft}
 
 LOOK_EVERY_S = 60.0
 """A look at ours reads all of its history, and all are to have the cores for themselves."""
@@ -47,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--away", type=float, default=60, metavar="S", help="until a node comes back; default: 60")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument("--nodes", required=True, help="names of the workers' nodes, with commas; never the head's")
-    parser.add_argument("--only", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}, with commas")
+    parser.add_argument("--only", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}, with commas")
     parser.add_argument("--torchft-image", help="with torchft in it; without, TorchFT is left out")
     parser.add_argument("--output", default="bench-failures", help="folder; default: bench-failures")
     add_options(parser, "failures")
@@ -57,8 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the contenders one after the other."""
     arguments = make_parser().parse_args()
-    if unknown := set(arguments.only.split(",")) - set(CONTENDERS):
-        raise SettingsError(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(CONTENDERS)}")
+    if unknown := set(arguments.only.split(",")) - set(SUBJECTS):
+        raise SettingsError(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(SUBJECTS)}")
     commands = commands_of_the_environment("reclaim", "kill", "add")
     # A name of its own, as a run that is there would go on.
     arguments.run = f"{arguments.run}-{int(time.time()) % 10**6}"
@@ -70,7 +68,7 @@ def main() -> int:
             print("TorchFT is left out: --torchft-image names none", flush=True)
             continue
         image = arguments.torchft_image if name == "torchft" else arguments.image
-        subject = CONTENDERS[name](replace(request, image=image))
+        subject = SUBJECTS[name](replace(request, image=image))
         result = Result(subject.title, subject.job, arguments.steps)
         results = [*(each for each in read(folder) if each.name != result.name), result]
         try:
