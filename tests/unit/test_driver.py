@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,11 @@ from tests.harness.waiting import wait_until
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return begin(open_run(str(tmp_path), "run"))
+
+
+def may_claim(run: Run, owner: str, driver: str) -> bool:
+    machine = NodeInventory("host", "node", None, [])
+    return begin_attempt(Claimant(run, owner, driver), Settings(global_batch_size=BATCH), [machine]) is not None
 
 
 def state(run: Run) -> tuple[RunState, str]:
@@ -159,24 +165,32 @@ def test_a_driver_that_thaws_does_not_take_the_run_from_one_that_began_later(
     claimed: bool, owner: str, run: Run
 ) -> None:
     """`claimed`: the older one was frozen after its first claim; `owner`: of the newer one."""
-
-    def may_claim(owner: str, driver: str) -> bool:
-        machine = NodeInventory("host", "node", None, [])
-        return begin_attempt(Claimant(run, owner, driver), Settings(global_batch_size=BATCH), [machine]) is not None
-
     older, newer, newest = (new_driver() for _ in range(3))
     with ExitStack() as stack:
         stack.enter_context(recorded_outcome(Claimant(run, "job", older), None, 10))
         if claimed:
-            assert may_claim("job", older)
+            assert may_claim(run, "job", older)
         stack.enter_context(recorded_outcome(Claimant(run, owner, newer), None, 10))
-        assert may_claim(owner, newer)
-        assert not may_claim("job", older)
+        assert may_claim(run, owner, newer)
+        assert not may_claim(run, "job", older)
         assert isinstance(fatal_error(Claimant(run, "job", older)), SupersededError)
         stack.enter_context(recorded_outcome(Claimant(run, owner, newest), None, 10))
-        assert may_claim(owner, newer), "until the newest claims"
-        assert may_claim(owner, newest)
-        assert not may_claim(owner, newer)
+        assert may_claim(run, owner, newer), "until the newest claims"
+        assert may_claim(run, owner, newest)
+        assert not may_claim(run, owner, newer)
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_driver_does_not_begin_its_run_anew_after_a_deletion(claimed: bool, run: Run, tmp_path: Path) -> None:
+    """`claimed`: it had an attempt, and its next group starts."""
+    driver = new_driver()
+    with pytest.raises(SupersededError, match="was deleted"), recorded_outcome(Claimant(run, "job", driver), None, 10):  # noqa: PT012
+        if claimed:
+            assert may_claim(run, "job", driver)
+        shutil.rmtree(tmp_path / "run")
+        assert not may_claim(run, "job", driver)
+        raise fatal_error(Claimant(run, "job", driver))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> None:

@@ -38,6 +38,7 @@ from sunspot.run.objects import (
     with_checksum,
 )
 from sunspot.run.requests import owner_of, refuse_if_deleted
+from sunspot.run.status import list_statuses, newest_status
 
 log = logging.getLogger(__name__)
 
@@ -416,6 +417,8 @@ def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Ex
     try:
         refuse_if_superseded(attempts, owner, claimant.driver)
         refuse_if_deleted(run)
+        if claimant.driver and not attempts and not newest_status(list_statuses(run), claimant.driver):
+            raise SupersededError(f"{run.location} was deleted while this job trained it, or was about to")
     except ConflictError as error:
         return error
     return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None
