@@ -224,12 +224,12 @@ def asked_nodes(resources_per_worker: dict[str, float], workers: WorkerRange) ->
         room, began = 0, time.monotonic()
         since = began + FIRST_WAIT_S
         while room < workers.most and (now := time.monotonic()) < min(since + FIRST_SETTLED_S, began + FIRST_WAIT_S):
-            found = sum(find_room(staying_nodes(), resources_per_worker).values())
+            found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)
             if found != room:
                 room, since = found, now
             time.sleep(NODE_CHECK_EVERY_S)
-        chosen = min(max(room, workers.least), workers.most)
-        print(f"there are nodes for {min(room, workers.most)} of {workers} workers; {chosen} begin", flush=True)
+        chosen = max(room, workers.least)
+        print(f"there are nodes for {room} of {workers} workers; {chosen} begin", flush=True)
         yield WorkerRange(chosen, chosen)
     finally:
         request_resources(bundles=[])
