@@ -13,9 +13,9 @@ from sunspot.data.source import Batch, Source, read_rows, rows_in
 from sunspot.plan import make_plan
 from sunspot.ray_session import RAY_ENVIRONMENT
 from sunspot.run import Claimant, open_run
-from sunspot.run.attempts import new_owner
 from sunspot.run.history import read_journal
 from sunspot.run.identity import keep_identity
+from sunspot.run.owner import new_owner
 from sunspot.run.requests import StopRequest
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
@@ -45,7 +45,7 @@ def train_ms(settings: Settings) -> float:
     run = open_run(settings.storage_path, settings.run_name)
     keep_identity(run, settings.environment(), IDENTITY, identify_rows(plan))
     with redirect_stdout(io.StringIO()):
-        fit(plan, Claimant(run, new_owner(run, "")), StopRequest())
+        fit(plan, Claimant(run, new_owner("")), StopRequest())
     records = [record for record in read_journal(run, "metrics") if "rows_per_s" in record]
     return step_ms([(record["step"], record["time"]) for record in records])
 

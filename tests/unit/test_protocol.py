@@ -69,6 +69,7 @@ from sunspot.run.checkpoints import (
     read_manifest,
 )
 from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.owner import Owner
 from sunspot.run.requests import DELETION, deletion_begun, refuse_if_deleted
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.base import Storage
@@ -176,6 +177,8 @@ class Protocol(RuleBasedStateMachine):
         "The states of all checkpoints whose manifests were ever written, by name."
         self.claimed: list[tuple[int, str]] = []
         "`begun` and the key of each claim."
+        self.jobs: dict[str, str] = {}
+        "The job whose process made each claim, by the claim's key."
         self.landed: set[str] = set()
         "Keys of claims that were carried out late, of runs that had been deleted: nobody trains in them."
         self.retired: set[str] = set()
@@ -287,6 +290,10 @@ class Protocol(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------------------------- processes
 
+    def owner_of(self, job: str) -> str:
+        """The owner that a start of a job claims for."""
+        return job
+
     def train(self, process: Process, owner: str, node: int) -> None:
         """One start of a worker group with one worker: as train/join.py and train/loop.py have it."""
         run = Run(process.storage, RUN)
@@ -306,7 +313,7 @@ class Protocol(RuleBasedStateMachine):
         while True:
             held = found and found.held
             machines = [NodeInventory(f"host-{node}", f"node-{node}", held, [], live=live, process=process.name)]
-            claimant = Claimant(run, owner)
+            claimant = Claimant(run, self.owner_of(owner))
             try:
                 start = retry_storage(partial(begin_attempt, claimant, SETTINGS, machines), limit_s, "beginning")
             except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
@@ -411,11 +418,12 @@ class Protocol(RuleBasedStateMachine):
         elif claims:
             self.claims[process] = self.begun
             self.claimed.append((self.begun, operation.key))
+            self.jobs[operation.key] = process.name.rpartition(".")[0]
             self.landed.discard(operation.key)
-            asked = [a for a in read_attempts(self.run) if f"{RUN}/attempts/{a.number:04d}.json" not in self.landed]
-            owners = [owner for owner, _ in itertools.groupby(attempt.owner for attempt in asked)]
-            if len(owners) > len(set(owners)):
-                self.violations.append(f"{process.name} claimed a run that its job had lost: {owners}")
+            keys = [self.run.key("attempts", f"{attempt.number:04d}.json") for attempt in read_attempts(self.run)]
+            jobs = [job for job, _ in itertools.groupby(self.jobs[key] for key in keys if key not in self.landed)]
+            if len(jobs) > len(set(jobs)):
+                self.violations.append(f"{process.name} claimed a run that its job had lost: {jobs}")
         if part == DELETION:
             self.begun += self.marked and operation.verb == "delete"
             self.marked = operation.verb == "write"
@@ -509,6 +517,14 @@ class NeverDeleted(Protocol):
     most_deletions = 0
 
 
+class TwoPlaces(NeverDeleted):
+    """The same with RayJobs of one name in two clusters: the first two of a repository, all others submitted."""
+
+    def owner_of(self, job: str) -> str:
+        number = int(job.rpartition("-")[2])
+        return str(Owner("job", str(number) if number > 2 else "", "sunspot", f"cluster-{number % 2}"))
+
+
 class OverDirectory(Protocol):
     """The same in a directory."""
 
@@ -572,6 +588,10 @@ def test_no_interleaving_breaks_the_protocol() -> None:
 
 def test_no_interleaving_breaks_it_in_a_directory() -> None:
     explore(OverDirectory, examples(15, 500))
+
+
+def test_no_interleaving_of_two_clusters_breaks_it() -> None:
+    explore(TwoPlaces, examples(6, 500))
 
 
 @contextlib.contextmanager
@@ -696,6 +716,11 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
     expect_counterexample(
         NeverDeleted, "starts from .* which is gone|lost its base|no whole checkpoint any more", start=15
     )
+
+
+def test_an_owner_that_is_a_name_alone_takes_a_run_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoPlaces, "owner_of", lambda self, job: "job")
+    expect_counterexample(TwoPlaces, "claimed a run that its job had lost")
 
 
 def test_claims_without_a_nonce_mix_two_runs_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:

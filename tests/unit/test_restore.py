@@ -520,10 +520,24 @@ def claimed_by(driver: str, attempt: Attempt) -> Attempt:
     [
         (60.0, "old-1", Cause.TAKEN_OVER, "by new-2, from old-1 at step 20"),
         (40.0, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
+        (
+            48.0,
+            "old-1@sunspot/b",
+            Cause.TAKEN_OVER,
+            "by new-2, from old-1 in namespace sunspot of cluster b at step 20",
+        ),
+        (40.0, "old-1@sunspot/b", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
         (60.0, "new-2", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
         (None, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing"),
     ],
-    ids=["still trains", "frozen", "the same job, whose workers outlive its driver", "left no word"],
+    ids=[
+        "still trains",
+        "frozen",
+        "trains elsewhere",
+        "frozen elsewhere",
+        "the same job, whose workers outlive its driver",
+        "left no word",
+    ],
 )
 def test_a_run_that_is_taken_over_from_a_live_start_has_lost_no_driver(
     last_word: float | None, of: str, cause: Cause, detail: str, run: Run

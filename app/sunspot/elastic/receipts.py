@@ -17,6 +17,8 @@ from sunspot.run.attempts import Attempt
 from sunspot.run.cost import cost_of_loss
 from sunspot.run.incidents import Cause, Receipt, worker_seconds
 from sunspot.run.overview import LOST_S
+from sunspot.run.owner import Owner
+from sunspot.run.status import SILENT_S
 
 MAX_DETAIL = 500
 """Characters kept of all workers' errors."""
@@ -83,8 +85,8 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 def first_incident(start: StartPoint) -> Incident:
     """Say why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
 
-    Another start of the run was alive if storage took a status of its after this driver had begun. One of the same job
-    is a driver that was lost: its workers may outlive it for a minute.
+    Another start of the run was alive if storage took a status of its after this driver had begun, or in another place
+    shortly before the claim. One of the same job is a driver that was lost: its workers may outlive it for a minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -96,8 +98,11 @@ def first_incident(start: StartPoint) -> Incident:
     if other.state.terminal:
         ended = f"the driver before ended at step {other.step}: {other.state}"
         return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=other.step)
-    if own and own.began < other.seen and own.owner != other.owner:
-        taken = f"by {own.owner}, from {other.owner} at step {other.step}"
+    new_owner, old_owner = Owner.parse(start.attempt.owner), Owner.parse(other.owner)
+    lived_on = own and own.began < other.seen
+    lived_elsewhere = new_owner.place != old_owner.place and start.attempt.time - other.seen <= SILENT_S
+    if new_owner != old_owner and (lived_on or lived_elsewhere):
+        taken = f"by {new_owner.describe()}, from {old_owner.describe()} at step {other.step}"
         return Incident(Cause.TAKEN_OVER, taken, last_step=other.step)
     silent = f"the driver before wrote nothing since step {other.step}"
     # Until somebody has started a lost run again, nothing is there to train; a head that the operator replaces leaves

@@ -66,6 +66,8 @@ def _header(report: Report) -> Html:
     parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), state]
     if report.reason and report.state is not RunState.SUCCEEDED:
         parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
+    if report.status and report.status.place:
+        parts.append(paragraph(f"Trained in {report.status.place}.", kind="note"))
     parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in report.troubles]
     parts.append(element("dl", join(_figures(report)), class_="figures"))
     return element("header", join(parts))

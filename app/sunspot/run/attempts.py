@@ -12,9 +12,7 @@ of checkpoints and audit folders carry it, so a process of the deleted run write
 import contextlib
 import functools
 import logging
-import os
 import re
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +35,8 @@ from sunspot.run.objects import (
     read_verified,
     with_checksum,
 )
-from sunspot.run.requests import owner_of, refuse_if_deleted
+from sunspot.run.owner import Owner
+from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.status import list_statuses, newest_status
 
 log = logging.getLogger(__name__)
@@ -369,8 +368,9 @@ def read_error(run: Run, attempt: int) -> Exception | None:
 
 def _superseded(newest: Attempt) -> SupersededError:
     return SupersededError(
-        f"attempt {newest.number} of {newest.owner} owns the run since {as_time(newest.time)}; this process has ended, "
-        "and its retries will not claim the run again. To take it over, start a new job"
+        f"attempt {newest.number} of {Owner.parse(newest.owner).describe()} owns the run since {as_time(newest.time)}; "
+        "this process has ended, and its retries will not claim the run again. To take the run back, submit it with "
+        "--take-over, or start a new job"
     )
 
 
@@ -400,11 +400,6 @@ def newest_number(run: Run) -> int:
 def _number_of(file: str) -> int:
     """Return the attempt that claimed its number with this file."""
     return int(file.removesuffix(".json"))
-
-
-def new_owner(run: Run, job_id: str) -> str:
-    """Return the owner that a driver claims for: the cluster's job, or else this process."""
-    return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Exception | None:

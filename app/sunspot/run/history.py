@@ -17,6 +17,7 @@ from sunspot.formatting import plural
 from sunspot.run import Run, dump_json
 from sunspot.run.attempts import Attempt, Ended, Span, read_attempts
 from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, read_verified, tell_damage
+from sunspot.run.owner import Owner
 from sunspot.run.streams import (
     READ_TRIES,
     LineWriter,
@@ -245,7 +246,8 @@ def read_events(run: Run) -> list[dict[str, Any]]:
 
 def _began(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
     workers = attempt.metadata.world_size
-    by = f"{plural(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
+    owner = Owner.parse(attempt.owner).describe()
+    by = f"{plural(workers, 'worker')} of {owner}" if workers else owner
     where = " in memory" if attempt.metadata.tier == "memory" else ""
     begin = f", from {attempt.starts_from or 'the beginning'}{where}{_other_code(attempt, before)}"
     detail = by + (begin if attempt.chosen else "; where it starts has not been chosen")

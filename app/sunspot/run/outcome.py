@@ -18,15 +18,16 @@ from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure, record_failure
 from sunspot.run.objects import read_if_usable
+from sunspot.run.owner import Owner
 from sunspot.run.requests import StopRequest, list_submissions
 from sunspot.run.status import (
-    SILENT_S,
     STATUS_EVERY_S,
     WORKERS_SILENT_S,
     RunState,
     Status,
     attempt_in,
     driver_of,
+    is_alive,
     list_statuses,
     load_status,
     newest_status,
@@ -71,8 +72,9 @@ def recorded_outcome(
 
     try:
         if begun.starts > max_starts:
+            job = Owner.parse(claimant.owner).describe()
             raise SunspotError(
-                f"{claimant.owner} was started {max_starts} times without a new checkpoint; the logs of those starts "
+                f"{job} was started {max_starts} times without a new checkpoint; the logs of those starts "
                 "say why. SUNSPOT_MAX_DRIVER_STARTS allows more"
             )
         stop_request = stop_request or StopRequest()
@@ -108,7 +110,7 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         reason="no worker trains yet: the driver reads its data, or waits for machines",
         began=time.time(),
         starts=before.starts + 1 if before and again else 1,
-        attempt=0 if before and before.owner != owner and _trains(before) else known,
+        attempt=0 if before and before.owner != owner and is_alive(before, time.time()) else known,
         after=tuple(sorted({driver_of(entry) for entry in list_statuses(run)})),
         driver=claimant.driver,
         checkpoint=name,
@@ -119,11 +121,6 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         heartbeat=None,
     )
     return known, before, DriverStatusWriter(run, begun)
-
-
-def _trains(status: Status) -> bool:
-    """Return whether the run trains, by a status that storage has taken lately."""
-    return not status.state.terminal and time.time() - status.seen <= SILENT_S
 
 
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
@@ -140,7 +137,7 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
         return not run.storage.exists(run.key("run.json")) and not list_submissions(run)
     if other.owner == begun.owner:
         return other.state.terminal and isinstance(error, ConflictError)
-    return other.state.terminal or _trains(other)
+    return other.state.terminal or is_alive(other, time.time())
 
 
 class DriverStatusWriter:
@@ -186,7 +183,7 @@ class DriverStatusWriter:
         """Show a start that has stood back for another one (attempt 0), once that is silent or has ended."""
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
-        if own and attempt_in(own) == 0 and other and not _trains(other):
+        if own and attempt_in(own) == 0 and other and not is_alive(other, time.time()):
             self._last = replace(self.begun, attempt=other.attempt)
             write_status(self._run, self._last)
 

@@ -27,6 +27,7 @@ from sunspot.run.objects import (
     read_content,
     read_or_default,
 )
+from sunspot.run.owner import Owner
 from sunspot.storage.base import Entry, Storage
 
 FOLDER = "status"
@@ -132,9 +133,19 @@ class Status:
     "When storage took it, by this machine's clock; None: it was not read from storage."
 
     @property
+    def place(self) -> str:
+        """Where it trains: the namespace and the cluster, for people; empty if it is in none, or that is not known."""
+        return Owner.parse(self.owner).place
+
+    @property
     def seen(self) -> float:
         """The last sign of life, in seconds since the epoch: by storage's clock, as the writer's may be wrong."""
         return self.time if self.stored is None else self.stored
+
+
+def is_alive(status: Status, now: float) -> bool:
+    """Return whether the processes of a run that has not ended were heard of lately; `now`: seconds since the epoch."""
+    return not status.state.terminal and now - status.seen <= SILENT_S
 
 
 def new_driver() -> str:

@@ -14,12 +14,13 @@ from sunspot.formatting import plural, visible
 from sunspot.report import FILE, gather, render
 from sunspot.report.summary import describe
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
+from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newest_good
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
 from sunspot.run.overview import read_state
+from sunspot.run.owner import new_owner
 from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
 from sunspot.run.status import RunState, new_driver, own_status, read_status
 from sunspot.settings import IDENTITY, Settings
@@ -54,7 +55,7 @@ def train_run(
 
     def find_origin() -> tuple[str, Origin]:
         attempts = read_attempts(run)
-        claimed_for = owner or new_owner(run, settings.job_id)
+        claimed_for = owner or new_owner(settings.job_id)
         refuse_if_superseded(attempts, claimed_for)
         origin = Origin(*find_newest_good(run, attempts, trust_listing=True))  # verified by the loader
         if origin.checkpoint and origin.checkpoint.finished:  # maybe nobody loads it

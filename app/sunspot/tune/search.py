@@ -53,9 +53,9 @@ def main() -> int:
 
     # Imported late, as torch and Ray take seconds: a wrong setting is reported at once.
     from sunspot.plan import with_absolute_paths
-    from sunspot.run.attempts import new_owner
     from sunspot.run.logs import shipped_driver_output
     from sunspot.run.outcome import recorded_outcome
+    from sunspot.run.owner import new_owner
     from sunspot.train.driver import on_exit
 
     trials = tuple(map(with_absolute_paths, search.trials))
@@ -65,7 +65,7 @@ def main() -> int:
     prove(run.storage, run.name)
     refuse_if_deleted(run)
     give_up_damaged(run, settings.environment())
-    running = RunningSearch(search, Claimant(run, new_owner(run, settings.job_id), new_driver()))
+    running = RunningSearch(search, Claimant(run, new_owner(settings.job_id), new_driver()))
     with (
         shipped_driver_output(run),
         on_exit(lambda _: running.publish_results()),

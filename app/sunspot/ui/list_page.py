@@ -103,7 +103,9 @@ def _table(rows: Sequence[RunRow]) -> Html:
 def _cells(row: RunRow, now: float) -> Iterator[Html]:
     tick = Html(f'<input type="checkbox" name="run" value="{text(row.name)}" aria-label="compare {text(row.name)}">')
     yield element("td", tick, role="cell", class_="tick")
-    yield element("th", element("a", row.name, href=f"/run/{row.name}"), scope="row", role="rowheader")
+    place = element("small", row.status.place) if row.status and row.status.place else Html("")
+    link = join([element("a", row.name, href=f"/run/{row.name}"), place])
+    yield element("th", link, scope="row", role="rowheader")
     for name, value in zip(COLUMNS[1:], _values(row, now), strict=True):
         yield element("td", "—" if value is None else value, role="cell", data_name=name)
 
