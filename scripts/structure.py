@@ -18,7 +18,7 @@ from pathlib import Path
 MAX_ARGUMENTS, MAX_FIELDS = 5, 8
 
 ALLOWED = {
-    "sunspot/client.py:submit": 8,  # what a notebook's user gives, by name
+    "sunspot/client.py:submit": 9,  # what a notebook's user gives, by name
     "scripts/failures/result.py:Result": 9,
 }
 """Longer lists than the rest of the code may have: shorten them, and take them out of here."""

@@ -75,18 +75,20 @@ def submit(
     storage: str | None = None,
     context: str | None = None,
     namespace: str | None = None,
+    take_over: bool = False,
 ) -> Run:
     """Have the cluster train the run, after the checks of `sunspot submit`, and return at once.
 
     Settings have their names with or without the prefix; numbers, booleans and dictionaries need no quotes. `code` is
-    the folder of your own, which is uploaded. A live run
-    with the same ones is attached to, a finished one stays finished. Raises `SettingsError`, `ClusterError`,
-    `StorageError`, or `ConflictError` for a run that is live with others; then nothing was changed.
+    the folder of your own, which is uploaded. A live run with the same ones is attached to, a finished one stays
+    finished. `take_over` takes over a run that is alive elsewhere, such as in another cluster. Raises `SettingsError`,
+    `ClusterError`, `StorageError`, or `ConflictError` for a run that is live with other settings, or elsewhere; then
+    nothing was changed.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_for_cluster(request, context)
     print_pods(rendered.pods)
-    print_submission(start_rendered(cluster, rendered), as_json=False)
+    print_submission(start_rendered(cluster, rendered, take_over=take_over), as_json=False)
     return Run(rendered.settings.run_name, rendered.settings.storage_path, context, rendered.namespace)
 
 

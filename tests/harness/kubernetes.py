@@ -15,6 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from sunspot.submitter.cluster.applied import as_submission
+
 JOBS = "/apis/ray.io/v1/namespaces/sunspot/rayjobs"
 CORE = "/api/v1/namespaces/sunspot"
 
@@ -368,6 +370,13 @@ def rayjob(name: str, run: str = "run", created: float | None = None, **spec: An
         },
         "spec": {"rayClusterSpec": cluster, **spec},
     }
+
+
+def submitted(job: dict[str, Any]) -> dict[str, Any]:
+    """The RayJob as `sunspot submit` applies it."""
+    metadata = {name: job["metadata"][name] for name in ("name", "labels")} | {"namespace": "sunspot"}
+    manifest = as_submission({**{name: job[name] for name in ("apiVersion", "kind", "spec")}, "metadata": metadata})
+    return {**job, **manifest, "metadata": {**job["metadata"], **manifest["metadata"]}}
 
 
 def kept(job: dict[str, Any], manager: str = "argocd-controller") -> dict[str, Any]:

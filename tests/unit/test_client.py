@@ -19,7 +19,7 @@ from sunspot.errors import ClusterError, ConflictError, GaveUpError, NotFoundErr
 from sunspot.run import Run as StoredRun
 from sunspot.run import open_run
 from sunspot.run.logs import LogWriter, rank_stream
-from sunspot.run.requests import owner_of, request_stop, stop_requested
+from sunspot.run.requests import request_stop, stop_requested
 from sunspot.run.status import RunState, Status, write_status
 from tests.harness import REPOSITORY
 from tests.harness.commands import WITHOUT, process
@@ -30,7 +30,7 @@ from tests.harness.runs import begin, commit, consumed, record_audit, report, se
 def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
     """Have the driver of the only RayJob end."""
     [name] = cluster.jobs
-    write_status(stored, Status(state, owner_of(stored, name), reason="so it was"))
+    write_status(stored, Status(state, settings_of(cluster)["SUNSPOT_JOB_ID"], reason="so it was"))
     ended = ("Complete", "SUCCEEDED") if state is RunState.SUCCEEDED else ("Failed", "FAILED")
     cluster.set_status(name, *ended, reason="" if state is RunState.SUCCEEDED else "AppFailed")
 

@@ -25,7 +25,7 @@ from sunspot.run.identity import read_identity
 from sunspot.run.logs import LogWriter
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.predictions import Predictions, read_shown
-from sunspot.run.requests import mark_deletion, record_submission, request_stop
+from sunspot.run.requests import SubmissionRecord, mark_deletion, record_submission, request_stop
 from sunspot.run.search import Results, Trial, best_of, read_trial, write_results
 from sunspot.run.status import RunState, new_driver
 from sunspot.tracking.delivery import Delivery, read_delivered, read_tracking_run
@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log.flush()
     run.storage.write(run.key("tracking", "mlflow.json"), to_json({"id": "abc"}))
     run.storage.write(run.key("tracking", "mlflow-delivered.json"), to_json({"step": 3, "attempt": 1, "records": 3}))
-    record_submission(run, "run-1a2b3c4d", "kind: RayJob\nmetadata: {name: run-1a2b3c4d}\n")
+    record_submission(run, SubmissionRecord("run-1a2b3c4d"))
     trial = Trial("run", {"LEARNING_RATE": 0.1}, RunState.SUCCEEDED, "", 5, 100, 0.125)
     write_results(begin(Run(run.storage, "search")), Results("loss", "min", {"LEARNING_RATE": "x"}, (trial,), "run"))
     return folder

@@ -15,7 +15,7 @@ from sunspot.errors import SupersededError
 from sunspot.run import Run, node_memory_directory, open_run
 from sunspot.run.attempts import Attempt, claim, ensure_owner, read_attempts
 from sunspot.run.objects import with_checksum
-from sunspot.run.requests import DELETION, deletion_begun, mark_deletion, record_submission
+from sunspot.run.requests import DELETION, SubmissionRecord, deletion_begun, mark_deletion, record_submission
 from sunspot.run.search import Results, Trial, write_results
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
@@ -36,7 +36,7 @@ def fill(run: Run, state: RunState = RunState.SUCCEEDED) -> Attempt:
     commit(run, attempt, 10)
     report(run, attempt, {"step": 5, "attempt": 1, "loss": 1.0})
     record_audit(run, attempt, consumed(1, 5))
-    record_submission(run, JOB, "kind: RayJob\n")
+    record_submission(run, SubmissionRecord(JOB))
     run.storage.write(run.key("logs", "driver-1", "000000.log"), b"hello")
     write_status(run, Status(state, JOB, "at step 10", step=10, attempt=1))
     return attempt

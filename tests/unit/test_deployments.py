@@ -85,8 +85,9 @@ def test_the_page_has_no_token_and_is_reached_by_the_ingress_alone() -> None:
 def test_who_waits_for_all_runs_can_create_nothing() -> None:
     """The right to create RayJobs is the right to run any pod."""
     rules = find("gitops/wait", "Role")["rules"]
-    assert {resource for rule in rules for resource in rule["resources"]} == {"rayjobs"}
-    assert sorted(verb for rule in rules for verb in rule["verbs"]) == ["delete", "get", "list", "patch"]
+    granted = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+    assert granted == {("configmaps", "get"), *(("rayjobs", verb) for verb in ("delete", "get", "list", "patch"))}
+    assert [rule["resourceNames"] for rule in rules if rule["resources"] == ["configmaps"]] == [["kube-root-ca.crt"]]
     account = find("gitops/wait", "ServiceAccount")["metadata"]["name"]
     assert [subject["name"] for subject in find("gitops/wait", "RoleBinding")["subjects"]] == [account]
     assert template("gitops/wait")["spec"]["serviceAccountName"] == account

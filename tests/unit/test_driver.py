@@ -31,7 +31,7 @@ from sunspot.errors import (
 )
 from sunspot.formatting import as_bytes
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
+from sunspot.run.attempts import fatal_error
 from sunspot.run.failures import read_failures
 from sunspot.run.logs import (
     BURST,
@@ -49,9 +49,9 @@ from sunspot.run.outcome import recorded_outcome
 from sunspot.run.overview import list_runs
 from sunspot.run.requests import (
     StopRequest,
+    SubmissionRecord,
     clear_stop,
     newest_submission,
-    owner_of,
     record_submission,
     request_stop,
     stop_requested,
@@ -145,7 +145,7 @@ def test_a_first_start_that_fails_makes_no_run_but_that_which_was_submitted(tmp_
     run = open_run(str(tmp_path), "typo")
     for submitted in (False, True):
         if submitted:
-            record_submission(run, "typo-1", "a: 1")
+            record_submission(run, SubmissionRecord("typo-1"))
         with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "typo-1#1", new_driver()), None, 10):
             raise SettingsError("a typo")
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
@@ -155,7 +155,7 @@ def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: 
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
-        monkeypatch.setattr("sunspot.run.outcome.SILENT_S", -1.0)
+        monkeypatch.setattr("sunspot.run.status.SILENT_S", -1.0)
     assert state(run)[0] is RunState.SUCCEEDED
 
 
@@ -311,27 +311,12 @@ def test_a_stop_stays_until_it_is_cleared(run: Run) -> None:
     assert not stop_requested(run)
 
 
-def test_only_a_new_submission_takes_a_run_back(run: Run) -> None:
-    assert newest_submission(run) is None
-    assert owner_of(run, "first") == "first"  # a GitOps controller submits without a word in storage
-    record_submission(run, "first", "a: 1")
-    first = owner_of(run, "first")
-    start(run, first)
-    record_submission(run, "second", "a: 2")
-    start(run, owner_of(run, "second"))
-    with pytest.raises(SupersededError):
-        refuse_if_superseded(read_attempts(run), first)
-    record_submission(run, "first", "a: 1")
-    refuse_if_superseded(read_attempts(run), owner_of(run, "first"))
-    assert newest_submission(run) == ("first", "a: 1")
-
-
 def test_two_submissions_at_once_get_numbers_of_their_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    record_submission(run, "a", "1")
+    record_submission(run, SubmissionRecord("a", server="1"))
     monkeypatch.setattr("sunspot.run.requests.list_submissions", lambda run: [])  # the other one was not listed yet
-    record_submission(run, "a", "2")
+    record_submission(run, SubmissionRecord("a", server="2"))
     monkeypatch.undo()
-    assert newest_submission(run) == ("a", "2")
+    assert newest_submission(run) == SubmissionRecord("a", server="2")
 
 
 def test_colours_do_not_go_to_a_log(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from sunspot.run import open_run
-from sunspot.run.requests import newest_submission
+from sunspot.submitter.cluster.applied import applied_manifest
 from sunspot.submitter.cluster.image_digests import pin_images
+from sunspot.submitter.cluster.views import job_view
 from sunspot.submitter.manifest.pods import pod_groups, ray_container
 from tests.harness import commands
 from tests.harness.kubernetes import FakeCluster
@@ -107,7 +108,8 @@ def test_pods_pull_what_the_tag_meant_when_the_run_was_submitted(
     assert images(job) == {f"{registry.host}/team/sunspot@{registry.tags['1']}"}
     assert f"image {registry.image}: {registry.tags['1']}" in sunspot.err
     assert "is named by a tag" not in sunspot.err
-    assert registry.tags["1"] in newest_submission(sunspot.run)[1], "a restart and `resume` pull the same"
+    again = applied_manifest(job_view(job), "run")
+    assert images(again) == images(job), "a restart and `resume` pull the same"
 
 
 def test_a_tag_that_has_moved_makes_it_no_other_job(

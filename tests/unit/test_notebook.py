@@ -16,7 +16,6 @@ from sunspot.data.source import read_rows
 from sunspot.plan import make_plan
 from sunspot.run import open_run
 from sunspot.run.logs import LogWriter, driver_stream
-from sunspot.run.requests import owner_of
 from sunspot.run.status import RunState
 from sunspot.settings import load_settings
 from sunspot.tasks import load_task
@@ -40,7 +39,7 @@ def train(job: str, variables: dict[str, str]) -> None:
     run = open_run(settings.storage_path, settings.run_name)
     task = load_task(settings)
     plan = make_plan(settings, task)
-    attempt = start(begin(run, plan.steps.rows, plan.steps.batch, plan.steps.per_epoch), owner_of(run, job))
+    attempt = start(begin(run, plan.steps.rows, plan.steps.batch, plan.steps.per_epoch), settings.job_id)
     torch.manual_seed(settings.seed)
     model = task.build_model(settings, plan.source)
     optimizer = task.build_optimizer(model, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,12 +13,11 @@ from typing import Any
 import pytest
 
 from sunspot.run import Run
-from sunspot.run.requests import record_submission
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.waiting import Reconciler
 from tests.harness.commands import Command
-from tests.harness.kubernetes import FakeCluster, answer, kept, rayjob
+from tests.harness.kubernetes import FakeCluster, answer, kept, rayjob, submitted
 from tests.harness.runs import set_status
 from tests.harness.waiting import wait_until
 
@@ -103,8 +101,7 @@ def test_runs_are_started_again_by_who_keeps_them_none_waiting_for_another(
 def test_what_was_submitted_is_started_again_by_who_may(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.put_job(rayjob("run-1"))
-    record_submission(run, "run-1", json.dumps(cluster.jobs["run-1"]))
+    cluster.put_job(submitted(rayjob("run-1")))
     cluster.set_status("run-1", **GIVEN_UP)
     cluster.forbidden.add("create rayjobs")
     reconciler.reconcile()

@@ -21,6 +21,7 @@ import yaml
 
 from sunspot.cli import main
 from sunspot.errors import SettingsError
+from sunspot.run.owner import CERTIFICATES, POD_NAMESPACE
 from sunspot.search_space import load_search
 from sunspot.settings import Settings
 from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
@@ -205,6 +206,7 @@ def test_nobody_but_the_submitter_gets_rights() -> None:
         {"apiGroups": ["ray.io"], "resources": ["rayjobs/status"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
+        {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["kube-root-ca.crt"], "verbs": ["get"]},
     ]
     assert {verb for rule in roles[VIEWER] for verb in rule["verbs"]} == {"get", "list", "watch"}
     assert not any("secrets" in rule["resources"] for rule in roles[VIEWER])
@@ -426,6 +428,25 @@ def test_every_container_of_a_full_profile_meets_it_too(full: Rendered) -> None:
     assert len(pods_of(full)) == 3
 
 
+def empty_volumes(pod: dict[str, Any]) -> dict[str, Any]:
+    """The volumes of a pod that begin empty, by name."""
+    return {volume["name"]: volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume}
+
+
+def test_pods_are_told_their_namespace_and_cluster_without_a_token() -> None:
+    """No manifest differs between two clusters, and their RayJobs are two owners all the same."""
+    for pod in pods_of(render("kind", {})):
+        [container] = pod["containers"]
+        [namespace] = [entry for entry in container["env"] if entry["name"] == POD_NAMESPACE]
+        assert namespace["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}
+        [volume] = [volume for volume in pod["volumes"] if "configMap" in volume]
+        [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+        [item] = volume["configMap"]["items"]
+        assert f"{mount['mountPath']}/{item['path']}" == str(CERTIFICATES)
+        assert (volume["configMap"]["name"], volume["configMap"]["optional"]) == ("kube-root-ca.crt", True)
+        assert pod["automountServiceAccountToken"] is False
+
+
 def check_restricted(rendered: Rendered) -> None:
     cluster = cluster_of(rendered)
     contexts = [container["securityContext"] for pod in pods_of(rendered) for container in pod["containers"]]
@@ -442,9 +463,9 @@ def check_restricted(rendered: Rendered) -> None:
         assert (context.get("runAsUser"), context.get("fsGroup")) in ((1000, 1000), (None, None))  # None: assigned
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["enableServiceLinks"] is False
-        assert {tuple(volume) for volume in pod["volumes"]} == {("name", "emptyDir")}
+        assert {tuple(volume) for volume in pod["volumes"]} == {("name", "emptyDir"), ("name", "configMap")}
         mounts = {mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]}
-        assert mounts == {"/tmp", "/dev/shm"}
+        assert mounts == {"/tmp", "/dev/shm", "/etc/sunspot"}
     assert head["automountServiceAccountToken"] is bool(cluster.get("enableInTreeAutoscaling"))
     assert not any(pod["automountServiceAccountToken"] for pod in others)
 
@@ -492,7 +513,7 @@ def test_what_every_job_has(profile: str) -> None:
 def check_volumes(pod: dict[str, Any]) -> None:
     """/dev/shm counts as the container's memory, /tmp as its disk."""
     limits = pod["containers"][0]["resources"]["limits"]
-    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    volumes = empty_volumes(pod)
     assert volumes["shared-mem"] == {"medium": "Memory", "sizeLimit": limits["memory"]}
     assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
 
@@ -636,7 +657,7 @@ def test_a_pod_with_all_gpus_of_a_node(profile: str) -> None:
     assert node[1] * 0.75 <= asked["memory"] / 2**30 <= node[1] * 0.92
     assert asked["ephemeral-storage"] >= 80 * 2**30
     assert resources["limits"]["nvidia.com/gpu"] == "8"
-    volumes = {volume["name"]: volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"]}
+    volumes = {name: volume["sizeLimit"] for name, volume in empty_volumes(pod).items()}
     assert volumes["shared-mem"] == resources["limits"]["memory"] == "1600Gi"
     assert settings_of_job(rendered).resources_per_worker == {
         "CPU": asked["cpu"] // 8,

@@ -23,7 +23,7 @@ from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
 from sunspot.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
-from sunspot.run.requests import record_submission, request_stop
+from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
 from sunspot.run.status import SILENT_S, RunState, Status, read_status, restore_status, write_status
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
@@ -61,8 +61,8 @@ def test_a_listing_alone_shows_what_there_is(tmp_path: Path) -> None:
     storage.write(trained.key("checkpoints", "step-00000040-attempt-0002", "model.pt"), b"no manifest yet")
     record_error(trained, 1, DamageError("lost"))
     submitted = Run(storage, "submitted")
-    record_submission(submitted, "submitted-1234", "kind: RayJob")
-    record_submission(submitted, "submitted-5678", "kind: RayJob")
+    record_submission(submitted, SubmissionRecord("submitted-1234"))
+    record_submission(submitted, SubmissionRecord("submitted-5678"))
     request_stop(submitted, "me")
     storage.write("data/train/part.parquet", b"")
     storage.write("file", b"")
@@ -82,7 +82,7 @@ def test_a_listing_alone_shows_what_there_is(tmp_path: Path) -> None:
 def test_a_run_is_found_as_soon_as_it_was_submitted(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no run is there"):
         find_run("run", str(tmp_path))
-    record_submission(open_run(str(tmp_path), "run"), "run-1234", "kind: RayJob")
+    record_submission(open_run(str(tmp_path), "run"), SubmissionRecord("run-1234"))
     assert find_run("run", str(tmp_path)).name == "run"
     with pytest.raises(NotFoundError, match=r"there are run$"):
         find_run("another", str(tmp_path))
@@ -181,7 +181,7 @@ def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
     assert read_state(run)[0] is RunState.SILENT, "only its status is a sign of life"
     age(run, LOST_S)
     assert read_state(run)[0] is RunState.LOST
-    record_submission(run, "run-1234", "kind: RayJob")
+    record_submission(run, SubmissionRecord("run-1234"))
     assert read_state(run)[0] is RunState.PENDING
     request_stop(run, "me")
     assert read_state(run)[0] is RunState.STOPPED
@@ -299,7 +299,7 @@ def test_a_run_that_has_only_been_submitted(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "run")
     with pytest.raises(NotFoundError):
         read_view(run)
-    record_submission(run, "run-1234", "kind: RayJob")
+    record_submission(run, SubmissionRecord("run-1234"))
     view = read_view(run)
     assert (view.state, view.step, view.total_steps, view.epoch, view.goodput) == (RunState.PENDING, 0, 0, 0, None)
     assert (view.checkpoint, view.loss, view.seconds_left, view.restarts) == (None, None, None, 0)
@@ -320,7 +320,19 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
     assert (one["step"], one["total_steps"], one["epoch"], one["loss"]) == (40, 100, 2, 0.5)
     assert one["checkpoint"] == "step-00000030-attempt-0001"
     table = sunspot("list").out.splitlines()
-    assert table[0].split() == ["run", "state", "step", "epoch", "loss", "test", "loss", "checkpoint", "last", "change"]
+    assert table[0].split() == [
+        "run",
+        "state",
+        "step",
+        "epoch",
+        "loss",
+        "test",
+        "loss",
+        "checkpoint",
+        "where",
+        "last",
+        "change",
+    ]
     assert re.fullmatch(r"run +running +40/100 +2 +0.5 +30, \d+ s ago +\d+ s ago", table[1])
     assert re.fullmatch(r"old +lost +0/\? +120 min ago|old +lost +0/\? +2 h ago", table[2])
 

@@ -15,7 +15,8 @@ from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
 from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobInCluster, StoragePart
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
-from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, timestamp
+from sunspot.submitter.manifest.pods import set_variable
+from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, submitted, timestamp
 
 NOW = time.time()
 CREATED = NOW - 300
@@ -154,7 +155,7 @@ def in_storage(kind: str) -> Status | None:
 def state_of(stored: str, deployment: str, ray: str) -> RunState:
     view = job(deployment, ray, startTime=timestamp(NOW - 200))
     stopped = stored == "stopped, as was asked"
-    state, reason = judge(view, status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=stopped)
+    state, reason = judge(view, status=in_storage(stored), now=NOW, stop_wanted=stopped)
     assert reason
     assert "\n" not in reason
     return state
@@ -170,8 +171,8 @@ def test_the_first_rule_that_holds_decides(stored: str) -> None:
 def test_a_request_to_stop_never_hides_an_end() -> None:
     for case in CASES:
         stored, deployment, ray = case
-        before, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW)
-        after, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=True)
+        before, _ = judge(job(deployment, ray), status=in_storage(stored), now=NOW)
+        after, _ = judge(job(deployment, ray), status=in_storage(stored), now=NOW, stop_wanted=True)
         if stored.startswith("stopped"):
             assert after is RunState.STOPPED, case
         else:
@@ -183,28 +184,52 @@ def test_a_request_to_stop_never_hides_an_end() -> None:
 def test_while_tries_are_left_a_failure_is_no_end(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")
-    assert (
-        judge(job("Running", ray, failed=1, **tries), status=failed, owner="run-1#1", now=NOW)[0] is RunState.RETRYING
-    )
-    assert judge(job("Running", ray, failed=2, **tries), status=failed, owner="run-1#1", now=NOW)[0] is RunState.FAILED
-    state, reason = judge(job("Retrying", "FAILED", failed=1, **tries), status=failed, owner="run-1#1", now=NOW)
+    assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING
+    assert judge(job("Running", ray, failed=2, **tries), status=failed, now=NOW)[0] is RunState.FAILED
+    state, reason = judge(job("Retrying", "FAILED", failed=1, **tries), status=failed, now=NOW)
     assert (state, reason) == (RunState.RETRYING, "try 1 of 3 failed: the disk is full; its cluster is made anew")
-    state, reason = judge(job("Initializing", "", failed=1, **tries), status=failed, owner="run-1#1", now=NOW)
+    state, reason = judge(job("Initializing", "", failed=1, **tries), status=failed, now=NOW)
     assert state is RunState.RETRYING
     assert "the disk is full" in reason
 
 
 def test_a_status_of_the_same_job_before_it_was_replaced_does_not_count() -> None:
-    old = status(RunState.STOPPED, "run-1#1")
-    assert judge(job("Initializing", ""), status=old, owner="run-1#2", now=NOW)[0] is RunState.PENDING
+    old = status(RunState.STOPPED, "run-1#1a2b3c4d")
+    again = job_view(submitted(job("Initializing", "").raw))
+    assert judge(again, status=old, now=NOW)[0] is RunState.PENDING
     # GitOps made it again: the owner's name is the same, and only the time tells.
     old = status(RunState.FAILED, "run-1", age=1000)
-    assert judge(job("Running", "RUNNING"), status=old, owner="run-1", now=NOW)[0] is RunState.STARTING
+    assert judge(job("Running", "RUNNING"), status=old, now=NOW)[0] is RunState.STARTING
+
+
+@pytest.mark.parametrize(
+    ("job_id", "owner", "same"),
+    [
+        ("run-1#1a2b3c4d", "run-1#1a2b3c4d@sunspot/aaaaaaaaaa", True),
+        ("run-1#1a2b3c4d", "run-1#1a2b3c4d@sunspot", True),
+        ("run-1#1a2b3c4d", "run-1#1a2b3c4d", True),
+        ("run-1#1a2b3c4d", "run-1#5e6f7a8b@sunspot/aaaaaaaaaa", False),
+        ("run-1#1a2b3c4d", "run-1@sunspot/aaaaaaaaaa", False),
+        ("run-1#1a2b3c4d", "run-1#1", False),
+        ("run-1", "run-1@sunspot/aaaaaaaaaa", True),
+        ("run-1", "run-1@teamb/aaaaaaaaaa", False),
+        ("run-1", "run-1@sunspot/bbbbbbbbbb", False),
+        ("run-1", "run-2@sunspot/aaaaaaaaaa", False),
+        ("run-1", "run-1#3", True),  # of a version that counted submissions
+        ("run-1", "run-1#12345678", False),
+    ],
+)
+def test_an_owner_is_a_job_of_this_name_namespace_cluster_and_submission(job_id: str, owner: str, same: bool) -> None:
+    raw = rayjob("run-1")
+    set_variable(raw, "SUNSPOT_JOB_ID", job_id)
+    raw["metadata"]["namespace"] = "sunspot"
+    assert states.owns(job_view(raw, "aaaaaaaaaa"), owner) is same
+    assert states.owns(job_view(raw), owner) is (same or owner.endswith("b" * 10)), "the cluster is not known"
 
 
 def test_deadlines_leave_the_job_running_and_are_failures() -> None:
     late = job("Failed", "RUNNING", reason="DeadlineExceeded", spec={"activeDeadlineSeconds": 60})
-    state, reason = judge(late, status=status(RunState.RUNNING), owner="run-1#1", now=NOW)
+    state, reason = judge(late, status=status(RunState.RUNNING), now=NOW)
     assert state is RunState.FAILED
     assert "activeDeadlineSeconds (60 s)" in reason
     never = job("Failed", "", reason="PreRunningDeadlineExceeded", spec={"preRunningDeadlineSeconds": 600})
@@ -219,7 +244,7 @@ def test_deadlines_leave_the_job_running_and_are_failures() -> None:
 def test_the_programs_own_words_come_before_the_operators() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
-    assert judge(failed, status=own, owner="run-1#1", now=NOW)[1] == "row 7 of train.parquet has no label"
+    assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"
     assert judge(failed, now=NOW)[1] == "Job entrypoint command failed with exit code 1"
     quoted = (
         "ended with exit code 6, last available logs: ...\nrun x in s3://b/x\nerror: begun with other settings:\n  A"
@@ -234,28 +259,28 @@ def test_a_job_that_was_refused_has_not_been_taken_over() -> None:
     failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
     for state in (RunState.RUNNING, RunState.SUCCEEDED):
         first = status(state, owner="run-0", began=CREATED - 60)
-        assert judge(failed, status=first, owner="run-1", now=NOW) == (RunState.FAILED, "begun with other settings")
+        assert judge(failed, status=first, now=NOW) == (RunState.FAILED, "begun with other settings")
 
 
 def test_a_silent_run_that_should_train_is_called_silent() -> None:
-    state, reason = judge(job(), status=status(RunState.RUNNING, age=250), owner="run-1#1", now=NOW)
+    state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW)
     assert state is RunState.SILENT
     assert re.fullmatch(
         r"no sign of life since \d{4}-.* UTC, 4 min ago, though its Ray job runs: frozen, cut off or gone", reason
     )
-    state, reason = judge(job(), status=status(RunState.RUNNING, age=250), owner="run-1#1", now=NOW, stop_wanted=True)
+    state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW, stop_wanted=True)
     assert (state, reason.partition(" since")[0]) == (RunState.STOPPING, "told to stop; no sign of life")
     another = status(RunState.RUNNING, "run-2#1", age=250)
-    state, reason = judge(job(), status=another, owner="run-1#1", now=NOW)
+    state, reason = judge(job(), status=another, now=NOW)
     assert state is RunState.SILENT
-    assert reason.startswith("run-2#1 has taken the run over from run-1: no sign of life since")
-    assert judge(job(), status=status(RunState.RUNNING), owner="run-1#1", now=NOW)[1] == "2 workers train"
+    assert reason.startswith("run-2 has taken the run over from run-1: no sign of life since")
+    assert judge(job(), status=status(RunState.RUNNING), now=NOW)[1] == "2 workers train"
 
 
 def test_a_run_that_has_taken_all_steps_is_finishing() -> None:
     for owner in ("run-1#1", "run-2#1"):
         finishing = status(RunState.FINISHING, owner, reason="all steps are taken", began=CREATED + 1)
-        state, reason = judge(job(), status=finishing, owner="run-1#1", now=NOW)
+        state, reason = judge(job(), status=finishing, now=NOW)
         assert (state, reason.endswith("all steps are taken")) == (RunState.FINISHING, True)
 
 
@@ -381,18 +406,18 @@ def test_a_head_that_is_told_to_go_is_named_with_its_node(ago: float, answers: b
     ending = head()
     ending["metadata"]["deletionTimestamp"] = timestamp(NOW - ago)
     last = status(RunState.RUNNING, age=100)
-    state, reason = judge(job(), [view(ending)], status=last, owner="run-1#1", now=NOW)
+    state, reason = judge(job(), [view(ending)], status=last, now=NOW)
     assert state is RunState.SILENT
     assert "the head pod was told to go; a new one follows when it has left node node-of-run-1-x-head" in reason
     assert ("which does not answer" in reason) is not answers
     new = {**head(), "metadata": {**head()["metadata"], "name": "run-1-x-head-2"}}
-    state, reason = judge(job(), [view(ending), view(new)], status=last, owner="run-1#1", now=NOW)
+    state, reason = judge(job(), [view(ending), view(new)], status=last, now=NOW)
     assert "told to go" not in reason
 
 
 def test_trouble_is_told_of_a_run_that_trains_too() -> None:
     pods = [view(head()), view(worker(1)), view(worker(2, UNSCHEDULABLE))]
-    state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), owner="run-1#1", now=NOW)
+    state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
     assert state is RunState.RUNNING
     assert "2 worker pods wanted, 1 running: no node takes it" in reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -11,16 +12,20 @@ import pytest
 import yaml
 
 from sunspot.run import Run, open_run
+from sunspot.run.owner import Owner, cluster_identity
 from sunspot.run.requests import (
+    SubmissionRecord,
     clear_stop,
     newest_submission,
-    owner_of,
     record_submission,
     request_stop,
     stop_requested,
 )
 from sunspot.run.status import RunState, Status, write_status
-from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.api import connect
+from sunspot.submitter.cluster.applied import APPLIED, without_copy
+from sunspot.submitter.manifest.pods import set_variable
+from sunspot.submitter.manifest.render import settings_of
 from tests.harness import commands
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, kept, pod, rayjob, timestamp
 from tests.harness.runs import begin
@@ -43,10 +48,15 @@ def only_job(cluster: FakeCluster) -> str:
     return name
 
 
-def end(cluster: FakeCluster, run: Run, state: RunState, owner: str = "", **more: Any) -> None:
+def owner(cluster: FakeCluster) -> str:
+    """The owner that a driver of the only RayJob claims for, as far as the manifest says."""
+    return settings_of(cluster.jobs[only_job(cluster)])["SUNSPOT_JOB_ID"]
+
+
+def end(cluster: FakeCluster, run: Run, state: RunState, **more: Any) -> None:
     """Have the driver of the only RayJob end, as it and the operator would say it."""
     name = only_job(cluster)
-    write_status(run, Status(state, owner or owner_of(run, name), **more))
+    write_status(run, Status(state, owner(cluster), **more))
     if state is RunState.FAILED:
         cluster.set_status(name, "Failed", "FAILED", reason="AppFailed")
     else:
@@ -67,9 +77,22 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
     assert sunspot.json["action"] == "created"
     assert sunspot.json["job"] == name
     recorded = newest_submission(sunspot.run)
-    assert recorded[0] == name
-    assert yaml.safe_load(recorded[1])["spec"] == cluster.jobs[name]["spec"]
-    assert owner_of(sunspot.run, name) == f"{name}#1"
+    assert (recorded.job, recorded.namespace, recorded.server) == (name, "sunspot", connect().server)
+    assert recorded.manifest["spec"] == cluster.jobs[name]["spec"]
+    assert Owner.parse(owner(cluster)).job == name
+
+
+def test_the_record_says_how_to_submit_the_same(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "1e-2")
+    arguments = ("--set", "EPOCHS=3", "--set", 'TASK_ARGS={"hidden": 32}', "--image", "sunspot:1", "--generation", "2")
+    assert sunspot.submit(*arguments) == 0, sunspot.err
+    name = only_job(cluster)
+    monkeypatch.delenv("SUNSPOT_LEARNING_RATE")
+    cluster.delete_job(name)
+    assert sunspot("submit", *newest_submission(sunspot.run).arguments) == 0, sunspot.err
+    assert only_job(cluster) == name
 
 
 def test_the_steps_are_announced_on_stderr(
@@ -85,7 +108,8 @@ def test_what_is_applied_is_what_render_prints(cluster: FakeCluster, sunspot: Co
     assert sunspot("render", "--run", "run", "--set", "EPOCHS=3") == 0
     rendered = yaml.safe_load(sunspot.out)
     sunspot.submit("--set", "EPOCHS=3")
-    applied = cluster.jobs[rendered["metadata"]["name"]]
+    applied = without_copy(cluster.jobs[rendered["metadata"]["name"]])
+    set_variable(applied, "SUNSPOT_JOB_ID", rendered["metadata"]["name"])  # it has the submission, too
     assert {name: applied["metadata"][name] for name in rendered["metadata"]} == rendered["metadata"]
     assert applied["spec"] == rendered["spec"]
 
@@ -112,10 +136,11 @@ def test_a_search_is_submitted_by_its_environment_and_found_again(
 
 def test_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
+    before = owner(cluster)
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
     assert sunspot.submit("--json") == 0
     assert sunspot.json["action"] == "attached"
-    assert owner_of(sunspot.run, only_job(cluster)).endswith("#1")
+    assert owner(cluster) == before
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -173,7 +198,7 @@ def test_a_finished_run_that_was_deleted_from_storage_begins_again(cluster: Fake
 def test_an_ended_job_is_replaced(cluster: FakeCluster, sunspot: Command, state: RunState) -> None:
     sunspot.submit()
     name = only_job(cluster)
-    before = cluster.jobs[name]["metadata"]["uid"]
+    before, zombie = cluster.jobs[name]["metadata"]["uid"], owner(cluster)
     request_stop(sunspot.run, "me")
     end(cluster, sunspot.run, state, reason="so it is")
     assert sunspot.submit("--dry-run", "--json") == 0
@@ -184,7 +209,7 @@ def test_an_ended_job_is_replaced(cluster: FakeCluster, sunspot: Command, state:
     assert sunspot.json["action"] == "replaced"
     assert "so it is" in sunspot.json["reason"]
     assert cluster.jobs[name]["metadata"]["uid"] != before
-    assert owner_of(sunspot.run, name) == f"{name}#2"
+    assert owner(cluster) != zombie
     assert not stop_requested(sunspot.run)
 
 
@@ -225,27 +250,25 @@ def test_a_job_that_is_being_deleted_is_no_conflict(cluster: FakeCluster, sunspo
     assert "created" in sunspot.out
 
 
-def test_a_submission_is_on_record_before_its_job_can_begin(
-    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a driver that begins at once is of an owner whom nobody knows."""
-    recorded, apply = [], Cluster.apply
+def test_what_was_not_applied_is_not_on_record(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.on("PATCH", "force=true", refuse_unless_dry_run)
+    assert sunspot.submit() == 4
+    assert newest_submission(sunspot.run) is None
 
-    def spy(self: Cluster, manifest: Any, dry_run: bool = False) -> Any:
-        if not dry_run:
-            recorded.append(newest_submission(sunspot.run) is not None)
-        return apply(self, manifest, dry_run)
 
-    monkeypatch.setattr(Cluster, "apply", spy)
-    assert sunspot.submit() == 0, sunspot.err
-    assert recorded == [True]
+def refuse_unless_dry_run(handler: Any) -> None:
+    """Refuse an apply, which a dry run cannot tell beforehand."""
+    if "dryRun" in handler.path:
+        handler.answer()
+    else:
+        handler.refuse(400, "the namespace of the provided object does not match")
 
 
 def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     sunspot.submit()
     name = only_job(cluster)
     cluster.set_status(name, "Running", "RUNNING")
-    write_status(sunspot.run, Status(RunState.RUNNING, f"{name}#1"))
+    write_status(sunspot.run, Status(RunState.RUNNING, owner(cluster)))
     request_stop(sunspot.run, "me")
     monkeypatch.setattr("sunspot.submitter.cluster.start.STOPPED_WITHIN_S", 0.1)
     assert sunspot.submit() == 5
@@ -412,25 +435,32 @@ def test_storage_that_is_reached_only_inside_the_cluster(
 
 
 def test_stop_of_a_pending_run_and_resume(cluster: FakeCluster, sunspot: Command) -> None:
-    sunspot.submit()
+    """Its RayJob would wait for nodes, so it goes; then nothing is left in the cluster to start again."""
+    sunspot.submit("--set", "EPOCHS=3")
     name = only_job(cluster)
     cluster.set_status(name, "Initializing")
     assert sunspot("stop", "run", "--json") == 0, sunspot.err
-    assert sunspot.json["state"] == "stopped"
+    assert (sunspot.json["state"], "submit it again" in sunspot.json["reason"]) == ("stopped", True)
     assert cluster.jobs == {}
+    assert sunspot("resume", "run") == 3
+    assert f"{name}, as `sunspot submit` applies it, is not in namespace sunspot of" in sunspot.err
+    storage = sunspot.run.storage.locate("")
+    command = f"sunspot submit --profile kind --run run --storage {storage} --set SUNSPOT_EPOCHS=3"
+    assert command in sunspot.err
     assert stop_requested(sunspot.run)
-    assert sunspot("resume", "run", "--json") == 0, sunspot.err
-    assert sunspot.json["action"] == "created"
+    assert sunspot(*command.split()[1:]) == 0
     assert only_job(cluster) == name
-    assert owner_of(sunspot.run, name) == f"{name}#2"
     assert not stop_requested(sunspot.run)
 
 
-def test_stop_waits_until_the_driver_has_saved(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_waits_until_the_driver_has_saved_and_resume_starts_its_job_again(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     sunspot.submit()
-    name = only_job(cluster)
+    name, before = only_job(cluster), owner(cluster)
+    spec = json.dumps(cluster.jobs[name]["spec"])
     cluster.set_status(name, "Running", "RUNNING")
-    write_status(sunspot.run, Status(RunState.RUNNING, f"{name}#1"))
+    write_status(sunspot.run, Status(RunState.RUNNING, before))
     assert sunspot("stop", "run", "--timeout", "0.3") == 5
     assert "has not ended after" in sunspot.err
     assert name in cluster.jobs
@@ -443,7 +473,172 @@ def test_stop_waits_until_the_driver_has_saved(cluster: FakeCluster, sunspot: Co
     cluster.on("GET", "rayjobs?", save)
     assert sunspot("stop", "run") == 0, sunspot.err
     assert "saved as step-00000007-attempt-0001" in sunspot.out
+    cluster._faults.clear()
+    assert sunspot("resume", "run", "--json") == 0, sunspot.err
+    assert (sunspot.json["action"], only_job(cluster)) == ("replaced", name)
+    assert not stop_requested(sunspot.run)
+    assert owner(cluster) != before, "what is left of the old one is refused"
+    assert json.dumps(cluster.jobs[name]["spec"]) == spec.replace(before, owner(cluster))
+
+
+PLANTED = {"image": "evil.example/miner", "serviceAccountName": "sunspot-submitter"}
+
+
+def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command) -> None:
+    """Whoever can write to the bucket may not choose what runs in the cluster."""
+    sunspot.submit()
+    name = only_job(cluster)
+    end(cluster, sunspot.run, RunState.STOPPED)
+    request_stop(sunspot.run, "me")
+    planted = json.loads(json.dumps(cluster.jobs[name]).replace("sunspot:0.1.0", PLANTED["image"]))
+    text = yaml.safe_dump(planted)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    sunspot.run.storage.write(f"run/submissions/0007-{name}.yaml", f"# sha256: {digest}\n{text}".encode())
+    record_submission(sunspot.run, SubmissionRecord(name, "sunspot", manifest=planted))
+    assert sunspot("resume", "run") == 0, sunspot.err
+    assert PLANTED["image"] not in json.dumps(cluster.jobs[name])
+    cluster.delete_job(name)
+    request_stop(sunspot.run, "me")
+    assert sunspot("resume", "run") == 3
     assert cluster.jobs == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("metadata", "name"), "other-1a2b3c4d"),
+        (("metadata", "namespace"), "kube-system"),
+        (("metadata", "labels", "sunspot/run"), "other"),
+        (("kind",), "RayService"),
+        (("spec",), None),
+        (("spec", "rayClusterSpec", "headGroupSpec"), []),
+        (("spec", "rayClusterSpec", "workerGroupSpecs"), [{"groupName": "workers"}]),
+        (("metadata", "annotations"), ["sunspot/generation"]),
+    ],
+)
+def test_a_rayjob_is_not_started_again_from_the_manifest_of_another(
+    cluster: FakeCluster, sunspot: Command, path: tuple[str, ...], value: Any
+) -> None:
+    sunspot.submit()
+    name = only_job(cluster)
+    end(cluster, sunspot.run, RunState.STOPPED)
+    annotations = cluster.jobs[name]["metadata"]["annotations"]
+    manifest = json.loads(annotations[APPLIED])
+    place = manifest
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    for text in (json.dumps(manifest), "[" * 100_000, "{"):
+        annotations[APPLIED] = text
+        before = json.dumps(cluster.jobs)
+        assert sunspot("resume", "run") == 4
+        assert f"its annotation {APPLIED} is not its own manifest; submit the run again" in sunspot.err
+        assert json.dumps(cluster.jobs) == before
+
+
+def test_a_rayjob_of_another_run_is_not_overwritten(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot("render", "--run", "run")
+    name = yaml.safe_load(sunspot.out)["metadata"]["name"]
+    cluster.put_job(rayjob(name, run="other"))
+    assert sunspot.submit() == 6
+    assert f"RayJob {name} in namespace sunspot is not a job of the run run" in sunspot.err
+    assert cluster.jobs[name]["metadata"]["labels"] == {"sunspot/run": "other"}
+
+
+def test_resume_says_where_the_run_was_submitted(cluster: FakeCluster, sunspot: Command) -> None:
+    """Nothing is applied, and nothing recorded: storage would call the run pending."""
+    sunspot.submit()
+    name = only_job(cluster)
+    end(cluster, sunspot.run, RunState.STOPPED)
+    request_stop(sunspot.run, "me")
+    before = [entry.key for entry in sunspot.run.storage.list("run/submissions")]
+    nothing: dict[str, Any] = {"items": []}
+    cluster.documents |= {
+        JOBS.replace("sunspot", "other"): nothing,
+        f"{CORE}/events".replace("sunspot", "other"): nothing,
+    }
+    storage = sunspot.run.storage.locate("")
+    assert sunspot("resume", "run", "--namespace", "other") == 3, sunspot.err
+    server = connect().server
+    assert f"run has no RayJob in namespace other of {server} to start again" in sunspot.err
+    assert f"{name} was submitted to namespace sunspot of {server}" in sunspot.err
+    assert f"sunspot submit --profile kind --run run --storage {storage}" in sunspot.err
+    assert [entry.key for entry in sunspot.run.storage.list("run/submissions")] == before
+
+
+# ------------------------------------------------------------------------------------------------------ alive elsewhere
+
+
+ELSEWHERE = {
+    "another namespace": "run-0#1a2b3c4d@teamb/{cluster}",
+    "another cluster": "{job}@sunspot/ffffffffff",
+    "a process": "laptop-4711-1a2b3c4d",
+    "an earlier version": "run-0#3",
+}
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_run_that_is_alive_elsewhere_is_taken_over_only_if_told_to(
+    cluster: FakeCluster, sunspot: Command, place: str
+) -> None:
+    cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
+    sunspot("render", "--run", "run")
+    name = yaml.safe_load(sunspot.out)["metadata"]["name"]
+    lives = ELSEWHERE[place].format(job=name, cluster=cluster_identity("A"))
+    write_status(sunspot.run, Status(RunState.RUNNING, lives, step=7))
+    for arguments in ((), ("--dry-run",)):
+        assert sunspot.submit(*arguments) == 6
+        assert f"alive elsewhere: {Owner.parse(lives).describe()} trains it, at step 7" in sunspot.err
+        assert "--take-over" in sunspot.err
+        assert (cluster.jobs, newest_submission(sunspot.run)) == ({}, None)
+    assert sunspot.submit("--take-over", "--json") == 0, sunspot.err
+    assert (sunspot.json["action"], only_job(cluster)) == ("created", name)
+    assert f"takes the run over from {Owner.parse(lives).describe()}" in sunspot.json["reason"]
+    assert sunspot.submit("--json") == 0, "its RayJob here is live"
+    assert sunspot.json["action"] == "attached"
+
+
+def test_a_silent_owner_is_taken_over_without_being_told_to(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
+    monkeypatch.setattr("sunspot.run.status.SILENT_S", -1.0)
+    assert sunspot.submit("--json") == 0, sunspot.err
+    assert sunspot.json["action"] == "created"
+
+
+def test_a_rayjob_that_was_just_deleted_here_is_not_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
+    assert sunspot.submit() == 0
+    write_status(sunspot.run, Status(RunState.RUNNING, f"{owner(cluster)}@sunspot/{cluster_identity('A')}"))
+    cluster.delete_job(only_job(cluster))
+    assert sunspot.submit("--json") == 0, sunspot.err
+    assert sunspot.json["action"] == "created"
+
+
+def test_the_loser_here_does_not_hide_who_trains_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+    """Its RayJob has ended with 6: without being told to, `submit` takes nothing back."""
+    sunspot.submit()
+    name, before = only_job(cluster), owner(cluster)
+    cluster.set_status(name, "Failed", "FAILED", reason="AppFailed")
+    write_status(sunspot.run, Status(RunState.RUNNING, f"{name}@teamb", began=time.time() + 1))
+    assert sunspot.submit() == 6
+    assert sunspot("resume", "run") == 6
+    assert owner(cluster) == before
+    assert sunspot.submit("--take-over", "--json") == 0, sunspot.err
+    assert sunspot.json["action"] == "replaced"
+    assert owner(cluster) != before
+
+
+def test_status_and_list_say_where_a_run_lives(cluster: FakeCluster, sunspot: Command) -> None:
+    write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
+    where = {"cluster": "ffffffffff", "namespace": "teamb", "job": "run-0"}
+    for command in (("status", "run"), ("list",)):
+        assert sunspot(*command, "--json") == 0, sunspot.err
+        record = sunspot.json[0] if command[0] == "list" else sunspot.json
+        assert record["where"] == where
+        assert sunspot(*command) == 0
+        assert "namespace teamb of cluster ffffffffff" in sunspot.out
 
 
 def test_stop_leaves_a_job_that_a_repository_would_put_back(cluster: FakeCluster, sunspot: Command) -> None:
@@ -498,7 +693,7 @@ def test_without_a_cluster_stop_and_resume_do_what_storage_allows(
     write_status(sunspot.run, Status(RunState.STOPPED, "run-1#1"))
     assert sunspot("stop", "run") == 0
     assert stop_requested(sunspot.run)
-    record_submission(sunspot.run, "run-1", "x: 1")
+    record_submission(sunspot.run, SubmissionRecord("run-1"))
     assert sunspot("resume", "run") == 4
     assert "set KUBECONFIG" in sunspot.err
     clear_stop(sunspot.run)

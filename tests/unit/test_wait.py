@@ -20,13 +20,14 @@ from sunspot.cli import main
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.incidents import Cause
-from sunspot.run.requests import owner_of, record_submission, request_stop
+from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
+from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
-from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, timestamp
+from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, submitted, timestamp
 from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
 
 JOB = "run-1"
@@ -297,9 +298,9 @@ def give_up_head(cluster: FakeCluster) -> None:
     cluster.set_status(JOB, "Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded")
 
 
-def submit(cluster: FakeCluster, run: Run) -> None:
-    """Have the RayJob be one that `sunspot submit` applied."""
-    record_submission(run, JOB, json.dumps(cluster.jobs[JOB]))
+def owner(cluster: FakeCluster) -> str:
+    """The owner that a driver of the RayJob claims for."""
+    return settings_of(cluster.jobs[JOB])["SUNSPOT_JOB_ID"]
 
 
 @pytest.fixture
@@ -322,13 +323,13 @@ def uids(cluster: FakeCluster) -> list[str]:
 def test_a_run_whose_head_was_given_up_is_started_again_as_the_same_job(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
-    cluster.put_job(rayjob(JOB))
-    submit(cluster, run)
-    set_status(run, RunState.RUNNING, owner=f"{JOB}#1", step=3)
+    cluster.put_job(submitted(rayjob(JOB)))
+    before = owner(cluster)
+    set_status(run, RunState.RUNNING, owner=before, step=3)
     give_up_head(cluster)
     when(
         pending=lambda: (
-            set_status(run, RunState.SUCCEEDED, owner=f"{JOB}#1", step=10),
+            set_status(run, RunState.SUCCEEDED, owner=before, step=10),
             cluster.set_status(JOB, "Complete", "SUCCEEDED"),
         )
     )
@@ -337,7 +338,7 @@ def test_a_run_whose_head_was_given_up_is_started_again_as_the_same_job(
     assert "submit again" not in sunspot.lines[0]["reason"]
     assert "did not answer the operator for too long" in sunspot.lines[0]["reason"]
     assert len(uids) == 2
-    assert owner_of(run, JOB) == f"{JOB}#1", "no new submission: the driver counts its starts, and a thawed one is late"
+    assert owner(cluster) == before, "no new submission: the driver counts its starts, and a thawed one is late"
 
 
 def test_head_restarts_are_limited_without_a_new_checkpoint(
@@ -346,13 +347,12 @@ def test_head_restarts_are_limited_without_a_new_checkpoint(
     given = rayjob(JOB)
     [container] = given["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     container["env"].append({"name": "SUNSPOT_MAX_DRIVER_STARTS", "value": "2"})
-    cluster.put_job(given)
-    submit(cluster, run)
+    cluster.put_job(submitted(given))
     give_up_head(cluster)
-    attempt = start(begin(run), f"{JOB}#1")
+    attempt = start(begin(run), owner(cluster))
 
     def fail_after_a_checkpoint() -> None:
-        set_status(run, RunState.RUNNING, owner=f"{JOB}#1", checkpoint=commit(run, attempt, 5).name)
+        set_status(run, RunState.RUNNING, owner=owner(cluster), checkpoint=commit(run, attempt, 5).name)
         give_up_head(cluster)
         when(pending=fail)
 
@@ -367,13 +367,9 @@ def test_head_restarts_are_limited_without_a_new_checkpoint(
     assert "SUNSPOT_MAX_DRIVER_STARTS allows more" in sunspot.err
 
 
-@pytest.mark.parametrize("why", ["not submitted from here", "another was submitted since", "told to stop", "other end"])
+@pytest.mark.parametrize("why", ["not submitted from here", "told to stop", "other end"])
 def test_other_ends_are_ends(cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], why: str) -> None:
-    cluster.put_job(rayjob(JOB))
-    if why != "not submitted from here":
-        submit(cluster, run)
-    if why == "another was submitted since":
-        record_submission(run, "run-2", json.dumps(rayjob("run-2")))
+    cluster.put_job(rayjob(JOB) if why == "not submitted from here" else submitted(rayjob(JOB)))
     if why == "told to stop":
         request_stop(run, "me")
     give_up_head(cluster)
@@ -387,8 +383,7 @@ def test_other_ends_are_ends(cluster: FakeCluster, run: Run, sunspot: Command, u
 def test_an_outage_while_it_is_started_again(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
-    cluster.put_job(rayjob(JOB))
-    submit(cluster, run)
+    cluster.put_job(submitted(rayjob(JOB)))
     give_up_head(cluster)
     cluster.on("PATCH", "rayjobs", drop, times=9)
     cluster.on("DELETE", "rayjobs", hang_up, times=1)
@@ -425,8 +420,7 @@ def test_what_is_not_put_back_is_said(cluster: FakeCluster, sunspot: Command, mo
 
 
 def test_who_may_not_create_deletes_nothing(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
-    cluster.put_job(rayjob(JOB))
-    submit(cluster, run)
+    cluster.put_job(submitted(rayjob(JOB)))
     give_up_head(cluster)
     cluster.forbidden.add("create rayjobs")
     assert sunspot("wait", "run", "--timeout", "20") == 4

@@ -6,8 +6,8 @@
                                           (the newest attempt's counts)
         stop.json                         there while the run must stand still
         delete.json                       there while the run is being deleted
-        submissions/0001-mnist-1a2b3c4d.yaml
-                                          each manifest as applied to a cluster
+        submissions/0001-mnist-1a2b3c4d.json
+                                          each RayJob as it was applied, and the cluster that it was applied to
         attempts/0001.json                one per start of a worker group: who owns the run from here on, and since when
         attempts/0001-start-9f3c21ab.json the checkpoint that it has chosen to start from
         attempts/0001-error.json          the error that ended this attempt for good

@@ -1,8 +1,8 @@
 """How the objects of a run are read: within limits, and only in the form that each of them must have.
 
 Whatever lies in storage may be damaged, of another version, or not ours at all. Of the truth about a run (attempts,
-manifests, `run.json`, audit, submissions) a damaged object is refused with a `DamageError` that names it. News (status,
-metrics, events, failures, predictions, search results, tracking) is left out with a warning, and training goes on.
+manifests, `run.json`, audit) a damaged object is refused with a `DamageError` that names it. News (status, metrics,
+events, failures, submissions, predictions, search results, tracking) is left out with a warning, and training goes on.
 """
 
 import functools

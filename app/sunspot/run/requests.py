@@ -1,17 +1,18 @@
-"""What people ask of a run: to train, by manifests as they were applied to a cluster; to stop, and to be deleted.
+"""What people ask of a run: to train, by RayJobs that they submit to a cluster; to stop, and to be deleted.
 
-The requests to stop and to delete are small objects, there for as long as they hold. Each manifest is kept below a line
-with the SHA-256 of the rest.
+The requests to stop and to delete are small objects, there for as long as they hold. The record of a submission says
+what was submitted and where, for people to read. Nothing is ever applied to a cluster from it: whoever can write to
+storage could have written it.
 """
 
-import hashlib
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from sunspot.errors import DamageError, SunspotError, SupersededError, TerminatedError
+from sunspot.errors import SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import Moment, read, read_content, read_if_there, read_or_default
+from sunspot.run.objects import Moment, read, read_if_there, read_or_default
 
 STOP, DELETION = "stop.json", "delete.json"
 """There while the run must stand still, or is being deleted."""
@@ -103,53 +104,50 @@ def clear_deletion(run: Run) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- submissions
 
-SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.yaml")
-"""A file of `submissions/`; others are not ours."""
-
-HEAD = "# sha256: "
-"""The beginning of the first line."""
+SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.(json|yaml)")
+"""A file of `submissions/`; others are not ours. Earlier versions wrote the manifest alone, as YAML."""
 
 
-def record_submission(run: Run, job: str, manifest: str) -> str:
-    """Keep the manifest (YAML) to be applied as `job`; returns the storage key. Raises `StorageError`."""
-    content = f"{HEAD}{_digest(manifest)}\n{manifest}".encode()
+@dataclass(frozen=True)
+class SubmissionRecord:
+    """A RayJob that was submitted, and where. What is not known is empty."""
+
+    job: str
+    namespace: str = ""
+    cluster: str = ""
+    "The identity of the Kubernetes cluster (`owner.cluster_identity`)."
+    server: str = ""
+    "The address of its API server."
+    arguments: tuple[str, ...] = ()
+    "The arguments of `sunspot submit` with which the same can be submitted."
+    manifest: dict[str, Any] = field(default_factory=dict)
+    "The RayJob as it was applied."
+    time: Moment = 0.0
+    "In seconds since the epoch."
+
+
+def record_submission(run: Run, submission: SubmissionRecord) -> str:
+    """Keep the record of a submission; returns the storage key. Raises `StorageError`."""
+    content = to_json(asdict(submission))
     number = len(list_submissions(run)) + 1
-    while not run.storage.create(key := run.key("submissions", f"{number:04d}-{job}.yaml"), content):
+    while not run.storage.create(key := run.key("submissions", f"{number:04d}-{submission.job}.json"), content):
         number += 1
     return key
 
 
-def newest_submission(run: Run) -> tuple[str, str] | None:
-    """Return job name and manifest (YAML) of the last submission, if any; raises `DamageError`."""
+def newest_submission(run: Run) -> SubmissionRecord | None:
+    """Return the record of the last submission, if any; of one that cannot be read, the job alone."""
     keys = list_submissions(run)
     if not keys:
         return None
-    place = run.storage.locate(keys[-1])
-    try:
-        manifest = read_content(run.storage, keys[-1]).decode()
-    except UnicodeDecodeError as error:
-        raise DamageError(f"{place} cannot be used: it is no text") from error
-    first, _, manifest = manifest.partition("\n")
-    if first != HEAD + _digest(manifest):
-        raise DamageError(f"{place} cannot be used: it was changed after it was written")
-    return _job(keys[-1]), manifest
-
-
-def owner_of(run: Run, job: str) -> str:
-    """Return the owner of a process of `job` that starts now: the job, and how often it has been submitted."""
-    times = sum(_job(key) == job for key in list_submissions(run))
-    return f"{job}#{times}" if times else job
+    file = keys[-1].rpartition("/")[2]
+    known = SubmissionRecord(file.partition("-")[2].rpartition(".")[0])
+    if file.endswith(".yaml"):
+        return known
+    return read_if_there(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
 
 
 def list_submissions(run: Run) -> list[str]:
-    """Return the storage keys of the manifests, oldest first."""
+    """Return the storage keys of the records, oldest first."""
     ours = [file for file, _ in run.entries("submissions") if SUBMISSION.fullmatch(file)]
     return [run.key("submissions", file) for file in sorted(ours, key=lambda file: int(file.partition("-")[0]))]
-
-
-def _job(key: str) -> str:
-    return key.rpartition("/")[2].partition("-")[2].removesuffix(".yaml")
-
-
-def _digest(manifest: str) -> str:
-    return hashlib.sha256(manifest.encode()).hexdigest()

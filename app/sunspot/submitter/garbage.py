@@ -22,8 +22,9 @@ from sunspot.run.checkpoints import (
     verify,
     why_abandoned,
 )
+from sunspot.run.objects import read_content
 from sunspot.run.overview import read_state
-from sunspot.run.requests import newest_submission
+from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
 from sunspot.submitter.printing import warn
 from sunspot.submitter.runs import list_unfinished
@@ -53,7 +54,9 @@ def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
 
 def _find_code(run: Run, now: float) -> Iterator[Removal]:
     """Find archives of code that neither the newest submission nor the newest start names."""
-    named = " ".join(newest_submission(run) or ()) + recorded_setting(read_attempts(run), "code")
+    submissions = list_submissions(run)
+    newest = read_content(run.storage, submissions[-1]).decode(errors="replace") if submissions else ""
+    named = newest + recorded_setting(read_attempts(run), "code")
     for entry in run.storage.list(run.key(FOLDER)):
         if entry.key not in named and now - entry.modified > ABANDONED_S:
             why = "code that the run was begun with, and no longer names"

@@ -7,6 +7,7 @@ apply changes nothing, and a deletion names an object by its uid.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import threading
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import ClusterError, SettingsError, shorten
+from sunspot.run.owner import cluster_identity
 from sunspot.submitter.cluster.kubeconfig import make_client
 from sunspot.submitter.cluster.port_forward import PROTOCOL, PodConnection
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
@@ -62,6 +64,9 @@ PATHS = {
     "review": "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
     "ray": "/apis/ray.io/v1",
 }
+
+CERTIFICATES = "kube-root-ca.crt"
+"""The ConfigMap that Kubernetes puts into every namespace."""
 
 ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
 """The Roles of k8s/base that grant these requests; the second, deleting pods."""
@@ -121,12 +126,24 @@ class Cluster:
         self._api, self._context = api, context
         self._renewing = threading.Lock()
 
+    @functools.cached_property
+    def identity(self) -> str:
+        """What tells this cluster from others (`owner.cluster_identity`); empty if this user may not read it."""
+        try:
+            found = self.find("ConfigMap", CERTIFICATES) or {}
+        except RefusedError as error:
+            if error.status != 403:
+                raise
+            found = {}
+        return cluster_identity((found.get("data") or {}).get("ca.crt", ""))
+
     # ------------------------------------------------------------------------------------------------------ RayJobs
 
     def list_jobs(self, run: str | None = None) -> list[JobView]:
         """List the RayJobs of a run, or of all runs, newest first."""
         items = self.list_all("jobs", label=RUN_LABEL if run is None else f"{RUN_LABEL}={run}")
-        return sorted(map(job_view, items), key=lambda job: (job.created, job.name), reverse=True)
+        jobs = [job_view(item, self.identity) for item in items]
+        return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
 
     def has_job(self, job: JobView) -> bool:
         """Whether this very RayJob, and not a later one of its name, is still there."""

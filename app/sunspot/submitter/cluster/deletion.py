@@ -73,8 +73,9 @@ class RunContents:
     @property
     def not_submitted(self) -> list[str]:
         """RayJobs that `sunspot submit` did not apply."""
-        manifests = {entry.key.rpartition("/")[2].partition("-")[2] for entry in self.entries}
-        return [job.name for job in self.snapshot.cluster.jobs if f"{job.name}.yaml" not in manifests]
+        files = [entry.key.rpartition("/")[2] for entry in self.entries]
+        submitted = {file.partition("-")[2].rpartition(".")[0] for file in files}
+        return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
     @property
     def takes_dataset(self) -> bool:

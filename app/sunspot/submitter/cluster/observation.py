@@ -11,7 +11,7 @@ from sunspot.errors import ClusterError, ConflictError, NotFoundError, StorageEr
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
-from sunspot.run.requests import deletion_begun, owner_of, stop_requested
+from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
 from sunspot.submitter.cluster.state import JobInCluster, StoragePart, is_of, judge
@@ -206,11 +206,10 @@ def read_storage(run: Run, job: JobView | None) -> StoragePart:
         status, stop_wanted, deleting = read_parts(
             lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
         )
-        owner = owner_of(run, job.name) if job else ""
         state = read_state(run, status) if not job and (status or run_exists(run)) else None
     except StorageError as error:
         return StoragePart(trouble=str(error))
-    return StoragePart(status, owner, stop_wanted, deleting, state)
+    return StoragePart(status, stop_wanted, deleting, state)
 
 
 # ------------------------------------------------------------------------------------------------------------ following

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from sunspot.errors import ClusterError, NotFoundError, StorageError
-from sunspot.run import Run
 from sunspot.run.attempts import step_of
 from sunspot.run.history import measured
 from sunspot.run.overview import RunSummary, RunView, list_runs, read_statuses, read_view, state_from_storage
-from sunspot.run.requests import owner_of
+from sunspot.run.owner import Owner
 from sunspot.run.status import RunState, Status
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Storage
@@ -56,6 +55,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
         **dict.fromkeys(("save_s", "notice_s", "memory_every")),
         **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
+        "where": Owner.parse(status.owner).record() if status else None,
         "namespace": cluster.namespace if cluster and job else None,
         "storage": run.location,
         "logs": run.storage.locate(run.key("logs")),
@@ -125,14 +125,14 @@ def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView
 def _describe(storage: Storage, run: RunSummary, status: Status | None, job: JobView | None) -> dict[str, Any]:
     now = time.time()
     if job and not run.deleting:
-        owner = owner_of(Run(storage, run.name), job.name)
-        state, reason = judge(JobInCluster(job, now=now), StoragePart(status, owner, run.stop_requested))
+        state, reason = judge(JobInCluster(job, now=now), StoragePart(status, run.stop_requested))
     else:
         state, reason = state_from_storage(status, run, now)
     return {
         "run": run.name,
         "state": state.value,
         "reason": reason,
+        "where": Owner.parse(status.owner).record() if status else None,
         "step": status.step if status else step_of(run.checkpoint) if run.checkpoint else 0,
         "total_steps": status.total_steps if status else 0,
         "epoch": status.epoch if status else 0,

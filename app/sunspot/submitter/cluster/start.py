@@ -2,27 +2,40 @@
 
 import os
 import re
+import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sunspot.code_archive import code_in
-from sunspot.errors import HIDDEN, ClusterError, ConflictError, DamageError, GaveUpError, is_credential
+from sunspot.errors import (
+    HIDDEN,
+    ClusterError,
+    ConflictError,
+    GaveUpError,
+    NotFoundError,
+    StorageError,
+    is_credential,
+)
+from sunspot.formatting import in_words
 from sunspot.run import Run, open_run
-from sunspot.run.requests import clear_stop, newest_submission, owner_of, record_submission
-from sunspot.run.status import RunState
+from sunspot.run.owner import Owner
+from sunspot.run.requests import SubmissionRecord, clear_stop, newest_submission, record_submission
+from sunspot.run.status import SILENT_S, RunState, is_alive
 from sunspot.settings import PREFIX, Settings, differences
 from sunspot.submitter.cluster.api import Cluster, connect
+from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
 from sunspot.submitter.cluster.image_digests import pin_images
-from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
 from sunspot.submitter.cluster.preflight import check, check_identity
+from sunspot.submitter.cluster.state import owns
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, LOOK_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
-from sunspot.submitter.manifest.render import JobRequest, Rendered, choose_profile, render, settings_of
-from sunspot.submitter.manifest.yaml_files import parse_yaml, to_yaml
+from sunspot.submitter.manifest.pods import RUN_LABEL
+from sunspot.submitter.manifest.render import JOB_ID, JobRequest, Rendered, choose_profile, render, settings_of
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
@@ -36,8 +49,8 @@ class PreparedJob:
     """A RayJob that is to be started."""
 
     manifest: Mapping[str, Any]
-    text: str
-    "The manifest as YAML, which is kept in storage."
+    arguments: Sequence[str] = ()
+    "The arguments of `sunspot submit` for the same job, which are kept in storage for people to read."
     expected: JobView | None = None
     "The RayJob as the API server would complete it, if it was asked."
     archive: CodeArchive | None = None
@@ -71,8 +84,11 @@ def render_with_code(request: JobRequest) -> Rendered:
     return render(request, pack(Path(code).expanduser().resolve()) if code and not code_in(code) else None)
 
 
-def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submission:
-    """Check the job and start it; raises `ClusterError`, `StorageError` or `ConflictError` before any change."""
+def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
+    """Check the job and start it; raises `ClusterError`, `StorageError` or `ConflictError` before any change.
+
+    A run that is alive elsewhere is refused without `take_over`.
+    """
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
     archive = rendered.archive
@@ -84,7 +100,8 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     for text in [*images, *(f"warning: {text}" for text in [*warnings, *find_absent(settings, archive)])]:
         warn(text)
     check_identity(access.run, settings_of(rendered.manifest))
-    return start_job(access, PreparedJob(pinned, to_yaml(pinned), expected, archive), dry_run)
+    arguments = (*rendered.request.arguments(), *cluster.options.split())
+    return start_job(access, PreparedJob(as_submission(pinned), arguments, expected, archive), dry_run, take_over)
 
 
 def find_absent(settings: Settings, archive: CodeArchive | None) -> Iterator[str]:
@@ -99,11 +116,11 @@ def find_absent(settings: Settings, archive: CodeArchive | None) -> Iterator[str
             yield f"{given} is here on this machine; pods do not have it, unless the image does"
 
 
-def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -> Submission:
+def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` without a cluster, `ConflictError` when another RayJob of the run is live, and `GaveUpError`
-    when an ending one does not end.
+    Raises `ClusterError` without a cluster, `ConflictError` when another RayJob of the run is live or, without
+    `take_over`, when the run is alive elsewhere, and `GaveUpError` when an ending RayJob does not end.
     """
     run = access.run
     name = str(prepared.manifest["metadata"]["name"])
@@ -120,6 +137,11 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     if others:
         wanted = prepared.expected or job_view(dict(prepared.manifest))
         raise ConflictError(_explain_conflict(others[0], wanted, access.arguments))
+    elsewhere = "" if job and job.live else describe_owner_elsewhere(access, snapshot)
+    if elsewhere and not take_over:
+        raise ConflictError(elsewhere)
+    if not job:
+        _refuse_name_of_another_run(cluster, name, run.name)
 
     # One that is ending is waited for.
     deadline = time.monotonic() + STOPPED_WITHIN_S
@@ -133,18 +155,18 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     # Nothing to do: it is live, or has succeeded.
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status, stop_wanted = snapshot.storage.status, snapshot.storage.stop_wanted
-    if job and not state.terminal:
+    if job and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
             clear_stop(run)
         return submission("attached", "the stop marker is cleared" if stop_wanted else f"{state}: {reason}")
-    if status and state is RunState.SUCCEEDED and (job or status.owner.partition("#")[0] == name):
+    if status and state is RunState.SUCCEEDED and (job or Owner.parse(status.owner).job == name):
         return submission("finished", reason)
 
     # It starts, in the place of those that have ended.
     ended = [other for other in snapshot.cluster.jobs if other.terminal or other is job]
     was = f"the run was {state}: {reason}" if snapshot.known else "a new run"
     if status and not state.terminal:
-        was = f"it takes the run over from {status.owner}: {reason}"
+        was = f"it takes the run over from {Owner.parse(status.owner).describe()}: {reason}"
     if not dry_run:
         if prepared.archive:  # over what may be there: it may have been damaged, or be due to be collected
             with progress_note("uploading the code"), run.storage.writer(run.key(prepared.archive.name)) as file:
@@ -155,38 +177,46 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
         if not gone:
             raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
         with progress_note(f"applying {name}"):
-            record_submission(run, name, prepared.text)
+            record = _make_record(cluster, prepared)  # before, as it asks the cluster
             cluster.apply(dict(prepared.manifest))
+            _keep_record(run, record)
     return submission("replaced" if ended else "created", was)
 
 
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-    """Clear the stop marker, and start again what was submitted last; None: nothing was, so whoever trained it does.
+    """Clear the stop marker, and start the run's RayJob again as `sunspot submit` applied it.
 
-    Raises `DamageError` for a submission that cannot be used, and `ClusterError` when there is no cluster to submit to.
+    Returns None if something else started the run, which has to start it again. Raises `NotFoundError`, with what to
+    type, if the RayJob that was submitted is not in this namespace, and `ClusterError` when there is no cluster to ask.
     """
-    submitted = newest_submission(access.run)
-    if submitted is None:
-        clear_stop(access.run)
-        return None
-    if snapshot.cluster.trouble:
+    job, submitted = snapshot.job, newest_submission(access.run)
+    if submitted and snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
-    job, text = submitted
-    return start_job(access, PreparedJob(parse_submission(access.run, job, text), text))
+    manifest = applied_manifest(job, access.run.name) if job and not job.kept_by else None
+    if manifest:
+        arguments = submitted.arguments if submitted else ()
+        return start_job(access, PreparedJob(as_submission(manifest), arguments))
+    if submitted and (not job or (submitted.job == job.name and not job.kept_by)):
+        raise NotFoundError(_explain_absence(access, submitted))
+    clear_stop(access.run)
+    return None
 
 
-def parse_submission(run: Run, job: str, text: str) -> dict[str, Any]:
-    """Parse the manifest of a RayJob; raises `DamageError` when it is none, or that of another job."""
-    place = f"the newest submission in {run.storage.locate(run.key('submissions'))}"
-    try:
-        documents = parse_yaml(text)
-    except ValueError as error:
-        raise DamageError(f"{place} cannot be used: {error}") from error
-    manifest = documents[0] if len(documents) == 1 else None
-    about = manifest.get("metadata") if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or not isinstance(about, dict) or about.get("name") != job:
-        raise DamageError(f"{place} cannot be used: it is not the manifest of {job}")
-    return manifest
+def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
+    """Say that the RayJob to start again is not here, where it was submitted to, and what to type."""
+    run, cluster = access.run.name, access.require_cluster()
+    here = f"namespace {cluster.namespace} of {cluster.server}"
+    there = f"namespace {submitted.namespace} of {submitted.server}" if submitted.namespace else "a namespace"
+    again = f"submit {run} again, and it goes on from its newest checkpoint"
+    if submitted.arguments:
+        words = shlex.join(("sunspot", "submit", *submitted.arguments))
+        again += f"; storage says that it was submitted last by (read it before you repeat it):\n  {words}"
+    if there != here and submitted.namespace:
+        elsewhere = (
+            f"{submitted.job} was submitted to {there}: with its --context and --namespace, `resume` works there"
+        )
+        return f"{run} has no RayJob in {here} to start again; {elsewhere}. To train it here, {again}"
+    return f"{submitted.job}, as `sunspot submit` applies it, is not in {here} any more; {again}"
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
@@ -197,8 +227,60 @@ def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | N
     if job and job is not snapshot.job:
         others = tuple(other for other in snapshot.cluster.jobs if other is not job)
         cluster = replace(snapshot.cluster, jobs=(job, *others))
-        snapshot = RunSnapshot(cluster, replace(snapshot.storage, owner=owner_of(access.run, name)), snapshot.time)
+        snapshot = replace(snapshot, cluster=cluster)
     return snapshot, job
+
+
+def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
+    """Return the record of what is applied, and where."""
+    return SubmissionRecord(
+        job=str(prepared.manifest["metadata"]["name"]),
+        namespace=cluster.namespace,
+        cluster=cluster.identity,
+        server=cluster.server,
+        arguments=tuple(prepared.arguments),
+        manifest=without_copy(prepared.manifest),
+        time=time.time(),
+    )
+
+
+def _keep_record(run: Run, record: SubmissionRecord) -> None:
+    """Keep the record of what was applied; the job goes on without it, because only people read it."""
+    try:
+        record_submission(run, record)
+    except StorageError as error:
+        warn(f"warning: {record.job} is applied, and storage has no record of that: {error}")
+
+
+def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
+    """Say who trains the run now, and where, if that is no RayJob of this namespace; empty if nobody does.
+
+    A RayJob of this namespace that is not there any more was deleted a moment ago.
+    """
+    status, cluster = snapshot.storage.status, access.require_cluster()
+    if not status or not is_alive(status, snapshot.time):
+        return ""
+    owner = Owner.parse(status.owner)
+    deleted_here = owner.cluster and (owner.cluster, owner.namespace) == (cluster.identity, cluster.namespace)
+    if deleted_here or any(owns(job, status.owner) for job in snapshot.cluster.jobs):
+        return ""
+    ago = in_words(snapshot.time - status.seen)
+    return (
+        f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was heard of "
+        f"{ago} ago. `sunspot stop {stored_arguments(access.run)}` has it save and end; then submit again. To take the "
+        "run over while it trains, submit it with --take-over: it goes on from its newest checkpoint. An owner that "
+        f"has been silent for {SILENT_S:.0f} s is taken over without the option"
+    )
+
+
+def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
+    """Raise `ConflictError` if a RayJob of this name is there that is not the run's: it would be overwritten."""
+    found = cluster.find("job", name)
+    if found and found["metadata"].get("labels", {}).get(RUN_LABEL) != run:
+        raise ConflictError(
+            f"RayJob {name} in namespace {cluster.namespace} is not a job of the run {run}, by its label {RUN_LABEL}; "
+            "delete it, or choose another SUNSPOT_RUN_NAME"
+        )
 
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
@@ -208,7 +290,7 @@ def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
     """Say why `wanted` is refused: a line for each difference, settings by name, the rest by its path in the spec."""
-    named = {PREFIX + "JOB_ID": ""}  # that their names differ tells nothing
+    named = {JOB_ID: ""}  # that their names differ tells nothing
     changes = differences(settings_of(live.raw) | named, settings_of(wanted.raw) | named)
     changes += [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
     more = [f"and {len(changes) - MAX_CHANGES_SHOWN} more"] if len(changes) > MAX_CHANGES_SHOWN else []

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from sunspot.formatting import plural
 from sunspot.run.overview import describe_silence, describe_work
+from sunspot.run.owner import COUNTED, Owner
 from sunspot.run.status import SILENT_S, RunState, Status
 from sunspot.submitter.cluster.views import NOISE, JobView, PodProblem, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.findings import Diagnosis
+from sunspot.submitter.manifest.render import JOB_ID, settings_of
 
 OPERATOR_OVERDUE_S = 30
 """Operators notice a new RayJob within seconds; if none has after this long, the reason says so."""
@@ -64,8 +66,6 @@ class StoragePart:
     """What storage says of a run. What could not be read is old or missing."""
 
     status: Status | None = None
-    owner: str = ""
-    "The owner in storage that a process of the newest RayJob has (`owner_of`)."
     stop_wanted: bool = False
     deleting: bool = False
     "Whether a deletion has begun."
@@ -82,7 +82,8 @@ def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
     if status and not own and _took_over(status, job):
         silence = _silence(status, seen.now)
         said = silence or status.reason
-        reason = f"{status.owner} has taken the run over from {job.name}" + (f": {said}" if said else "")
+        taken_by = Owner.parse(status.owner).describe()
+        reason = f"{taken_by} has taken the run over from {job.name}" + (f": {said}" if said else "")
         return RunState.SILENT if silence else status.state, reason
     if own and _ended_for_good(own, job, stored.stop_wanted):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
@@ -108,11 +109,18 @@ def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
 
 def is_of(stored: StoragePart, job: JobView) -> bool:
     """Whether a process of `job` wrote the status, and not one of a deleted RayJob of the same name."""
-    status, owner = stored.status, stored.owner
-    if status is None:
-        return False
-    mine = status.owner == owner if owner else status.owner.partition("#")[0] == job.name
-    return mine and status.time >= job.created - CLOCK_SKEW_S
+    status = stored.status
+    return status is not None and owns(job, status.owner) and status.time >= job.created - CLOCK_SKEW_S
+
+
+def owns(job: JobView, owner: str) -> bool:
+    """Return whether an owner in storage is this RayJob, as far as is known of both."""
+    found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
+    same_submission = found.submission == own.submission
+    counted = not own.submission and COUNTED.fullmatch(found.submission)  # an earlier version's
+    same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
+    same_cluster = not (found.cluster and job.kubernetes) or found.cluster == job.kubernetes
+    return bool(found.job == job.name and (same_submission or counted) and same_namespace and same_cluster)
 
 
 def _judge_job(seen: JobInCluster, last: Status | None) -> tuple[RunState, str]:
@@ -211,8 +219,8 @@ def _failure(seen: JobInCluster, own: Status | None) -> str:
 
 def _took_over(status: Status, job: JobView) -> bool:
     """Whether somebody else took the run over after `job` was created."""
-    elsewhere = status.owner.partition("#")[0] != job.name and status.began > job.created
-    return elsewhere and not (job.live and status.state.terminal)
+    later = not owns(job, status.owner) and status.began > job.created
+    return later and not (job.live and status.state.terminal)
 
 
 # ----------------------------------------------------------------------------------------------------------------- pods

@@ -21,10 +21,11 @@ LOOK_EVERY_S = 1.0
 
 
 def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
-    """Leave the stop marker, wait until the run has saved and ended, and delete its RayJobs with their clusters.
+    """Leave the stop marker, wait until the run has saved and ended, and delete RayJobs that would begin it again.
 
-    Without `wait`, only leave the marker. Returns where the run stands then, and a sentence that says why. Raises
-    `NotFoundError` when there is no such run, `GaveUpError` when it has not ended after `timeout` seconds.
+    A RayJob that has ended stays, for `resume`, and the operator removes its cluster. Without `wait`, only leave the
+    marker. Returns where the run stands then, and a sentence that says why. Raises `NotFoundError` when there is no
+    such run, `GaveUpError` when it has not ended after `timeout` seconds.
     """
     snapshot = access.observe_existing()
     state, reason = snapshot.state()
@@ -34,6 +35,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     if not wait:
         return RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended"
     began = time.monotonic()
+    deleted = False
     training = snapshot.driver_began and state is not RunState.RETRYING
     if not state.terminal and (training or not snapshot.job):
         with progress_note("waiting for the run to save and end"):
@@ -47,18 +49,21 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
                     raise GaveUpError(f"{late}; {again}")
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
-        # What is kept from a repository would be put back, and start: it stays, and the operator removes its cluster.
-        ours = [job for job in snapshot.cluster.jobs if not job.kept_by]
+        # What is kept from a repository would be put back, and start.
+        ended = [job for job in snapshot.cluster.jobs if job.terminal or (job is snapshot.job and state.terminal)]
+        ours = [job for job in snapshot.cluster.jobs if not job.kept_by and job not in ended]
         with progress_note("waiting for its pods to go"):
             gone = delete_jobs(access.cluster, ours, left)
         if not gone:
             name = access.run.name
             raise GaveUpError(f"{name} has ended ({reason}), but its pods are still there; they go by themselves")
+        deleted = bool(snapshot.job and snapshot.job in ours)
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
-    return state, f"{saved}; `sunspot resume {access.arguments}` lets it go on"
+    how = "submit it again, and it goes on" if deleted else f"`sunspot resume {access.arguments}` lets it go on"
+    return state, f"{saved}; {how}"
 
 
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:

@@ -71,6 +71,8 @@ class JobView:
     "Names of the groups of training pods, first choice first."
     least_workers: int
     "Training pods that it starts with."
+    kubernetes: str = ""
+    "The identity of the Kubernetes cluster it is in (`owner.cluster_identity`); empty: not known."
 
     @property
     def borrows_cluster(self) -> bool:
@@ -154,8 +156,8 @@ Pods = Sequence[PodView]
 Warnings = Sequence[WarningEvent]
 
 
-def job_view(raw: dict[str, Any]) -> JobView:
-    """Read a RayJob as the API server gives it."""
+def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
+    """Read a RayJob as the API server of a cluster with this identity gives it."""
     metadata = raw["metadata"]
     spec = raw.get("spec") or {}
     status = raw.get("status") or {}
@@ -181,6 +183,7 @@ def job_view(raw: dict[str, Any]) -> JobView:
         queue=metadata.get("labels", {}).get("kueue.x-k8s.io/queue-name", ""),
         training_groups=tuple(group.get("groupName", "") for group in training),
         least_workers=sum(int(group.get("replicas", 0)) * int(group.get("numOfHosts") or 1) for group in training),
+        kubernetes=kubernetes,
     )
 
 

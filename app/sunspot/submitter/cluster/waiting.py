@@ -14,10 +14,10 @@ from sunspot.errors import ClusterError, ConflictError, GaveUpError, StorageErro
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import step_of
-from sunspot.run.requests import newest_submission
 from sunspot.run.status import RunState, Status
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
+from sunspot.submitter.cluster.applied import applied_manifest
 from sunspot.submitter.cluster.observation import (
     MAX_OUTAGE_S,
     ClusterPart,
@@ -29,7 +29,6 @@ from sunspot.submitter.cluster.observation import (
     warn_of_hidden,
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.start import parse_submission
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER
 from sunspot.submitter.cluster.stopping import LOOK_EVERY_S
 from sunspot.submitter.cluster.views import JobView
@@ -135,14 +134,15 @@ class HeadRestarts:
     def next(self, snapshot: RunSnapshot) -> Restart | None:
         """Return what is to start again; None when the run ended otherwise, was stopped, or is not ours to start.
 
-        Ours is what was submitted last, and what is kept from a repository. Raises `SunspotError` after as many
-        restarts in a row without a new checkpoint as a job may have starts of its driver.
+        Ours is what `sunspot submit` applied, and what is kept from a repository. Raises `SunspotError` after as many
+        restarts in a row without a new checkpoint as a job may have starts of its driver, and `ClusterError` if the
+        RayJob does not hold the manifest it was made from.
         """
         job, stored = snapshot.job, snapshot.storage
         if not job or not head_given_up(snapshot) or stored.stop_wanted or stored.trouble:
             return None
-        name, text = newest_submission(self._run) or ("", "")
-        if name != job.name and (name or not job.kept_by):
+        manifest = None if job.kept_by else applied_manifest(job, self._run.name)
+        if not manifest and not job.kept_by:
             return None
         checkpoint = stored.status.checkpoint if stored.status else None
         if checkpoint != self._checkpoint:
@@ -154,7 +154,7 @@ class HeadRestarts:
                 f"a new checkpoint; look at the nodes it was on. {MAX_STARTS} allows more"
             )
         self._count += 1
-        return Restart(job, None if job.kept_by else parse_submission(self._run, name, text))
+        return Restart(job, manifest)
 
 
 def start_again(access: RunAccess, restart: Restart) -> None:
@@ -173,7 +173,7 @@ def start_again(access: RunAccess, restart: Restart) -> None:
                     raise trouble
                 time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        again = f"{job.kept_by} puts it back" if job.kept_by else f"`sunspot resume {access.arguments}` starts it again"
+        again = f"{job.kept_by} puts it back" if job.kept_by else "if it is, submit the run again"
         warn(f"\n{job.name} may be gone; {again}")
         raise
 

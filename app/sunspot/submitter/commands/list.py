@@ -6,6 +6,7 @@ from typing import Any
 
 from sunspot.formatting import in_words
 from sunspot.run.attempts import step_of
+from sunspot.run.owner import Owner
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster, try_connect
 from sunspot.submitter.cluster.records import describe_runs
@@ -28,7 +29,7 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
     if as_json:
         print_json(rows)
     else:
-        columns = ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "last change"]
+        columns = ["run", "state", "step", "epoch", "loss", "test loss", "checkpoint", "where", "last change"]
         print_table(columns, [_cells(row, now) for row in rows])
     if left_out:
         warn(f"left out: {left_out} older; --all lists them")
@@ -46,5 +47,6 @@ def _cells(row: dict[str, Any], now: float) -> list[Any]:
         row["loss"],
         row["test_loss"],
         checkpoint,
+        Owner(**row["where"]).place if row["where"] else None,
         f"{in_words(now - row['modified'])} ago",
     ]

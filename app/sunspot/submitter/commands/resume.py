@@ -1,4 +1,4 @@
-"""`sunspot resume`: lets a stopped run go on, as it was submitted last."""
+"""`sunspot resume`: lets a stopped run go on, from the RayJob that is still in the cluster."""
 
 import argparse
 

@@ -7,6 +7,7 @@ from typing import Any
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.history import in_digits
 from sunspot.run.overview import RunView
+from sunspot.run.owner import Owner
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
 from sunspot.submitter.cluster.records import gather, summarize
 from sunspot.submitter.commands.arguments import add_run, run_target
@@ -87,6 +88,8 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("labels", ", ".join(f"{name}={value}" for name, value in record["labels"].items()))
         line("cost", view.spending.describe(view.step))
         line("begun", as_time(view.begun) if view.begun is not None else "")
+    if record["where"]:
+        line("where", Owner(**record["where"]).describe())
     line("storage", record["storage"])
     line("logs", record["logs"])
 

@@ -12,6 +12,7 @@ from sunspot.submitter.commands.arguments import add_render_options, job_request
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_render_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
+    parser.add_argument("--take-over", action="store_true", help="take the run over where it is alive elsewhere")
     parser.add_argument("--wait", action="store_true", help="then wait until the run ends; the exit code says how")
     parser.add_argument("--timeout", metavar="S", type=seconds, help="with --wait: give up after so long (exit code 5)")
 
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     rendered, cluster = render_for_cluster(job_request(args), args.context)
     if not args.json:
         print_pods(rendered.pods)
-    submission = submit(cluster, rendered, args.dry_run)
+    submission = submit(cluster, rendered, args.dry_run, args.take_over)
     print_submission(submission, args.json)
     if args.wait and not args.dry_run:
         access = submission.access

@@ -292,13 +292,18 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
 
 
 def set_variable(job: dict[str, Any], name: str, value: str) -> None:
-    """Set an environment variable on every pod, or in the runtime environment of a job without pods."""
+    """Set an environment variable on every pod, or in the runtime environment of a job without pods.
+
+    It takes the place of a variable of the same name.
+    """
     spec = job["spec"]
     if "rayClusterSpec" not in spec:
         spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
         return
     for group in pod_groups(spec).values():
-        ray_container(group)["env"].append({"name": name, "value": value})
+        variables = {entry["name"]: entry for entry in ray_container(group)["env"]}
+        variables[name] = {"name": name, "value": value}
+        ray_container(group)["env"] = list(variables.values())
 
 
 def pod_groups(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sunspot.code_archive import CODE, code_in
 from sunspot.errors import SettingsError, StorageError, is_credential, shorten
@@ -54,6 +54,8 @@ from sunspot.submitter.printing import write_file
 
 STORAGE_PATH = PREFIX + "STORAGE_PATH"
 
+JOB_ID = PREFIX + "JOB_ID"
+
 NODE_GROUPS, NODES_TIMEOUT = PREFIX + "NODE_GROUPS", PREFIX + "NODES_TIMEOUT_S"
 
 LABELS = PREFIX + "LABELS"
@@ -66,6 +68,8 @@ BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
 """What names of buckets and containers have in common (Google's may have '_')."""
 
 MAX_PODS = 2**31 - 1
+
+Given = TypeVar("Given")
 
 SEARCH = "python -m sunspot.tune"
 """The entrypoint of a job whose settings contain a search space."""
@@ -89,6 +93,16 @@ class JobRequest:
     code: str | None = None
     "The user's own: a folder, or the URL of an archive with its hash."
 
+    def arguments(self) -> tuple[str, ...]:
+        """Return the arguments of `sunspot submit` that ask for the same without the environment, in any namespace."""
+        settings = dict(sorted(_by_variable([*_of_environment(), *self.settings.items()]).items()))
+        places = {"--run": settings.pop(PREFIX + "RUN_NAME", None), "--storage": settings.pop(STORAGE_PATH, None)}
+        options = {name: getattr(self, name) for name in ("image", "code", "queue", "cluster")}
+        given = {"--profile": self.profile, **places, **{f"--{name}": value for name, value in options.items()}}
+        words = [word for name, value in given.items() if value is not None for word in (name, value)]
+        words += ["--generation", str(self.generation)] if self.generation != 1 else []
+        return (*words, *(word for name, value in settings.items() for word in ("--set", f"{name}={value}")))
+
 
 @dataclass(frozen=True)
 class Derived:
@@ -110,6 +124,7 @@ class Rendered:
     derived: list[Derived]
     chosen_namespace: str | None
     "The namespace that an option or the profile names; None: it is only the default."
+    request: JobRequest
     archive: CodeArchive | None = None
     "Own code that the job names, and that has to be in the run's storage before it starts."
 
@@ -185,12 +200,12 @@ def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     # Before anything that follows from the name; the wording of reasons is not part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
-    set_variable(job, PREFIX + "JOB_ID", name)
+    set_variable(job, JOB_ID, name)
     if shape and (prices := find_prices(chosen)):  # another price does not make it another job
         set_variable(job, PRICES, json.dumps(prices))
         derived.append(Derived(PRICES, json.dumps(prices), "the profile's prices"))
     job["metadata"]["annotations"]["sunspot/derived"] = json.dumps({value.name: value.value for value in derived})
-    return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace, archive)
+    return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace, request, archive)
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -253,14 +268,23 @@ def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -
     # The notice is the pods': it follows from the profile, or the running cluster has set it.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     in_profile = profile.settings or {}
-    environment = {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX) and value}
     every = [
         *((variable, value, BASE) for variable, value in of_base.items()),
         *((key, value, find_origin(name, "settings", key) or f"profile {name}") for key, value in in_profile.items()),
-        *((variable, value, "the environment") for variable, value in environment.items()),
+        *((variable, value, "the environment") for variable, value in _of_environment()),
         *((variable, value, "given") for variable, value in request.settings.items()),
     ]
-    return {PREFIX + variable.upper().removeprefix(PREFIX): (value, source) for variable, value, source in every}
+    return _by_variable((variable, (value, source)) for variable, value, source in every)
+
+
+def _of_environment() -> Iterator[tuple[str, str]]:
+    """Yield the settings in this process's environment: variable and value."""
+    return ((name, value) for name, value in os.environ.items() if name.startswith(PREFIX) and value)
+
+
+def _by_variable(settings: Iterable[tuple[str, Given]]) -> dict[str, Given]:
+    """Return settings by the names of their variables; of several with one name, the last."""
+    return {PREFIX + name.upper().removeprefix(PREFIX): value for name, value in settings}
 
 
 def _resolve(
@@ -314,7 +338,7 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
     if settings.code:
         problems.append(f"{CODE}={settings.code}: it follows from --code, or code in the profile; unset it")
     if settings.job_id:
-        problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
+        problems.append(f"{JOB_ID}={settings.job_id}: it is the name of the RayJob; unset it")
     if "notice_s" in settings.model_fields_set:
         problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
     if settings.prices and cluster is None:
