@@ -68,6 +68,10 @@ class StorageError(SunspotError):
     exit_code = 4
 
 
+class OutsideStorageError(StorageError):
+    """A link in a directory leads out of the storage path; it is not followed."""
+
+
 class ClusterError(SunspotError):
     """The Kubernetes API cannot be reached or refuses; the message names the server."""
 

@@ -745,7 +745,8 @@ class Obstacle:
         self.let_go = threading.Event()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self.closed and CURRENT.get() and self._file in " ".join(map(str, arguments)):
+        places = [os.readlink(f"/proc/self/fd/{each}") if type(each) is int else str(each) for each in arguments]
+        if self.closed and CURRENT.get() and self._file in " ".join(places):
             if self.error:
                 raise self.error
             self.let_go.wait(60)

@@ -499,8 +499,8 @@ def test_what_never_ends_is_not_read(kind: str, tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_storage_error_also_out_of_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(str(tmp_path))
-    os.symlink("/dev/full", tmp_path / "full")
-    monkeypatch.setattr(sunspot.storage.local, "_temporary_name", lambda path: path.with_name("full"))
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(sunspot.storage.local, "open", lambda *_, **__: os.fdopen(full, "wb"), raising=False)
     with (
         pytest.raises(StorageError, match=r"/model\.pt: No space left on device"),
         storage.writer("model.pt") as writer,
@@ -512,14 +512,14 @@ def test_a_full_disk_is_a_storage_error_also_out_of_torch_save(tmp_path: Path, m
 def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(str(tmp_path))
     storage.write("run/checkpoints/a/manifest.json", b"")
-    scandir = os.scandir
+    open_file = os.open
 
-    def refuse(path: Any) -> Any:
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
         if str(path).endswith("checkpoints"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scandir(path)
+        return open_file(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(StorageError, match="Permission denied"):
         storage.list("run")
 
@@ -527,8 +527,8 @@ def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypat
 def test_local_create_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, link = LocalStorage(str(tmp_path)), os.link
 
-    def link_and_deny(source: Any, target: Any) -> None:
-        link(source, target)
+    def link_and_deny(source: Any, target: Any, **options: Any) -> None:
+        link(source, target, **options)
         raise FileExistsError(errno.EEXIST, "File exists", str(target))
 
     monkeypatch.setattr(os, "link", link_and_deny)
@@ -538,14 +538,14 @@ def test_local_create_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch:
 
 
 def test_a_local_write_survives_the_deletion_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, mkdir, removals = LocalStorage(str(tmp_path)), Path.mkdir, iter(range(2))
+    storage, mkdir, removals = LocalStorage(str(tmp_path)), os.mkdir, iter(range(2))
 
-    def mkdir_then_lose(self: Path, *args: Any, **kwargs: Any) -> None:
-        mkdir(self, *args, **kwargs)
-        if self.name == "run" and next(removals, None) is not None:
-            self.rmdir()
+    def mkdir_then_lose(name: Any, *arguments: Any, **options: Any) -> None:
+        mkdir(name, *arguments, **options)
+        if name == "run" and next(removals, None) is not None:
+            os.rmdir(name, **options)
 
-    monkeypatch.setattr(Path, "mkdir", mkdir_then_lose)
+    monkeypatch.setattr(os, "mkdir", mkdir_then_lose)
     storage.write("run/a", b"content")
     assert storage.read("run/a") == b"content"
     removals = iter(range(100))

@@ -226,4 +226,4 @@ def _init_run(settings: Settings) -> Run:
 
 def _init_file(settings: Settings) -> tuple[Storage, str]:
     folder, slash, file = settings.init_from.rpartition("/")
-    return open_storage(folder or slash or "."), file
+    return open_storage(folder or slash or ".", follow_links=True), file

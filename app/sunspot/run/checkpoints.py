@@ -5,6 +5,7 @@ every file has the size and the SHA-256 the manifest lists. A file listed under 
 has not been written since, which saves reading it.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from sunspot.background import AT_ONCE, map_parallel
-from sunspot.errors import DamageError, NotFoundError
+from sunspot.errors import DamageError, NotFoundError, OutsideStorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.attempts import (
@@ -254,6 +255,8 @@ def compare_bytes(
         size, sha256 = run.storage.digest(_key(run, checkpoint.name, file), copy)
     except NotFoundError:
         return [f"{file} is missing"]
+    except OutsideStorageError as error:
+        return [str(error)]
     if size != expected["size"]:
         return [f"{file} has {size} bytes instead of {expected['size']}"]
     if sha256 != expected["sha256"]:
@@ -409,7 +412,8 @@ class Named:
 
 def open_directory(location: str) -> tuple[Run, Checkpoint]:
     """Return the checkpoint in a directory, a path or a URL. Raises `NotFoundError` when it holds no manifest."""
-    location = location.rstrip("/") if "://" in location else str(local_path(location))
+    # A link that the user names is followed.
+    location = location.rstrip("/") if "://" in location else os.path.realpath(local_path(location))
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)
     named = read_if_there(lambda: read(directory, Named, "checkpoints", name, MANIFEST))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, Lt, Predicate
 
-from sunspot.errors import ConflictError, DamageError, NotFoundError
+from sunspot.errors import ConflictError, DamageError, NotFoundError, OutsideStorageError
 from sunspot.log import warn_once
 from sunspot.run import Run, to_json
 from sunspot.storage.base import Storage
@@ -87,9 +87,15 @@ def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
 
 
 def read_content(storage: Storage, key: str) -> bytes:
-    """Return the bytes of a small object; of a larger one, which `parse` refuses, no more than it takes to see that."""
-    with storage.open(key) as stream:
-        return stream.read(MAX_BYTES + 1)
+    """Return the bytes of a small object; of a larger one, which `parse` refuses, no more than it takes to see that.
+
+    Raises `DamageError` for a link that leads out of the storage path.
+    """
+    try:
+        with storage.open(key) as stream:
+            return stream.read(MAX_BYTES + 1)
+    except OutsideStorageError as error:
+        raise DamageError(str(error)) from error
 
 
 def parse(form: Any, content: bytes, place: str) -> Any:

@@ -23,11 +23,15 @@ comes with Sunspot); no scheme: a local path. A module brings its cloud's client
 that is needed is."""
 
 
-def open_storage(storage_path: str) -> Storage:
-    """The storage at a local path or `scheme://bucket/prefix`."""
+def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
+    """The storage at a local path or `scheme://bucket/prefix`.
+
+    `follow_links` is for a folder from which only files are read that the user has named: they may be links to
+    anywhere, as in Hugging Face's cache.
+    """
     scheme, separator, _ = storage_path.partition("://")
     if not separator or scheme not in BACKENDS:
-        return LocalStorage(storage_path)
+        return LocalStorage(storage_path, follow_links)
     module, name, extra = BACKENDS[scheme]
     try:
         backend: type[Storage] = getattr(importlib.import_module(f"sunspot.storage.{module}"), name)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import re
+import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any, BinaryIO
 
-from sunspot.errors import NotFoundError, SettingsError, StorageError, shorten
+from sunspot.errors import NotFoundError, OutsideStorageError, SettingsError, StorageError, shorten
 from sunspot.storage.base import CHUNK, RACE_TRIES, Entry, LeaveOut, Storage, Unfinished, Writer, completed
 from sunspot.storage.limits import OPERATION_S, operation, record_progress, refuse_if_given_up
 
@@ -21,11 +23,23 @@ TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 """A file that is not yet, or never became, the object named by the group."""
 
 
-class LocalStorage(Storage):
-    """A directory. Safe on NFS: it relies only on rename and link, which are atomic there, and on `refresh`."""
+Found = list[tuple[str, os.stat_result]]
+"""Files by their keys."""
 
-    def __init__(self, storage_path: str) -> None:
-        self.root = local_path(storage_path)
+
+class LocalStorage(Storage):
+    """A directory. Safe on NFS: it relies only on rename and link, which are atomic there, and on `refresh`.
+
+    The storage path itself may be a link, and links within it are followed. No key leads out of it: whoever may write
+    one run's folder could otherwise have a reader show, or a deletion remove, any file of its own user. What is opened
+    is asked where it lies, so that a link that is changed in between has no effect.
+    """
+
+    def __init__(self, storage_path: str, follow_links: bool = False) -> None:
+        """`follow_links` as for `open_storage`."""
+        self.root, self._follow_links = local_path(storage_path), follow_links
+        self._real_root: str | None = None
+        "Where the storage path leads; None before the first operation, as to look takes one."
 
     def locate(self, key: str) -> str:
         return str(self.root / key)
@@ -33,17 +47,17 @@ class LocalStorage(Storage):
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
         with _os_errors(self.locate(key), reading=True):
-            source = io.FileIO(self.root / key, opener=_open_file)
+            source = io.FileIO(self.root / key, opener=self._open_file)
             source.seek(offset)
         with io.BufferedReader(_LocalReader(source), CHUNK) as stream:
             yield stream
 
     def write(self, key: str, data: bytes) -> None:
-        with completed(_LocalWriter(self.root / key)) as writer:
+        with completed(_LocalWriter(self, key)) as writer:
             writer.write(data)
 
     def create(self, key: str, data: bytes) -> bool:
-        writer = _LocalWriter(self.root / key)
+        writer = _LocalWriter(self, key)
         try:
             writer.write(data)
             return writer.complete_new()
@@ -52,7 +66,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
-        with completed(_LocalWriter(self.root / key)) as writer:
+        with completed(_LocalWriter(self, key)) as writer:
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
@@ -60,9 +74,9 @@ class LocalStorage(Storage):
 
     def list_readable(self, prefix: str, leave_out: LeaveOut | None) -> Sequence[Entry]:
         return sorted(
-            Entry(self._key(path), stat.st_size, stat.st_mtime, _version_of(stat))
-            for path, stat in self._files(prefix, leave_out)
-            if not TEMPORARY.fullmatch(path.name)
+            Entry(key, stat.st_size, stat.st_mtime, _version_of(stat))
+            for key, stat in self._files(prefix, leave_out)
+            if not TEMPORARY.fullmatch(_split(key)[1])
         )
 
     def list_folders(self) -> Sequence[str]:
@@ -72,74 +86,178 @@ class LocalStorage(Storage):
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         found = []
-        for path, stat in self._files(prefix):
-            if match := TEMPORARY.fullmatch(path.name):
-                key = self._key(path.with_name(match[1]))
-                found.append(Unfinished(key, stat.st_size, stat.st_mtime, str(path)))
+        for key, stat in self._files(prefix):
+            folder, name = _split(key)
+            if match := TEMPORARY.fullmatch(name):
+                found.append(Unfinished(_join(folder, match[1]), stat.st_size, stat.st_mtime, key))
         return sorted(found)
 
     def discard(self, unfinished: Unfinished) -> None:
-        with _os_errors(unfinished.token):
-            Path(unfinished.token).unlink(missing_ok=True)
-
-    def _files(self, prefix: str, leave_out: LeaveOut | None = None) -> Iterator[tuple[Path, os.stat_result]]:
-        """Every file below a prefix. A folder that cannot be read is an error, or its files would seem not to exist."""
-        top = self.root / prefix
-
-        def refuse(error: OSError) -> None:
-            if isinstance(error, FileNotFoundError):  # nothing written there yet, or deleted since the walk saw it
-                return
-            refusal = _as_storage_error(error, error.filename)
-            if leave_out is None or Path(error.filename) == top:
-                raise refusal from error
-            leave_out(self._key(Path(error.filename)), refusal)
-
-        with _os_errors(self.locate(prefix)):
-            below = (Path(folder, name) for folder, _, names in os.walk(top, onerror=refuse) for name in names)
-            for path in [top] if top.is_file() else below:
-                try:
-                    stat = path.stat()
-                except OSError as error:
-                    refuse(error)
-                else:
-                    yield path, stat
-
-    def _key(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
+        folder, name = _split(unfinished.token)
+        location = self.locate(unfinished.token)
+        with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(folder) as descriptor:
+            os.unlink(name, dir_fd=descriptor)
 
     def delete(self, key: str, version: str = "") -> None:
-        path = self.root / key
-        with _os_errors(str(path)), contextlib.suppress(FileNotFoundError):
-            if version and _version_of(path.stat()) != version:
-                return
-            path.unlink()
-            if path.parent != self.root:
-                with contextlib.suppress(OSError):  # not empty yet, or another deletion was first
-                    path.parent.rmdir()
+        folder, name = _split(key)
+        with _os_errors(self.locate(key)), contextlib.suppress(FileNotFoundError):
+            with self.enter(folder) as descriptor:
+                if version and _version_of(self._stat(descriptor, key)) != version:
+                    return
+                os.unlink(name, dir_fd=descriptor)
+            self._remove_if_empty(folder)
 
     def delete_folders(self, prefix: str) -> None:
-        top = self.root / prefix
-        for folder, below, files in os.walk(top, topdown=False):
-            for path in (Path(folder, name) for name in (*below, *files)):
-                if path.is_symlink() and not path.is_file():  # to a folder, or to nothing: no listing shows it
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-            if Path(folder) != self.root:
-                with contextlib.suppress(OSError):  # not empty: another writer's
-                    os.rmdir(folder)
+        above, name = _split(prefix)
+        with contextlib.suppress(OSError, StorageError), self.enter(above) as descriptor:
+            _remove_link(name, descriptor)
+        folders = [prefix]
+        for folder in folders:
+            with contextlib.suppress(OSError, StorageError), self.enter(folder) as descriptor:
+                with os.scandir(descriptor) as found:
+                    below = {each.name: each.is_dir(follow_symlinks=False) for each in found}
+                folders += [_join(folder, name) for name, is_folder in below.items() if is_folder]
+                for name in below:
+                    _remove_link(name, descriptor)
+        for folder in reversed(folders):
+            self._remove_if_empty(folder)
+
+    def _remove_if_empty(self, folder: str) -> None:
+        above, name = _split(folder)
+        if name:  # the storage path itself stays
+            with contextlib.suppress(OSError, StorageError), self.enter(above) as descriptor:
+                os.rmdir(name, dir_fd=descriptor)
 
     def exists(self, key: str) -> bool:
-        with _os_errors(self.locate(key)):
-            return (self.root / key).is_file()
+        folder, _ = _split(key)
+        absent = (FileNotFoundError, NotADirectoryError)
+        with _os_errors(self.locate(key)), contextlib.suppress(*absent), self.enter(folder) as descriptor:
+            mode = self._stat(descriptor, key).st_mode
+            return S_ISREG(mode) or S_ISLNK(mode)  # a link out of the storage path is there, though nobody may read it
+        return False
 
     def refresh(self, prefix: str) -> None:
         # NFS clients cache a directory's names, and that a name is absent, for up to a minute. A change of their own
         # brings the directory's version with the server's answer, and drops what was cached under an older one.
-        folder = self.root / prefix
-        with _os_errors(str(folder)), contextlib.suppress(FileNotFoundError):  # the run was deleted
-            probe = _temporary_name(folder / "refresh")
-            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            os.unlink(probe)
+        location = self.locate(prefix)
+        # A run that was deleted has no folder.
+        with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
+            name = _temporary_name("refresh")
+            probe = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=descriptor)
+            os.close(probe)
+            os.unlink(name, dir_fd=descriptor)
+
+    @contextlib.contextmanager
+    def enter(self, folder: str, create: bool = False) -> Iterator[int]:
+        """Open a folder by its key, for operations on names in it (`dir_fd`); `create` makes it if it is not there.
+
+        Raises `OutsideStorageError` for a folder that lies outside of the storage path, and `OSError`.
+        """
+        path = self.root / folder
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            if not create:
+                raise
+            self._make_folder(folder)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._require_inside(descriptor, path)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _make_folder(self, folder: str) -> None:
+        if not folder:
+            self.root.mkdir(parents=True, exist_ok=True)
+            return
+        above, name = _split(folder)
+        with self.enter(above, create=True) as descriptor, contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=descriptor)
+
+    def _require_inside(self, descriptor: int, path: Path) -> None:
+        place = _place_of(descriptor)
+        if not self._is_inside(place):
+            self._real_root = _real_path(self.root)  # it was created or moved since
+        if not self._is_inside(place):
+            raise OutsideStorageError(
+                f"{path} is or passes a link to {place}, outside of the storage path {self.root}, and is not followed: "
+                "put the files themselves there, or mount their folder there"
+            )
+
+    def _is_inside(self, place: str) -> bool:
+        known = self._real_root is not None and f"{place}/".startswith(f"{self._real_root.rstrip('/')}/")
+        return known or self._follow_links
+
+    def _open_file(self, path: str, flags: int) -> int:
+        """Open a file for reading; a FIFO would never answer, and a device never end."""
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+        try:
+            if not S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            self._require_inside(descriptor, Path(path))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _stat(self, folder: int, key: str) -> os.stat_result:
+        """Return what a listing tells of a name in an open folder: of a link out of the storage path, only the link."""
+        name = _split(key)[1]
+        own = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not S_ISLNK(own.st_mode):
+            return own
+        target = os.stat(name, dir_fd=folder)
+        inside = S_ISDIR(target.st_mode) or self._is_inside(os.path.realpath(self.root / key))
+        return target if inside else own
+
+    def _files(self, prefix: str, leave_out: LeaveOut | None = None) -> Iterator[tuple[str, os.stat_result]]:
+        """Every file below a prefix. A folder that cannot be read is an error, or its files would seem not to exist."""
+        top = prefix.rstrip("/")
+
+        def refuse(key: str, error: StorageError) -> None:
+            if leave_out is None or key == top:
+                raise error
+            leave_out(key, error)
+
+        folders = [top]
+        while folders:
+            folder = folders.pop()
+            files: Found = []
+            try:
+                with _os_errors(self.locate(folder)):
+                    files, below = self._scan(folder, refuse)
+                    folders += below
+            except StorageError as error:
+                refuse(folder, error)
+            yield from files
+
+    def _scan(self, folder: str, refuse: Callable[[str, StorageError], None]) -> tuple[Found, Sequence[str]]:
+        """Return the files and the folders in a folder; the file itself if it is one."""
+        files: Found = []
+        folders = []
+        try:
+            with self.enter(folder) as descriptor, os.scandir(descriptor) as found:
+                for each in found:
+                    key = _join(folder, each.name)
+                    if each.is_dir(follow_symlinks=False):
+                        folders.append(key)
+                        continue
+                    try:
+                        stat = self._stat(descriptor, key)
+                    except FileNotFoundError:  # removed since, or a link to nothing
+                        continue
+                    except OSError as error:
+                        refuse(key, _as_storage_error(error, self.locate(key)))
+                        continue
+                    if not S_ISDIR(stat.st_mode):
+                        files.append((key, stat))
+        except FileNotFoundError:  # nothing written there yet, or deleted since it was seen
+            return [], []
+        except NotADirectoryError:
+            with self.enter(_split(folder)[0]) as descriptor:
+                return [(folder, self._stat(descriptor, folder))], []
+        return files, folders
 
 
 class _LocalReader(io.RawIOBase):
@@ -166,54 +284,101 @@ class _LocalReader(io.RawIOBase):
 class _LocalWriter(Writer):
     """Writes beside the object, and replaces it at the end: a second try never touches what a first one published."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, storage: LocalStorage, key: str) -> None:
         super().__init__()
-        self._path, self._temporary = path, _temporary_name(path)
-        with _os_errors(str(path)):
-            self._sink = _open_new(self._temporary)
+        self._storage, self._location = storage, storage.locate(key)
+        self._folder, self._name = _split(key)
+        self._temporary = _temporary_name(self._name)
+        with _os_errors(self._location):
+            self._sink = self._open_temporary()
+
+    def _open_temporary(self) -> BinaryIO:
+        """Open for writing and make the folder; retried when another process's `delete` removes the empty folder."""
+        for _ in range(RACE_TRIES - 1):
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                return self._try_to_open()
+        return self._try_to_open()
+
+    def _try_to_open(self) -> BinaryIO:
+        with self._storage.enter(self._folder, create=True) as folder:
+            return open(self._temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o666, dir_fd=folder))
 
     def _store(self, view: memoryview) -> None:
-        with _os_errors(str(self._path), gives_s=0):
+        with _os_errors(self._location, gives_s=0):
             self._sink.write(view)
 
     def complete(self) -> None:
-        with _os_errors(str(self._path)):
+        with _os_errors(self._location), self._storage.enter(self._folder) as folder:
             self._end()
-            os.replace(self._temporary, self._path)
-            _sync_directory(self._path.parent)
+            os.replace(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)  # the new name survives a power loss
 
     def complete_new(self) -> bool:
         """Publish what was written if there is no such object; returns whether it is."""
-        with _os_errors(str(self._path)):
+        with _os_errors(self._location), self._storage.enter(self._folder) as folder:
             self._end()
             try:
-                os.link(self._temporary, self._path)
+                os.link(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 # NFS also raises this when the server made the link and its answer was lost.
-                if self._temporary.stat().st_nlink == 1:
+                if os.stat(self._temporary, dir_fd=folder).st_nlink == 1:
                     return False
-            _sync_directory(self._path.parent)
+            os.fsync(folder)
             return True
 
     def _end(self) -> None:
         with self._sink:
             self._sink.flush()
             os.fsync(self._sink.fileno())
-        refuse_if_given_up(str(self._path))
+        refuse_if_given_up(self._location)
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
             self._sink.close()
-        with contextlib.suppress(OSError):
-            self._temporary.unlink()
+        with contextlib.suppress(OSError, StorageError), self._storage.enter(self._folder) as folder:
+            os.unlink(self._temporary, dir_fd=folder)
 
 
 def _version_of(stat: os.stat_result) -> str:
     return f"{stat.st_ino}-{stat.st_ctime_ns}"
 
 
-def _temporary_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # TEMPORARY
+def _temporary_name(name: str) -> str:
+    return f".{name}.{uuid.uuid4().hex}.tmp"  # TEMPORARY
+
+
+def _split(key: str) -> tuple[str, str]:
+    """Return the folder of a key, and the name in it."""
+    folder, _, name = key.rpartition("/")
+    return folder, name
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _place_of(descriptor: int) -> str:
+    """Return the path without links of what is open: unlike that of a name, it cannot change before it is used."""
+    if sys.platform == "darwin":
+        return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def _real_path(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return _place_of(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_link(name: str, folder: int) -> None:
+    """Remove a link to a folder or to nothing, which no listing shows."""
+    if S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        with contextlib.suppress(OSError):
+            if S_ISREG(os.stat(name, dir_fd=folder).st_mode):
+                return
+        os.unlink(name, dir_fd=folder)
 
 
 def local_path(path: str) -> Path:
@@ -227,34 +392,6 @@ def local_path(path: str) -> Path:
         raise SettingsError(f"{path}: {shorten(error)}; write the path without '~'") from error
     except ValueError as error:
         raise SettingsError(f"{path}: no path: {shorten(error)}; give one of letters") from error
-
-
-def _open_file(path: str, flags: int) -> int:
-    """Open a file for reading; a FIFO would never answer, and a device never end."""
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if not S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    return descriptor
-
-
-def _open_new(path: Path) -> BinaryIO:
-    """Open for writing and make the directory; retried when another process's `delete` removes the empty directory."""
-    for _ in range(RACE_TRIES - 1):
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "wb")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "wb")
-
-
-def _sync_directory(path: Path) -> None:
-    """Make a rename or a new name survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
