@@ -54,7 +54,7 @@ def train(name: str, settings: Mapping[str, Any] | None = None, *, storage: str 
         from sunspot.train.driver import train_run
     refuse_unusable(wanted)
     train_run(wanted)
-    return Run(wanted.run_name, wanted.storage_path)
+    return Run(wanted.run_name, wanted.storage_path, task=wanted.task)
 
 
 def list_runs(
@@ -89,7 +89,8 @@ def submit(
     rendered, cluster = render_for_cluster(request, context)
     print_pods(rendered.pods)
     print_submission(start_rendered(cluster, rendered, take_over=take_over), as_json=False)
-    return Run(rendered.settings.run_name, rendered.settings.storage_path, context, rendered.namespace)
+    submitted = rendered.settings
+    return Run(submitted.run_name, submitted.storage_path, context, rendered.namespace, submitted.task)
 
 
 def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:
@@ -106,14 +107,25 @@ def _of_the_extra_train(what: str) -> Iterator[None]:
 
 
 class Run:
-    """A run by its name, in `storage`, or else where its RayJob keeps it, or SUNSPOT_STORAGE_PATH says.
+    """A run by its name, in `storage`, or else where SUNSPOT_STORAGE_PATH says.
 
+    Without either, it is read from the bucket that its RayJob names; `stop`, `resume` and `delete` ask for `storage`.
     Every method looks anew. All raise `NotFoundError` when there is no such run, and `StorageError`.
     """
 
     def __init__(
-        self, name: str, storage: str | None = None, context: str | None = None, namespace: str | None = None
+        self,
+        name: str,
+        storage: str | None = None,
+        context: str | None = None,
+        namespace: str | None = None,
+        task: str = "",
     ) -> None:
+        """`task` is the run's module if it is one of your own, which `predict` imports; `train` and `submit` know it.
+
+        Without it, SUNSPOT_TASK or sunspot.toml names your own.
+        """
+        self._task = task
         self._target = Target(name, storage, context, namespace)
 
     def __repr__(self) -> str:
@@ -139,12 +151,12 @@ class Run:
 
         Raises `GaveUpError` when it has not ended after `timeout` seconds.
         """
-        access = reach_run(self._target)
+        access = reach_run(self._target, changed_by="stop")
         print_state(access.run, *stop_run(access, timeout), as_json=False)
 
     def resume(self) -> None:
         """Let a stopped run go on: one that was submitted starts again, one that trained here may `train` again."""
-        access = reach_run(self._target)
+        access = reach_run(self._target, changed_by="resume")
         if submission := resume_run(access, access.observe_existing()):
             print_submission(submission, as_json=False)
 
@@ -153,7 +165,7 @@ class Run:
 
         Raises `ConflictError` while it is live, and `GaveUpError` when its pods do not go.
         """
-        access = reach_run(self._target)
+        access = reach_run(self._target, changed_by="delete")
         delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
 
     def cost(self) -> dict[str, Any]:

@@ -49,6 +49,26 @@ def changes(cluster: FakeCluster) -> list[str]:
     return [method for method, _ in cluster.requests if method in ("PATCH", "DELETE")]
 
 
+def test_a_path_that_a_job_names_is_not_read(
+    cluster: FakeCluster, run: Run, shown: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_status(run, RunState.RUNNING, owner="run-1", step=4)
+    job = rayjob("run-1")
+    container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    container["env"].append({"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")})
+    cluster.put_job(job)
+    reconciler = Reconciler(connect(), None, lambda name, state, reason: shown.append((name, str(state))))
+    for _ in range(2):
+        reconciler.reconcile()
+    assert (shown, changes(cluster)) == ([], [])
+    assert (
+        capsys.readouterr().err.count(
+            f"only the RayJob run-1 says that the run run is kept in {run.storage.locate('')}"
+        )
+        == 1
+    )
+
+
 def test_a_job_is_annotated_with_where_its_run_stands(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:

@@ -560,19 +560,67 @@ def test_status_works_when_storage_is_out_of_reach(
     assert sunspot("status", "run") == 4
 
 
-def test_the_storage_of_a_job_need_not_be_named(
-    cluster: FakeCluster, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def put_job_kept_in(path: str, cluster: FakeCluster) -> None:
+    """Have a RayJob run that names where it keeps its run."""
     job = rayjob(JOB)
-    for group in (job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]):
-        variable = {"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")}
-        group["template"]["spec"]["containers"][0]["env"].append(variable)
+    container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    container["env"].append({"name": "SUNSPOT_STORAGE_PATH", "value": path})
     cluster.put_job(job)
-    set_status(run, RunState.RUNNING, step=4)
     cluster.set_status(JOB, "Running", "RUNNING")
+
+
+def test_the_bucket_of_a_job_need_not_be_named_to_read(
+    cluster: FakeCluster, s3_bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_job_kept_in(f"s3://{s3_bucket}/runs", cluster)
+    set_status(open_run(f"s3://{s3_bucket}/runs", "run"), RunState.RUNNING, step=4)
     with pytest.raises(SystemExit):
         main(["status", "run", "--json"])
     assert json.loads(capsys.readouterr().out)["step"] == 4
+
+
+@pytest.mark.parametrize("verb", ["stop", "resume", "delete"])
+def test_a_verb_that_writes_does_not_take_the_storage_from_a_job(
+    cluster: FakeCluster, s3_bucket: str, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    path = f"s3://{s3_bucket}/team b"
+    run = open_run(path, "run")
+    set_status(run, RunState.FAILED)
+    put_job_kept_in(path, cluster)
+    before = run.storage.list("run")
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "run", *(["--yes"] if verb == "delete" else [])])
+    said = capsys.readouterr().err
+    assert f"only the RayJob {JOB} says that the run run is kept in {path}" in said
+    assert f"name it: `sunspot {verb} run --storage '{path}'`, or set SUNSPOT_STORAGE_PATH" in said
+    assert run.storage.list("run") == before
+    assert JOB in cluster.jobs
+
+
+@pytest.mark.parametrize("verb", ["status", "wait", "stop", "delete", "doctor", "dashboard"])
+def test_a_path_in_a_job_is_one_of_its_pods(
+    cluster: FakeCluster, run: Run, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    begin(run)
+    put_job_kept_in(run.storage.locate(""), cluster)
+    before = run.storage.list("run")
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "run"])
+    assert f"--storage {run.storage.locate('')}`, or set SUNSPOT_STORAGE_PATH" in capsys.readouterr().err
+    assert run.storage.list("run") == before
+
+
+def test_a_job_that_names_the_usual_storage_needs_no_option(
+    cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run.storage.locate("")
+    put_job_kept_in(path, cluster)
+    set_status(run, RunState.FAILED)
+    cluster.set_status(JOB, "Failed", "FAILED")
+    monkeypatch.chdir(Path(path).parent)  # where "runs" is that very folder
+    with pytest.raises(SystemExit, match="0"):
+        main(["delete", "run", "--yes"])
+    assert not run.storage.list("run")
 
 
 def test_a_run_being_stopped_is_said_to_be(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:

@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sunspot.errors import ClusterError, ConflictError, NotFoundError, StorageError
+from sunspot.errors import ClusterError, ConflictError, NotFoundError, SettingsError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
@@ -149,16 +150,43 @@ class RunAccess:
         return self.cluster
 
 
-def reach_run(target: Target) -> RunAccess:
-    """Find the cluster, if any, and the run: where the target or SUNSPOT_STORAGE_PATH says, or else its RayJob."""
+def reach_run(target: Target, changed_by: str = "") -> RunAccess:
+    """Find the cluster, if any, and the run: where the target or SUNSPOT_STORAGE_PATH says, or else its RayJob.
+
+    `changed_by` is the verb if it writes or deletes. Raises `SettingsError` as `trust_job` does.
+    """
     cluster, cluster_error = try_connect(target.context, target.namespace)
-    storage_path = target.storage
-    if storage_path is None and cluster and not os.environ.get(STORAGE_PATH):
+    run = named_run(target.run, target.storage)
+    if target.storage is None and cluster and not os.environ.get(STORAGE_PATH):
+        job = None
         # The next request tells why it does not answer.
         with contextlib.suppress(ClusterError), progress_note("asking the cluster"):
-            jobs = cluster.list_jobs(target.run)
-            storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
-    return RunAccess(named_run(target.run, storage_path), cluster, cluster_error)
+            job = next(iter(cluster.list_jobs(target.run)), None)
+        run = trust_job(run, job, changed_by) if job else run
+    return RunAccess(run, cluster, cluster_error)
+
+
+def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
+    """Return the run where its RayJob keeps it; `default` is the run where the settings say.
+
+    Whoever may create RayJobs could name any place in one. So a RayJob only says where to read, and only of a bucket: a
+    path leads to another folder in its pods than on this machine. Raises `SettingsError` for a path, and for any other
+    place than that of `default` if the run is `changed_by` a verb.
+    """
+    path = settings_of(job.raw).get(STORAGE_PATH)
+    if path is None or path.rstrip("/") == default.storage.locate("").rstrip("/"):
+        return default
+    run = named_run(default.name, path)
+    if run.storage.is_bucket and not changed_by:
+        return run
+    why = "that is a path in its pods, which may be another one here"
+    if changed_by:
+        why = f"`sunspot {changed_by}` changes what is there"
+    again = f"`sunspot {changed_by or 'status'} {run.name} --storage {shlex.quote(path)}`"
+    raise SettingsError(
+        f"only the RayJob {job.name} says that the run {run.name} is kept in {path}, and {why}. If that is the right "
+        f"place, name it: {again}, or set {STORAGE_PATH}"
+    )
 
 
 def stored_arguments(run: Run) -> str:

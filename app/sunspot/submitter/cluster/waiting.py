@@ -26,6 +26,7 @@ from sunspot.submitter.cluster.observation import (
     RunSnapshot,
     follow,
     read_storage,
+    trust_job,
     warn_of_hidden,
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
@@ -261,7 +262,8 @@ class Reconciler:
     def _reach(self, name: str, job: JobView) -> tuple[RunAccess, HeadRestarts]:
         path = self._storage_path or settings_of(job.raw).get(STORAGE_PATH)
         if (name, path) not in self._runs:
-            access = RunAccess(named_run(name, path), self._cluster)
+            run = named_run(name, self._storage_path)
+            access = RunAccess(run if self._storage_path else trust_job(run, job), self._cluster)
             self._runs[name, path] = access, HeadRestarts(access.run)
         return self._runs[name, path]
 

@@ -11,7 +11,7 @@ add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:
-    access = reach_run(run_target(args))
+    access = reach_run(run_target(args), changed_by="resume")
     snapshot = access.observe_existing()
     if submission := resume_run(access, snapshot):
         print_submission(submission, args.json)

@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    access = reach_run(run_target(args))
+    access = reach_run(run_target(args), changed_by="stop")
     state, reason = stop_run(access, args.timeout, not args.no_wait)
     print_state(access.run, state, reason, args.json)
