@@ -160,7 +160,7 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     assert isinstance(run.storage, LocalStorage)
     root = run.storage.root
     (root / "run" / "checkpoints" / "empty").mkdir()
-    (root / "run" / f".status.json.{'0' * 32}.tmp").write_text("killed while writing")
+    (root / "run" / f".run.json.{'0' * 32}.tmp").write_text("killed while writing")
     copy = node_memory_directory(run.location) / "0" / "slot-0.data"
     copy.parent.mkdir(parents=True)
     copy.write_bytes(b"x" * 1000)
@@ -171,7 +171,7 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     assert "copies in this machine's memory" in sunspot.out
 
 
-def test_the_dataset_stays_unless_it_lies_in_the_run(sunspot: Command, run: Run, tmp_path: Path) -> None:
+def test_the_dataset_stays_even_in_the_run(sunspot: Command, run: Run, tmp_path: Path) -> None:
     def settle(dataset: str) -> None:
         fill(run)
         record = json.loads(run.storage.read(run.key("run.json")))
@@ -188,7 +188,9 @@ def test_the_dataset_stays_unless_it_lies_in_the_run(sunspot: Command, run: Run,
     settle(f"{run.location}/data")
     run.storage.write(run.key("data", "part.parquet"), b"rows")
     assert sunspot("delete", "run", "--yes") == 0
-    assert f"the dataset {run.location}/data lies in the run, and goes with it" in sunspot.out
+    assert f"the dataset {run.location}/data is not touched" in sunspot.out
+    assert f"left in {run.location}, because no run has such names: data: 1 file" in sunspot.err
+    assert files_of(run) == {"run/data/part.parquet"}
     settle("sample")
     assert sunspot("delete", "run", "--yes") == 0
     assert "the dataset" not in sunspot.out
@@ -312,6 +314,67 @@ def test_a_cluster_that_does_not_answer_keeps_the_run(sunspot: Command, run: Run
     assert sunspot("delete", "run", "--yes") == 4
     assert "Whether the run still trains cannot be seen" in sunspot.err
     assert files_of(run) == before
+
+
+def test_a_folder_that_is_no_run_is_refused_though_a_job_names_it(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
+    end_job(cluster)
+    names = ("taxes", "photos/2026.jpg", "logs/app.log", "code/main.py", "checkpoints/model.pt", "attempts/one.json")
+    for name in names:
+        run.storage.write(run.key(name), b"a user's")
+    assert sunspot("delete", "run", "--yes") == 6
+    assert f"{run.location} holds 6 files, but none by which a run is known" in sunspot.err
+    assert f"`kubectl delete rayjob {JOB}` removes what the cluster has" in sunspot.err
+    assert files_of(run) == {run.key(name) for name in names}
+    assert JOB in cluster.jobs
+
+
+def test_what_no_run_has_stays_and_is_named(sunspot: Command, run: Run, tmp_path: Path) -> None:
+    fill(run)
+    for name in ("notes.txt", "photos/a/b.jpg", "photos/c.jpg", "run.json.bak", "tax/2026", "zoo"):
+        run.storage.write(run.key(name), b"a user's")
+    folder = Path(run.location)
+    (folder / "photos" / "empty").mkdir()
+    (folder / "photos" / "link").symlink_to(tmp_path)
+    kept = {key for key in files_of(run) if key.split("/")[1] in ("notes.txt", "photos", "run.json.bak", "tax", "zoo")}
+    assert sunspot("delete", "run") == 2
+    assert "what no run has is not touched: notes.txt, photos, run.json.bak and 2 more: 6 files" in sunspot.out
+    assert sunspot("delete", "run", "--yes") == 0
+    said = f"left in {run.location}, because no run has such names: notes.txt, photos, run.json.bak and 2 more: 6 files"
+    assert said in sunspot.err
+    assert files_of(run) == kept
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", "photos", "run.json.bak", "tax", "zoo"}
+    assert (folder / "photos" / "link").is_symlink()
+    assert (folder / "photos" / "empty").is_dir()
+    assert sunspot("delete", "run", "--yes") == 3
+    assert files_of(run) == kept
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ("logs/driver-20261121T141013679Z/000000000000000.log",),
+        ("failures/driver-20261121T141013679Z.json",),
+        ("attempts/0001.json", "checkpoints/x/model.pt"),
+        ("checkpoints/step-00000005-attempt-0001-9f3c21ab/model.pt",),
+        ("status/attempt-0001-9f3c21ab.json", "metrics/x"),
+        ("submissions/0001-run-1.yaml",),
+        ("delete.json", "metrics/x"),
+        ("run.json",),
+    ],
+    ids=str,
+)
+def test_a_run_of_which_little_is_left_is_still_deleted(
+    sunspot: Command, run: Run, cluster: FakeCluster, left: tuple[str, ...]
+) -> None:
+    end_job(cluster)
+    for name in left:
+        run.storage.write(run.key(name), b"{}")
+    assert sunspot("delete", "run", "--yes") == 0, sunspot.err
+    assert not files_of(run)
+    assert not Path(run.location).exists()
+    assert not cluster.jobs
 
 
 # ----------------------------------------------------------------------------------------------------- half-way, never
@@ -467,15 +530,16 @@ def test_a_deleted_name_begins_anew(sunspot: Command, run: Run) -> None:
 
 def test_a_run_that_is_a_link_is_refused(sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster) -> None:
     fill(run)
+    before = files_of(run)
     folder, place = Path(run.location), tmp_path / "elsewhere" / "run"
     place.parent.mkdir()
     folder.rename(place)
     folder.symlink_to(place)
-    before = files_of(run)
     assert sunspot("delete", "run", "--yes") == 6
     assert f"{folder} is a link to {place}, and nothing was removed" in sunspot.err
-    assert files_of(run) == before
-    assert not deletion_begun(run)
+    assert files_of(open_run(str(place.parent), "run")) == before
+    assert sunspot("status", "run") == 4
+    assert f"{folder}/status is or passes a link to {place}/status, outside of the storage path" in sunspot.err
 
 
 def test_links_within_a_run_go_and_what_they_lead_to_stays(
@@ -490,7 +554,7 @@ def test_links_within_a_run_go_and_what_they_lead_to_stays(
     (folder / "audit" / "link").symlink_to(other / "file")
     (folder / "broken").symlink_to(tmp_path / "nothing")
     (folder / "logs" / "empty").mkdir()
-    os.mkfifo(folder / "fifo")
+    os.mkfifo(folder / "logs" / "fifo")
     assert sunspot("delete", "run", "--yes") == 0
     assert not folder.exists()
     assert (other / "file").read_text() == "a user's"

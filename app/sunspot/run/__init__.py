@@ -35,6 +35,10 @@
         code/5f3a...c1.tar                own code that `submit --code` packed, named by its SHA-256
         report.html                       all of this as a page, made by the last driver
 
+        search.json                       the trials of a search (its runs lie beside this one)
+        tensorboard/                      what TRACKING=tensorboard shows
+        probe-6f1c...                     there while nodes try whether they reach the storage
+
 A step is the number of optimizer steps taken; with the data, the seed and the global batch size it is the whole
 position. Attempts form a chain: each names the checkpoint it starts from. What an attempt wrote counts up to the step
 a later attempt continued from, and not beyond (`attempts.lineage`).
@@ -53,6 +57,27 @@ from sunspot.storage import open_storage
 from sunspot.storage.base import Entry, Storage
 
 __all__ = ["Claimant", "Run", "open_run"]
+
+
+RECORDS = ("run.json", "status", "submissions")
+"""Names of what identifies a run; a deletion removes these last."""
+
+FILES = ("stop.json", "delete.json", "search.json", "predictions.json", "shown.json", "report.html")
+"""Names of the other files at the top of a run's folder."""
+
+FOLDERS = (
+    *("attempts", "checkpoints", "metrics", "ranks", "events", "failures", "logs", "audit"),
+    *("tracking", "tensorboard", "code"),
+)
+"""Names of the other folders in it."""
+
+PROBE = re.compile(r"probe-[0-9a-f]{32}")
+
+
+def is_name_of_run(path: str) -> bool:
+    """Return whether a run has such an object, by its key below the run's folder: all others in it are a user's."""
+    top = path.partition("/")[0]
+    return top in (*RECORDS, *FILES, *FOLDERS) or bool(PROBE.fullmatch(top))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from sunspot.errors import NotFoundError, StorageError
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.log import warn_once
 from sunspot.run import Run
-from sunspot.run.attempts import IN_PLACE, Attempt, attempt_of, lineage, read_attempts, recorded_setting, step_of
+from sunspot.run.attempts import CLAIM, IN_PLACE, Attempt, attempt_of, lineage, read_attempts, recorded_setting, step_of
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
 from sunspot.run.cost import Spending, spent
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
+from sunspot.run.logs import SEGMENT, STREAM
 from sunspot.run.objects import CHECKPOINT, RUN, parse, read_if_there, read_or_default
 from sunspot.run.requests import DELETION, STOP, SUBMISSION, deletion_begun, list_submissions
 from sunspot.run.status import (
@@ -135,6 +136,26 @@ def summarize(name: str, entries: Collection[Entry]) -> RunSummary | None:
         deleting=DELETION in times,
         status=status,
     )
+
+
+def holds_run(name: str, entries: Collection[Entry]) -> bool:
+    """Return whether a folder with these objects is a run's, though its start or its deletion may have been cut short.
+
+    What tells is the form of an object's name: a user's own folder may have `logs`, too.
+    """
+
+    def tells(entry: Entry) -> bool:
+        top, _, path = entry.key.removeprefix(f"{name}/").partition("/")
+        folder, _, file = path.partition("/")
+        forms = {
+            "attempts": CLAIM.fullmatch(path),
+            "checkpoints": CHECKPOINT.fullmatch(folder) and file,
+            "logs": STREAM.fullmatch(folder) and SEGMENT.fullmatch(file),
+            "failures": STREAM.fullmatch(path.removesuffix(".json")),
+        }
+        return bool(forms.get(top))
+
+    return summarize(name, entries) is not None or any(map(tells, entries))
 
 
 def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:

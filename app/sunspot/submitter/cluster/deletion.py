@@ -25,10 +25,11 @@ from sunspot.errors import (
     SunspotError,
 )
 from sunspot.formatting import as_bytes, in_words, plural
-from sunspot.run import Run, node_memory_directory
+from sunspot.run import FOLDERS, RECORDS, Run, is_name_of_run, node_memory_directory
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.identity import read_identity
 from sunspot.run.objects import CHECKPOINT
+from sunspot.run.overview import holds_run
 from sunspot.run.requests import DELETION, clear_deletion, deletion_begun, mark_deletion
 from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
@@ -47,9 +48,6 @@ MAX_ROUNDS = 3
 MAX_NAMED = 3
 """Objects named when some came back."""
 
-RECORDS = ("run.json", "status", "submissions")
-"""What identifies a run: removed last."""
-
 REUSED = ("attempts", *RECORDS)
 """What the next run of this name relies on and calls the same; a checkpoint's name has the nonce of its attempt."""
 
@@ -62,6 +60,8 @@ class RunContents:
     snapshot: RunSnapshot
     entries: tuple[Entry, ...]
     "Its objects in storage, without the marker."
+    foreign: tuple[Entry, ...]
+    "Objects in its folder that no run has: they stay."
     unfinished: tuple[Unfinished, ...]
     copies: tuple[Path, ...] = ()
     "Files in this machine's shared memory, left by a failed run for its next start."
@@ -77,10 +77,11 @@ class RunContents:
         submitted = {file.partition("-")[2].rpartition(".")[0] for file in files}
         return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
-    @property
-    def takes_dataset(self) -> bool:
-        """Whether the dataset lies in the run's own folder."""
-        return bool(self.dataset) and f"{self.dataset}/".startswith(f"{self.run.location}/")
+    def name_foreign(self) -> str:
+        """Return what stays in the run's folder, such as `photos, notes.txt: 12 files`; empty if nothing does."""
+        tops = [*dict.fromkeys(_top(self.run, entry.key) for entry in self.foreign)]
+        more = f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
+        return f"{', '.join(tops[:MAX_NAMED])}{more}: {plural(len(self.foreign), 'file')}" if tops else ""
 
     @property
     def objects(self) -> list[dict[str, str]]:
@@ -132,10 +133,17 @@ class RunContents:
 def find_contents(access: RunAccess) -> RunContents:
     """Find all there is of a run that may be deleted.
 
-    Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live, `ClusterError` and
-    `StorageError` when that cannot be seen.
+    Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live or its folder is no run's,
+    `ClusterError` and `StorageError` when that cannot be seen.
     """
     run = access.run
+    folder = Path(run.location)
+    if not run.storage.is_bucket and folder.is_symlink():  # what it leads to is not this storage's to delete
+        place = folder.resolve()
+        raise ConflictError(
+            f"{folder} is a link to {place}, and nothing was removed: delete it there, with --storage {place.parent} "
+            "if its folder is called like the run, and then remove the link"
+        )
     with progress_note("looking for what there is of the run"):
         snapshot = access.observe(lambda job: is_kept_in(job, run))
     if snapshot.storage.trouble:
@@ -150,18 +158,18 @@ def find_contents(access: RunAccess) -> RunContents:
         unseen = f" (the cluster was not asked: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
         advice = f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
         raise ConflictError(f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; {advice}")
-    folder = Path(run.location)
-    if not run.storage.is_bucket and folder.is_symlink():  # what it leads to is not this storage's to delete
-        place = folder.resolve()
+    own, foreign = _list(run)
+    if (own or foreign) and not snapshot.storage.deleting and not holds_run(run.name, own):
+        jobs = " ".join(job.name for job in snapshot.cluster.jobs)
         raise ConflictError(
-            f"{folder} is a link to {place}, and nothing was removed: delete it there, with --storage {place.parent} "
-            "if its folder is called like the run, and then remove the link"
+            f"{run.location} holds {plural(len(own) + len(foreign), 'file')}, but none by which a run is known, such "
+            "as run.json or status/attempt-*.json, so it is no run's folder, and nothing was removed; check --storage. "
+            f"`kubectl delete rayjob {jobs}` removes what the cluster has"
         )
-    entries = tuple(_list(run))
     copies = tuple(path for path in node_memory_directory(run.location).rglob("*") if path.is_file())
     results = read_results(run)
     trials = tuple(trial.run for trial in results.trials) if results else ()
-    return RunContents(run, snapshot, entries, tuple(list_unfinished(run)), copies, _find_dataset(run), trials)
+    return RunContents(run, snapshot, tuple(own), tuple(foreign), _unfinished(run), copies, _find_dataset(run), trials)
 
 
 def find_left(access: RunAccess) -> RunContents | None:
@@ -169,7 +177,8 @@ def find_left(access: RunAccess) -> RunContents | None:
     run = access.run
     with contextlib.suppress(SunspotError):
         snapshot = access.observe(lambda job: is_kept_in(job, run))
-        return RunContents(run, snapshot, tuple(run.storage.list(run.name)), tuple(list_unfinished(run)))
+        own, foreign = _list(run, with_mark=True)
+        return RunContents(run, snapshot, tuple(own), tuple(foreign), _unfinished(run))
     return None
 
 
@@ -194,8 +203,10 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
         _empty(run)
     shutil.rmtree(node_memory_directory(run.location), ignore_errors=True)
     clear_deletion(run)
-    run.storage.delete_folders(run.name)
-    _refuse_if_back(run, run.storage.list(run.name))
+    left, foreign = _list(run, with_mark=True)
+    for folder in [run.key(name) for name in (*RECORDS, *FOLDERS)] if foreign else [run.name]:
+        run.storage.delete_folders(folder)
+    _refuse_if_back(run, left)
 
 
 def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
@@ -212,8 +223,12 @@ def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
     return [group for group in groups if group]
 
 
+def _path(run: Run, key: str) -> str:
+    return key.removeprefix(run.key(""))
+
+
 def _top(run: Run, key: str) -> str:
-    return key.removeprefix(run.key("")).partition("/")[0]
+    return _path(run, key).partition("/")[0]
 
 
 def _empty(run: Run) -> None:
@@ -223,14 +238,14 @@ def _empty(run: Run) -> None:
     requests are under way. What that run relies on then stays: what is listed before the marker is seen is of the old
     run, and a request for what REUSED names deletes nothing written since.
     """
-    left = _list(run)
+    left, _ = _list(run)
     for _ in range(MAX_ROUNDS):
         if left and not deletion_begun(run):
             raise ConflictError(
                 f"{run.location}: the mark of its deletion is gone, so another process has completed it meanwhile, and "
                 "what is there now may be of a new run; none of that was removed. Look at it, and delete again"
             )
-        for upload in list_unfinished(run):
+        for upload in _unfinished(run):
             run.storage.discard(upload)
         listed = {entry.key: entry.version for entry in left}
         for group in deletion_order(run, listed):
@@ -238,7 +253,7 @@ def _empty(run: Run) -> None:
                 map_parallel(lambda entry: run.storage.delete(*entry), [(key, listed[key]) for key in group])
             else:
                 run.storage.delete_many(group)
-        left = _list(run)
+        left, _ = _list(run)
         if not left:
             return
     _refuse_if_back(run, left)
@@ -251,8 +266,18 @@ def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
         raise ConflictError(f"{run.location}: something goes on writing it ({names}); {lives}, and delete again")
 
 
-def _list(run: Run) -> list[Entry]:
-    return [entry for entry in run.storage.list(run.name) if entry.key != run.key(DELETION)]
+def _list(run: Run, with_mark: bool = False) -> tuple[list[Entry], list[Entry]]:
+    """List the run's objects, and those in its folder that no run has."""
+    own: list[Entry] = []
+    foreign: list[Entry] = []
+    for entry in run.storage.list(run.name):
+        if with_mark or entry.key != run.key(DELETION):
+            (own if is_name_of_run(_path(run, entry.key)) else foreign).append(entry)
+    return own, foreign
+
+
+def _unfinished(run: Run) -> tuple[Unfinished, ...]:
+    return tuple(upload for upload in list_unfinished(run) if is_name_of_run(_path(run, upload.key)))
 
 
 def _find_dataset(run: Run) -> str:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print all there is of the run and, with `--yes` or the consent of the user at the terminal, remove it."""
-    access = reach_run(run_target(args))
+    access = reach_run(run_target(args), changed_by="delete")
     contents = find_contents(access)
     if not args.json:
         _print(access, contents)
@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> None:
         print_json(_record(contents, None, removed=True))
     else:
         print_text(f"removed: {contents}")
+    if contents.foreign:
+        warn(f"left in {access.run.location}, because no run has such names: {contents.name_foreign()}")
     if access.run.storage.keeps_versions():
         warn("the bucket keeps versions of what is deleted: their space is freed when its lifecycle rules expire them")
 
@@ -67,9 +69,9 @@ def _print(access: RunAccess, contents: RunContents) -> None:
     print_text(f"{in_cluster}in {run.location}")
     if contents.snapshot.cluster.trouble:
         warn(f"only what is in storage: {contents.snapshot.cluster.trouble}")
-    if contents.takes_dataset:
-        print_text(f"the dataset {contents.dataset} lies in the run, and goes with it")
-    elif contents.dataset:
+    if contents.foreign:
+        print_text(f"what no run has is not touched: {contents.name_foreign()}")
+    if contents.dataset:
         print_text(f"the dataset {contents.dataset} is not touched: no run makes its dataset")
     if trials := contents.trials:
         print_text(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
@@ -86,7 +88,7 @@ def _record(contents: RunContents, left: RunContents | None, removed: bool) -> d
         "bytes": contents.bytes,
         "kinds": contents.kinds,
         "dataset": contents.dataset or None,
-        "dataset_removed": removed and contents.takes_dataset,
+        "dataset_removed": False,  # it never is, even if it lies in the run's folder
         "trials_kept": list(contents.trials),
         "left": {"objects": left.objects, "files": len(left.entries), "bytes": left.bytes} if left else None,
     }
