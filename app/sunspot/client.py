@@ -219,12 +219,13 @@ class Run:
         """Predict here the class of each image, int64 [B], and the probabilities of all, float32 [B, classes].
 
         Images are uint8 [C, H, W] or [B, C, H, W], or names of files; a checkpoint is newest, best or a name. Raises
-        `SettingsError` for images that the model does not take, and `DamageError`. Needs sunspot-train[train].
+        `SettingsError` for images that the model does not take and for a task that is neither Sunspot's nor your own,
+        and `DamageError`. Needs sunspot-train[train].
         """
         run = self._stored()
         with _of_the_extra_train("predict"):
             from sunspot.predict.classifier import Classifier
-        model = Classifier(run.name, checkpoint, run.storage.locate(""))
+        model = Classifier(run.name, checkpoint, run.storage.locate(""), task=self._task)
         for text in model.warnings:
             warn(f"warning: {text}")
         return model.predict(images)

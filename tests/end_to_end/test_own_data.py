@@ -24,8 +24,8 @@ Predict = Callable[..., dict[str, Any]]
 @pytest.fixture
 def predict(program: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Predict:
     def ask(*words: str) -> dict[str, Any]:
-        storage = program.settings["STORAGE_PATH"]
-        monkeypatch.setattr("sys.argv", ["predict", "run", *words, "--storage", storage, "--json"])
+        storage, task = program.settings["STORAGE_PATH"], program.settings["TASK"]
+        monkeypatch.setattr("sys.argv", ["predict", "run", "--task", task, *words, "--storage", storage, "--json"])
         capsys.readouterr()
         assert main() == 0
         answer: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -63,7 +63,7 @@ def test_a_table_of_text(
     kept = read_shown(run, Predictions)
     assert kept
     assert (kept.rows, kept.names, kept.accuracy > 0.8) == (40, ["above", "below"], True)
-    found = predict("--dataset", "data", "--output", "out")
+    found = predict("--dataset", "data", "--output", "out", "--task", settings["TASK"])
     assert (found["rows"], found["accuracy"]) == (40, kept.accuracy)
     table = pq.read_table("out").to_pydict()
     assert [kept.names[number] for number in table["prediction"]] == table["class"]

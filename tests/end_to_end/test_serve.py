@@ -13,7 +13,7 @@ from PIL import Image
 from scripts.object_stores import free_port
 from sunspot.predict.classifier import Classifier
 from tests.harness.documentation import find_example
-from tests.harness.finished_run import FinishedRun
+from tests.harness.finished_run import SETTINGS_OF_RUN, FinishedRun
 
 
 @pytest.mark.slow
@@ -26,14 +26,15 @@ def test_a_png_gets_its_class(finished_run: FinishedRun, ray_address: str) -> No
     image = finished_run.rows()["image"][0]
     picture = io.BytesIO()
     Image.fromarray(image[0]).save(picture, "PNG")
-    classes, probabilities = Classifier("run", storage=finished_run.storage).predict(image)
+    task = SETTINGS_OF_RUN["TASK"]
+    classes, probabilities = Classifier("run", storage=finished_run.storage, task=task).predict(image)
     example = ModuleType("my_server")
     exec(find_example("python", "# my_server.py"), vars(example))
     port = free_port()
     with ray_session():
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:
-            serve.run(example.Server.bind("run", finished_run.storage))
+            serve.run(example.Server.bind("run", finished_run.storage, task))
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/", picture.getvalue(), timeout=60) as answer:
                 said = json.load(answer)
         finally:

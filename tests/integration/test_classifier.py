@@ -20,7 +20,7 @@ from sunspot.errors import ConflictError, DamageError, NotFoundError, SettingsEr
 from sunspot.predict.classifier import Classifier
 from sunspot.run.checkpoints import MANIFEST, find_faults
 from sunspot.settings import Settings
-from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
+from tests.harness.finished_run import SETTINGS_OF_RUN, SIDE, TEST_ROWS, FinishedRun
 from tests.tasks import tiny
 
 SHAPE = (1, SIDE, SIDE)
@@ -28,7 +28,13 @@ SHAPE = (1, SIDE, SIDE)
 
 @pytest.fixture(scope="module")
 def classifier(finished_run: FinishedRun) -> Classifier:
-    return Classifier("run", storage=finished_run.storage)
+    return Classifier("run", storage=finished_run.storage, task=SETTINGS_OF_RUN["TASK"])
+
+
+@pytest.fixture(autouse=True)
+def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name the task of the run as its user does."""
+    monkeypatch.setenv("SUNSPOT_TASK", SETTINGS_OF_RUN["TASK"])
 
 
 def as_bytes(content: Any) -> bytes:
@@ -215,7 +221,7 @@ def test_a_task_without_predict_is_named(copied_run: FinishedRun) -> None:
     extra["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"
     copied_run.replace(newest, "extra_state.pt", as_bytes(extra))
     with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=tests\.tasks\.batch_norm: defines no predict"):
-        Classifier("run", newest.name, copied_run.storage)
+        Classifier("run", newest.name, copied_run.storage, task="tests.tasks.batch_norm")
 
 
 def test_a_gpu_that_is_not_there_is_not_waited_for(finished_run: FinishedRun) -> None:

@@ -28,10 +28,16 @@ from sunspot.predict.classifier import Classifier
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.storage.local import LocalStorage
 from tests.harness import REPOSITORY
-from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
+from tests.harness.finished_run import SETTINGS_OF_RUN, SIDE, TEST_ROWS, FinishedRun
 from tests.harness.waiting import wait_until
 
 Predict = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name the task of the run as its user does."""
+    monkeypatch.setenv("SUNSPOT_TASK", SETTINGS_OF_RUN["TASK"])
 
 
 @pytest.fixture

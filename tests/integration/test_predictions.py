@@ -20,7 +20,7 @@ from sunspot.run.attempts import read_attempts
 from sunspot.run.predictions import Example, Predictions, read_shown, write_shown
 from sunspot.settings import load_settings
 from sunspot.tasks import load_task
-from tests.harness.finished_run import ROWS, TEST_ROWS, FinishedRun
+from tests.harness.finished_run import ROWS, SETTINGS_OF_RUN, TEST_ROWS, FinishedRun
 
 WRONG = Example(row=3, label=1, predicted=0, probability=0.75, image=b"\x89PNG\x00\xff")
 SAMPLE = Example(row=7, label=1, predicted=None, probability=None, image=b"")
@@ -57,7 +57,8 @@ def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(finished_run: Fi
     kept, newest, rows = read_shown(finished_run.run, Predictions), finished_run.newest, finished_run.rows()
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
-    predictions, probabilities = Classifier("run", storage=finished_run.storage).predict(rows["image"])
+    model = Classifier("run", storage=finished_run.storage, task=SETTINGS_OF_RUN["TASK"])
+    predictions, probabilities = model.predict(rows["image"])
     wrong = np.flatnonzero(predictions != rows["label"])
     assert sum(map(sum, kept.confusion)) == TEST_ROWS
     assert [kept.confusion[label][label] for label in range(3)] == [

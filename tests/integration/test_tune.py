@@ -128,7 +128,8 @@ def test_the_best_of_two_trials_is_promoted(
         assert ended.value.code == 0
     from sunspot.predict.classifier import Classifier
 
-    labels, _ = Classifier("run", storage=program.settings["STORAGE_PATH"]).predict(torch.zeros(1, 1, 8, 8).byte())
+    model = Classifier("run", storage=program.settings["STORAGE_PATH"], task=program.settings["TASK"])
+    labels, _ = model.predict(torch.zeros(1, 1, 8, 8).byte())
     assert labels.shape == (1,)
 
     with pytest.raises(ConflictError, match=r"SUNSPOT_LEARNING_RATE: loguniform\(0.005,0.5\) -> uniform\(0.01,0.5\)"):

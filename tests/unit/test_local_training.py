@@ -14,9 +14,9 @@ import pytest
 
 from sunspot.errors import SettingsError
 from sunspot.run.overview import list_runs
+from sunspot.settings_file import as_variables, read_settings_file
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands.train import train_and_print
-from sunspot.submitter.local_training import as_variables, read_settings_file
 from sunspot.train.__main__ import main
 from tests.harness.commands import Answer, process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -83,6 +84,10 @@ class RowNumbers:
         return f"row {row} of the {'held-out' if self.held_out else 'training'} rows"
 
 
+MAX_VALUES = 1 << 27
+"""Most values of a row, and most classes, of a checkpoint's model: more than in an image of 6000 by 6000 pixels."""
+
+
 @dataclass(frozen=True)
 class ModelData:
     """What a model was trained on, as its checkpoint has it: rows that it is to predict are read alike."""
@@ -105,9 +110,17 @@ class ModelData:
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> ModelData:
-        """Return that of a checkpoint."""
+        """Return that of a checkpoint.
+
+        Raises `KeyError`, `TypeError` or `ValueError` for a record that this class did not make.
+        """
         listed = {"shape": tuple(record["shape"]), "class_names": tuple(record.get("class_names", ()))}
-        return cls(**{**record, **listed})
+        data = cls(**{**record, **listed})
+        are_counts = all(type(count) is int and 0 <= count <= MAX_VALUES for count in (*data.shape, data.classes))
+        are_names = all(isinstance(name, str) for name in data.class_names)
+        if not (are_counts and are_names and math.prod(data.shape) <= MAX_VALUES):
+            raise ValueError(f"shape {data.shape}, {data.classes} classes and their names are not of a model's rows")
+        return data
 
     def name(self, label: int) -> str:
         """Name a class."""

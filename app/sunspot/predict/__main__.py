@@ -5,14 +5,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sunspot.code_archive import find_code
 from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.formatting import columns, visible
 from sunspot.log import print_logs
-from sunspot.settings import Settings, load_settings
+from sunspot.settings import load_settings
+
+if TYPE_CHECKING:
+    from sunspot.predict.classifier import Classifier
 
 DESCRIPTION = """\
 Predict images, or a dataset of any columns, with a run's model; or have it answer prompts.
@@ -34,33 +37,37 @@ def main() -> int:
     settings = with_absolute_paths(settings)
     find_code(settings.code)
     show: Callable[[dict[str, Any]], Iterator[str]]
+    chosen = (arguments.run, arguments.checkpoint, settings.storage_path)
     if arguments.prompt:
-        from sunspot.predict.classifier import answer_prompts
+        from sunspot.predict.classifier import answer_prompts, open_checkpoint
 
         show = show_answers
-        result = answer_prompts(settings, arguments.run, arguments.checkpoint, arguments.prompt, arguments.tokens)
+        model = open_checkpoint(*chosen, arguments.task)
+        result = answer_prompts(model, arguments.prompt, arguments.tokens, settings.use_gpu)
     elif arguments.output:
         from sunspot.predict.batch import predict_dataset
         from sunspot.predict.classifier import open_checkpoint
 
         show = show_summary
-        model = open_checkpoint(arguments.run, arguments.checkpoint, settings.storage_path)
+        model = open_checkpoint(*chosen, arguments.task)
         result = predict_dataset(settings, model, arguments.split, arguments.output, arguments.workers)
     else:
+        from sunspot.predict.classifier import Classifier
+
         show = show_table
-        result = predict_files(settings, arguments.run, arguments.checkpoint, [Path(file) for file in arguments.file])
+        classifier = Classifier(*chosen, settings.use_gpu, task=arguments.task)
+        result = predict_files(classifier, [Path(file) for file in arguments.file])
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(show(result)))
     return 0
 
 
-def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Path]) -> dict[str, Any]:
+def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
     """Return the JSON document: the checkpoint, and of each image file, index, class and probabilities."""
     import numpy as np
 
     from sunspot.data.images import read_images
-    from sunspot.predict.classifier import Classifier, print_warnings
+    from sunspot.predict.classifier import print_warnings
 
-    model = Classifier(run, checkpoint, settings.storage_path, settings.use_gpu)
     print_warnings(model.warnings)
     if len(model.shape) != 3:
         raise SettingsError(f"{model.name}: its model takes no images; give rows with --dataset and --output")
@@ -115,6 +122,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
     parser.add_argument("--checkpoint", default="newest", help="newest (default), best, a name, or a directory's path")
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument(
+        "--task",
+        default="",
+        help="your module that the run trained, which is imported (default: SUNSPOT_TASK, or TASK in sunspot.toml); "
+        "Sunspot's own tasks need none",
+    )
     parser.add_argument("--dataset", help="what SUNSPOT_DATASET takes: predict all its rows")
     parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
     parser.add_argument("--output", help="folder or URL of a bucket for the predictions of --dataset")

@@ -12,6 +12,7 @@ from sunspot.plan import Plan, choose_resources
 from sunspot.predict.classifier import Classifier, print_warnings
 from sunspot.ray_session import enter_folder, ray_session
 from sunspot.settings import PREFIX
+from sunspot.settings_file import find_task
 from sunspot.storage.local import local_path
 
 START_S = 600
@@ -27,8 +28,12 @@ one that is cleaned up.
 
 
 @contextmanager
-def model_worker(run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto") -> Iterator[Any]:
+def model_worker(
+    run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto", task: str = ""
+) -> Iterator[Any]:
     """Start a `ModelWorker` with its model; it ends with the context, and so does Ray if it was started here.
+
+    A run of a task of your own needs that `task`, unless SUNSPOT_TASK or sunspot.toml names it (`open_checkpoint`).
 
     It gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier` raises, and
     `GaveUpError` if it is not ready after START_S.
@@ -41,6 +46,7 @@ def model_worker(run: str, checkpoint: str = "newest", storage: str = "runs", us
             absolute_path(storage, name=False),
             "true" if gpu else "false",
             os.getcwd(),
+            task or find_task(),
         )
         try:
             print_warnings(get_result(worker.describe.remote(), START_S, "a worker with the model")["warnings"])

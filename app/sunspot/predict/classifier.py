@@ -14,17 +14,22 @@ from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
 from sunspot.data.source import Batch, EmptySource, ModelData, model_inputs
-from sunspot.errors import DamageError, SettingsError
+from sunspot.errors import DamageError, SettingsError, shorten
 from sunspot.ray_session import enter_folder
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
 from sunspot.settings import PREFIX, Settings, recorded_settings
+from sunspot.settings_file import find_task
 from sunspot.tasks import load_predict, load_task
 
 log = logging.getLogger(__name__)
 
 Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Images as an array or a tensor, uint8 [C, H, W] or [B, C, H, W], or as files: one or several (data/images.py)."""
+
+
+OWN_TASKS = "sunspot.tasks."
+"""How the names of the tasks that come with Sunspot begin."""
 
 
 class ModelCheckpoint(NamedTuple):
@@ -43,23 +48,35 @@ class ModelCheckpoint(NamedTuple):
     def arguments(self) -> dict[str, str]:
         """Arguments for a `Classifier` of this very checkpoint in any process."""
         if isinstance(self.run, CheckpointDirectory):
-            return {"run": self.run.location}
-        return {"run": self.run.name, "checkpoint": self.checkpoint.name, "storage": self.run.storage.locate("")}
+            return {"run": self.run.location, "task": self.settings.task}
+        storage = self.run.storage.locate("")
+        return {
+            "run": self.run.name,
+            "checkpoint": self.checkpoint.name,
+            "storage": storage,
+            "task": self.settings.task,
+        }
 
 
 class Classifier:
     """The model of one verified checkpoint, in evaluation mode, on the GPU of this process or on its CPU."""
 
     def __init__(
-        self, run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto", folder: str = ""
+        self,
+        run: str,
+        checkpoint: str = "newest",
+        storage: str = "runs",
+        use_gpu: str = "auto",
+        folder: str = "",
+        task: str = "",
     ) -> None:
-        """Load the checkpoint that `open_checkpoint` finds; `use_gpu` is USE_GPU.
+        """Load the checkpoint that `open_checkpoint` finds, of a run of your own `task`; `use_gpu` is USE_GPU.
 
         A process of Ray goes to the `folder` of its caller first. Raises `SettingsError` for a task without `predict`,
         and `ConflictError` if the weights do not fit the model that the task builds.
         """
         enter_folder(folder)
-        loaded = open_checkpoint(run, checkpoint, storage)
+        loaded = open_checkpoint(run, checkpoint, storage, task)
         self.name, self.step, self.metrics = loaded.checkpoint.name, loaded.checkpoint.step, loaded.checkpoint.metrics
         self.data, self._settings = loaded.data, loaded.settings
         self.shape, self.classes, self.class_names = self.data.shape, self.data.classes, self.data.class_names
@@ -127,13 +144,14 @@ class Classifier:
         return batch.reshape(-1, *self.shape)
 
 
-def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
+def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> ModelCheckpoint:
     """Open the `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the one in a directory.
 
     A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before all files match the
-    size and SHA-256 in the manifest, and then only tensors and plain values are.
+    size and SHA-256 in the manifest, and then only tensors and plain values are. The checkpoint's task is a module that
+    will be imported: Sunspot's own, `task`, or else the one that `find_task` finds.
 
-    Raises `NotFoundError`, `StorageError`, or `DamageError`.
+    Raises `SettingsError` for another task, `NotFoundError`, `StorageError`, or `DamageError`.
     """
     warnings: list[str] = []
     location = next((place for place in (checkpoint, run) if "/" in place), None)
@@ -149,8 +167,34 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
     if faults:
         raise DamageError(f"{where}: damaged, {'; '.join(faults)}")
     extra = load_state(place, chosen, "extra_state.pt")
-    data = ModelData.of_record(extra["data"])
-    return ModelCheckpoint(place, chosen, recorded_settings(extra["settings"]), data, tuple(warnings))
+    try:
+        if not isinstance(extra, dict):
+            raise TypeError(f"a {type(extra).__name__}")
+        data, settings = ModelData.of_record(extra["data"]), recorded_settings(extra["settings"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        kind = f"{type(error).__name__}: {shorten(error)}"
+        raise DamageError(
+            f"{where}/extra_state.pt cannot be used: it does not describe the model's data and settings ({kind})"
+        ) from error
+    refuse_foreign_task(settings.task, task, where)
+    return ModelCheckpoint(place, chosen, settings, data, tuple(warnings))
+
+
+def refuse_foreign_task(task: str, own: str, where: str) -> None:
+    """Raise `SettingsError` for the `task` of a run that is neither Sunspot's nor the user's `own`.
+
+    Without `own`, `find_task` finds it. To import a module is to run it, and whoever may write the run's files could
+    name any.
+    """
+    if task.startswith(OWN_TASKS):
+        return
+    own = own or find_task()
+    if task != own:
+        yours = f"SUNSPOT_TASK is {own}" if own else "SUNSPOT_TASK is not set"
+        raise SettingsError(
+            f"{where}: the run says that its task is {task}, and {yours}. To import a module is to run it: if you know "
+            f"this one, give --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
+        )
 
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
@@ -160,19 +204,18 @@ def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
     return model
 
 
-def answer_prompts(settings: Settings, run: str, checkpoint: str, prompts: list[str], tokens: int) -> dict[str, Any]:
+def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use_gpu: str) -> dict[str, Any]:
     """Answer prompts; returns the JSON document: the checkpoint, and each answer, of at most so many tokens.
 
-    Raises like `open_checkpoint` and `restore_model`, and `SettingsError` for a task without `answer`.
+    Raises like `restore_model`, and `SettingsError` for a task without `answer`.
     """
-    loaded = open_checkpoint(run, checkpoint, settings.storage_path)
     answer = getattr(load_task(loaded.settings), "answer", None)
     if answer is None:
         raise SettingsError(
             f"{PREFIX}TASK={loaded.settings.task}: defines no answer(model, prompts, tokens) -> texts, so its models "
             "answer no prompts; sunspot.tasks.finetune does"
         )
-    texts = answer(restore_model(loaded).to(choose_device(settings.use_gpu)).eval(), prompts, tokens)
+    texts = answer(restore_model(loaded).to(choose_device(use_gpu)).eval(), prompts, tokens)
     return {
         "checkpoint": loaded.checkpoint.name,
         "step": loaded.checkpoint.step,

@@ -94,7 +94,7 @@ def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Pre
     """Predict the first PREDICT_ROWS held-out rows, or as many as LIMIT_S allows; runs in a task of Ray's."""
     assert plan.test
     deadline = time.monotonic() + LIMIT_S
-    model = Classifier(run, checkpoint, plan.settings.storage_path, use_gpu)
+    model = Classifier(run, checkpoint, plan.settings.storage_path, use_gpu, task=plan.settings.task)
     summary = Summary(model.data)
     rows = min(plan.settings.predict_rows, rows_in(plan.test))
     each = max(1, min(READ_ROWS, READ_BYTES // math.prod(plan.test.shape)))
@@ -204,7 +204,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
 def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
     """Return what the task shows of a checkpoint's model; runs in a task of Ray's."""
     settings, device = plan.settings, choose_device(use_gpu)
-    model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path)).to(device).eval()
+    model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path, settings.task)).to(device).eval()
     source = plan.test or plan.source
     rows = read_rows(source, 0, min(SHOWN_ROWS, settings.predict_rows, rows_in(source)))
     task: Any = load_task(settings)

@@ -22,8 +22,9 @@ from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.overview import read_state, read_view, run_exists
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import PREFIX
+from sunspot.settings_file import as_variables
 from sunspot.submitter.cluster.deletion import delete_run
-from sunspot.submitter.local_training import COMMAND, as_variables, refuse_without_training
+from sunspot.submitter.local_training import COMMAND, refuse_without_training
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.proof import Proof, prove
 

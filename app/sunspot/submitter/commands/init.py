@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from sunspot.errors import SettingsError, StorageError
-from sunspot.submitter.local_training import FILE
+from sunspot.settings_file import FILE
 from sunspot.submitter.printing import print_json, print_text
 
 KINDS = {

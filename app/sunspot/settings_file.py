@@ -1,0 +1,35 @@
+"""`sunspot.toml`: settings of whoever works in this folder, by the keys that a profile has below `settings`."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from sunspot.errors import SettingsError
+from sunspot.settings import PREFIX, setting_text
+
+FILE = Path("sunspot.toml")
+
+
+def read_settings_file(file: Path) -> dict[str, str]:
+    """Read the settings in a file, by the names that it gives them; none where there is no file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: cannot be read: {error}") from error
+    try:
+        return {name: setting_text(name, value) for name, value in tomllib.loads(text).items()}
+    except (tomllib.TOMLDecodeError, SettingsError) as error:
+        raise SettingsError(f'{file}: {error}; it has lines such as EPOCHS = 3 and TASK = "my_task"') from error
+
+
+def as_variables(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return settings by the names of their variables."""
+    return {PREFIX + name.upper().removeprefix(PREFIX): value for name, value in settings.items()}
+
+
+def find_task() -> str:
+    """Return the task of whoever works in this folder, by SUNSPOT_TASK or else FILE; empty if neither names one."""
+    return os.environ.get(f"{PREFIX}TASK") or as_variables(read_settings_file(FILE)).get(f"{PREFIX}TASK", "")

@@ -1,0 +1,120 @@
+"""A checkpoint that somebody else wrote: which task its reader imports, and what its records may hold."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sunspot.data.source import ModelData
+from sunspot.errors import DamageError, SettingsError
+from sunspot.predict.classifier import Classifier, open_checkpoint
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import checkpoint_name
+from sunspot.run.checkpoints import Checkpoint, write_manifest
+from sunspot.settings import Settings
+from tests.harness.runs import start
+
+DATA = ModelData((1, 8, 8), 3).record()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return open_run(str(tmp_path / "runs"), "run")
+
+
+def keep(run: Run, extra: Any) -> None:
+    """Write the run's only checkpoint, which holds an empty model and this `extra_state.pt`."""
+    attempt = start(run, "job")
+    name = checkpoint_name(1, attempt.number, attempt.nonce)
+    files = {}
+    for file, content in (("model.pt", {}), ("extra_state.pt", extra)):
+        stream = io.BytesIO()
+        torch.save(content, stream)
+        run.storage.write(run.key("checkpoints", name, file), stream.getvalue())
+        files[file] = {"size": len(stream.getvalue()), "sha256": hashlib.sha256(stream.getvalue()).hexdigest()}
+    write_manifest(run, Checkpoint(name, 1, 1, 1, 1, attempt.number, files=files))
+
+
+def settings_with(task: str) -> dict[str, str]:
+    return {**Settings().environment(), "SUNSPOT_TASK": task}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the reader's folder that leaves a mark when it is imported."""
+    (tmp_path / "bystander.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("bystander", None)
+    return "bystander"
+
+
+def test_the_task_that_a_run_names_is_not_imported(run: Run, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(run, {"settings": settings_with(module), "data": DATA})
+    storage = run.storage.locate("")
+    said = f"the run says that its task is {module}, and SUNSPOT_TASK is not set.* give --task {module}, "
+    with pytest.raises(SettingsError, match=said):
+        Classifier("run", storage=storage)
+    monkeypatch.setenv("SUNSPOT_TASK", "another")
+    with pytest.raises(SettingsError, match=f"task is {module}, and SUNSPOT_TASK is another"):
+        Classifier("run", storage=storage)
+    with pytest.raises(SettingsError, match=f"task is {module}"):
+        Classifier("run", storage=storage, task="mine")
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("named_by", ["option", "environment", "sunspot.toml"])
+def test_the_readers_own_task_is_imported(
+    run: Run, module: str, named_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(run, {"settings": settings_with(module), "data": DATA})
+    if named_by == "environment":
+        monkeypatch.setenv("SUNSPOT_TASK", module)
+    elif named_by == "sunspot.toml":
+        Path("sunspot.toml").write_text(f'task = "{module}"\n')
+    with pytest.raises(SettingsError, match=f"SUNSPOT_TASK={module}: .* does not define build_model"):
+        Classifier("run", storage=run.storage.locate(""), task=module if named_by == "option" else "")
+    assert Path("ran").exists()
+
+
+def test_the_tasks_that_come_with_sunspot_need_no_name(run: Run) -> None:
+    keep(run, {"settings": settings_with("sunspot.tasks.mnist"), "data": DATA})
+    loaded = open_checkpoint("run", "newest", run.storage.locate(""))
+    assert loaded.settings.task == "sunspot.tasks.mnist"
+    assert loaded.arguments["task"] == "sunspot.tasks.mnist"
+    assert (loaded.data.shape, loaded.data.classes) == ((1, 8, 8), 3)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        "text",
+        torch.zeros(1),
+        {},
+        {"settings": settings_with("sunspot.tasks.mnist")},
+        {"settings": {"SUNSPOT_EPOCHS": "many"}, "data": DATA},
+        {"settings": [], "data": DATA},
+        {"settings": {1: 2}, "data": DATA},
+        {"settings": {}, "data": []},
+        {"settings": {}, "data": {**DATA, "shape": 3}},
+        {"settings": {}, "data": {**DATA, "shape": ["a"]}},
+        {"settings": {}, "data": {**DATA, "shape": [-1, 8, 8]}},
+        {"settings": {}, "data": {**DATA, "shape": [10**9, 10**9]}},
+        {"settings": {}, "data": {**DATA, "shape": [], "classes": 10**12}},
+        {"settings": {}, "data": {**DATA, "classes": torch.zeros(2)}},
+        {"settings": {}, "data": {**DATA, "class_names": [1, 2]}},
+        {"settings": {}, "data": {**DATA, "more": 1}},
+    ],
+    ids=lambda extra: str(extra)[:40],
+)
+def test_odd_records_are_damage(run: Run, extra: Any) -> None:
+    keep(run, extra)
+    with pytest.raises(DamageError, match="cannot be used: it does not describe the model's data and"):
+        open_checkpoint("run", "newest", run.storage.locate(""))
