@@ -266,7 +266,7 @@ def test_damage_is_never_handed_out(run: Run, sunspot: StorageCommand, tmp_path:
     assert sunspot("checkpoints", "get", "run", "step-00000009-attempt-0001").code == 3
 
 
-@pytest.mark.parametrize("file", ["../outside.pt", "/tmp/outside.pt", "manifest.json"])
+@pytest.mark.parametrize("file", ["../outside.pt", "/tmp/outside.pt", "manifest.json", "."])
 def test_a_manifest_writes_nowhere_else(run: Run, sunspot: StorageCommand, tmp_path: Path, file: str) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     run.storage.write(run.key("checkpoints", checkpoint.name, "x"), b"")
@@ -410,6 +410,18 @@ def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: Storage
     age(run, 120, "checkpoints", begun)
     sunspot("checkpoints", "gc", "run", "--yes")
     assert left(run) == {good.name}
+
+
+def test_gc_goes_by_the_clock_of_the_storage(
+    run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = start(begin(run), "job")
+    good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
+    write_status(run, Status(RunState.RUNNING, "job"))
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 2 * garbage.ABANDONED_S)
+    assert sunspot("checkpoints", "gc", "run", "--yes").code == 0
+    assert left(run) == {good.name, begun}, "this machine's clock is two days ahead"
 
 
 def test_gc_leaves_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sunspot.run as layout
 from sunspot.errors import DamageError, StorageError, SupersededError
 from sunspot.run import Run, open_run, to_json
 from sunspot.run.attempts import (
@@ -54,6 +56,19 @@ def list_incomplete(run: Run) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return open_run(str(tmp_path), "run")
+
+
+def test_the_names_that_a_run_has_are_those_that_the_package_tells_of() -> None:
+    told = {
+        name.rstrip("/") for name in re.findall(r"^ {8}([a-z-]+(?:\.[a-z]+|/|-[0-9a-f]+))", str(layout.__doc__), re.M)
+    }
+    names = {*layout.RECORDS, *layout.FILES, *layout.FOLDERS}
+    assert {name for name in told if not name.startswith("probe-")} == names
+    assert all(layout.is_name_of_run(f"{name}/below") for name in names)
+    assert layout.is_name_of_run(f"probe-{'0' * 32}")
+    assert not any(
+        map(layout.is_name_of_run, ("data/part.parquet", "run.json.bak", "Logs/x", "probe-x", "", ".status"))
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- attempts
@@ -250,6 +265,9 @@ def broken_manifests() -> dict[str, Any]:
         "file of the machine": {**whole, "files": {"/etc/hostname": files["model.pt"]}},
         "metrics is a list": {**whole, "metrics": [1]},
     }
+    for name in (".", "./model.pt", "a/./b", "a//b", "", "a/", "a\0b"):
+        record = {**whole, "files": {name: files["model.pt"]}}
+        records[f"file is called {name!r}"] = json.loads(with_checksum(record))
     broken = {"empty": b"", "cut": to_json(whole)[:-20], "binary": b"\xff\xfe\x00", "text": b"manifest"}
     return broken | {name: json.dumps(record).encode() for name, record in records.items()}
 

@@ -234,7 +234,7 @@ def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
         return unpack(io.BytesIO(content))
     try:
         files = sorted(set(json.loads(content)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("not an index of safetensors files") from error
     if outside := [name for name in files if "/" in name or not name.endswith(SUFFIX)]:
         raise ValueError(f"its index names {outside[0]}, which is no safetensors file beside it")

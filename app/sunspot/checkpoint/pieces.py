@@ -89,10 +89,14 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
 
 
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
-    """Read all pieces of a checkpoint, by rank."""
+    """Read all pieces of a checkpoint, by rank. Raises `DamageError` for an index that Sunspot did not write."""
     indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
-    contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
-    return [Piece(**piece) for content in contents for piece in content["tensors"]]
+    try:
+        contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
+        return [Piece(**piece) for content in contents for piece in content["tensors"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        place = run.storage.locate(run.key("checkpoints", checkpoint.name))
+        raise DamageError(f"{place}: the indexes of its parts cannot be used: {type(error).__name__}") from error
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:

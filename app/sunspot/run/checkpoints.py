@@ -197,13 +197,20 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
         files = checkpoint.files.values()
         if not files or not all(is_count(file.get("size")) and isinstance(file.get("sha256"), str) for file in files):
             raise DamageError(f"{MANIFEST} cannot be used: it lists no file, or not its size and SHA-256")
-        if outside := [file for file in checkpoint.files if ".." in file.split("/") or file.startswith("/")]:
-            raise DamageError(f"{MANIFEST} cannot be used: it lists {outside[0]}, which lies outside")
+        if outside := [file for file in checkpoint.files if not is_file_name(file)]:
+            raise DamageError(
+                f"{MANIFEST} cannot be used: it lists {outside[0]!r}, which names no file of the checkpoint"
+            )
         return checkpoint
     except NotFoundError:
         return None
     except DamageError as error:
         return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=str(error))
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether it can name a file in a folder, or below it, and nothing beside that folder."""
+    return "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
