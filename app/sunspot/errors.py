@@ -1,5 +1,7 @@
 """Every error that a user may see, its exit code, and how it ends a process."""
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -171,11 +173,11 @@ def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupte
 
     A `SunspotError` prints its message alone; any other error is a defect and prints its traceback.
     """
+    _prepare_streams()
     code = _run(program, when_interrupted)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _mute()
+    failure = _flush_output()
+    if failure and not isinstance(failure, BrokenPipeError):
+        code = code or _refuse_output(failure)
     sys.exit(code)
 
 
@@ -183,10 +185,10 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
     try:
         return program()
     except SunspotError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(f"error: {error}\n")
         return error.exit_code
     except KeyboardInterrupt as error:
-        print(str(error) or when_interrupted, file=sys.stderr)
+        _complain(f"{str(error) or when_interrupted}\n")
         if isinstance(error, EndAtOnceError):
             os._exit(128 + signal.SIGINT)
         return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
@@ -194,8 +196,43 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         _mute()
         return 0
     except Exception as error:
-        print(visible(format_trace(error)), end="", file=sys.stderr)
+        # Python forgets what a full disk did not take: only another line tells whether that was the error.
+        failure = _flush_output("\n") if isinstance(error, OSError) else None
+        if failure:
+            return _refuse_output(failure)
+        _complain(visible(format_trace(error)))
         return 1
+
+
+def _prepare_streams() -> None:
+    """Replace standard streams that are closed; the others print characters that they cannot encode as escapes."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the rest of the process
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flush_output(more: str = "") -> OSError | None:
+    """Print what waits for stdout, and `more`; returns the error of a stream that takes no more, and gives that up."""
+    try:
+        print(more, end="", flush=True)
+    except OSError as error:
+        _mute()
+        return error
+    return None
+
+
+def _refuse_output(failure: OSError) -> int:
+    _complain(f"error: standard output cannot be written: {failure.strerror}; give it room, or send it elsewhere\n")
+    return StorageError.exit_code
+
+
+def _complain(text: str) -> None:
+    """Print on stderr, as long as that takes it."""
+    with contextlib.suppress(OSError):
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _mute() -> None:

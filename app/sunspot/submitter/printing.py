@@ -102,8 +102,9 @@ def _is_ours(path: Path, mark: bytes) -> bool:
 
 
 def warn(text: str, end: str = "\n") -> None:
-    """Print a line for the user that is not part of the answer."""
-    print(visible(text), end=end, file=sys.stderr, flush=True)
+    """Print a line for the user that is not part of the answer; a stderr that is full does not end the command."""
+    with contextlib.suppress(OSError):
+        print(visible(text), end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
