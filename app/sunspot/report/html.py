@@ -3,18 +3,14 @@
 import base64
 import html
 import math
-import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sunspot.formatting import as_bytes
+from sunspot.formatting import UNPRINTABLE, as_bytes
 
 MAX_TEXT = 600
 """Characters shown of one text; the run's events and logs have the rest."""
-
-UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-"""Characters that HTML does not allow, or that change the direction of the text around them."""
 
 
 class Html(str):
