@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from sunspot.errors import DamageError, NotFoundError, SettingsError, StorageError, SunspotError
+from sunspot.private_folder import private_folder
 from sunspot.storage import open_storage
 from sunspot.storage.limits import retry_storage
 
@@ -32,6 +33,9 @@ MAX_BYTES = 100_000_000
 """Size of the largest archive: code is small, and what is large belongs into the image or a dataset."""
 
 MAX_FILES = 10_000
+
+MAX_DEPTH = 100
+"""Most folders within each other: to make and to remove them, Python calls itself once for each."""
 
 STORAGE_S = 600.0
 """The longest that storage may refuse an archive."""
@@ -76,11 +80,7 @@ def find_code(reference: str) -> str:
 
 def unpack_once(reference: str) -> Path:
     """Fetch and unpack the archive, unless a process of this node has; returns the folder, which all of them share."""
-    home = Path(tempfile.gettempdir()) / f"sunspot-{os.getuid()}"
-    home.mkdir(mode=0o700, exist_ok=True)
-    if home.lstat().st_uid != os.getuid():
-        raise SettingsError(f"{home}: belongs to another user, whose code it would be; set TMPDIR to another folder")
-    folder = home / FOLDER / code_in(reference)
+    folder = private_folder() / FOLDER / code_in(reference)
     folder.parent.mkdir(exist_ok=True)
     with open(f"{folder}.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever holds it fetches within a limit, and lets go when killed
@@ -93,7 +93,7 @@ def fetch(reference: str) -> bytes:
     """Read an archive, and compare it with its hash."""
     place, _, name = reference.rpartition("@")[0].rpartition("/")
     try:
-        with open_storage(place).open(name) as stream:
+        with open_storage(place, follow_links=True).open(name) as stream:
             content = stream.read(2 * MAX_BYTES)  # with the heads of its files
     except NotFoundError as error:
         raise SettingsError(
@@ -119,6 +119,8 @@ def unpack(content: bytes, folder: Path, reference: str) -> None:
             for member in members:
                 name = PurePosixPath(member.name)
                 safe = not name.is_absolute() and ".." not in name.parts and member.name.isprintable()
+                if len(name.parts) > MAX_DEPTH:
+                    raise tarfile.TarError(f"{member.name[:40]}... lies more than {MAX_DEPTH} folders deep")
                 if not safe or not (member.isreg() or member.isdir()):
                     raise tarfile.TarError(f"{member.name!r} is a link or a device, or leads out of the folder")
                 file = unfinished / name

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from sunspot.elastic import watchdog as hang
-from sunspot.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
+from sunspot.elastic.watchdog import (
+    MAX_DUMP_BYTES,
+    MAX_STACKS,
+    Watchdog,
+    _folder,
+    _prefix,
+    describe,
+    upload_dumps,
+)
 from sunspot.run import SHARED_MEMORY, Run, open_run
 from sunspot.run.attempts import Attempt, claim
 from sunspot.run.failures import Hang, read_hangs, starved, suspects
@@ -239,6 +247,31 @@ def test_what_a_run_long_gone_has_left_is_removed_by_any_other(run: Run) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fifo", "link", "of another user", "huge", "deep"])
+def test_a_dump_that_is_not_ours_is_neither_waited_for_nor_believed(run: Run, kind: str, tmp_path: Path) -> None:
+    path = Path(f"{_folder()}/{_prefix(run)}x")
+    header = {"attempt": 1, "rank": 0, "world_size": 2, "step": 3, "beat": 0.0, "thread": 1}
+    stacks = "\nThread 0x1 (most recent call first):\n"
+    content = json.dumps(header) + stacks
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "dump").write_text(content)
+        path.symlink_to(tmp_path / "dump")
+    elif kind == "of another user":
+        if os.getuid():
+            pytest.skip("only a superuser can give a file away")
+        path.write_text(content)
+        os.chown(path, 12345, 12345)
+    elif kind == "huge":
+        path.write_text(json.dumps(header) + " " * (2 * MAX_DUMP_BYTES) + stacks)
+    else:
+        path.write_text("[" * 100_000)
+    told: list[Any] = []
+    upload_dumps(run, 2, lambda *event: told.append(event))
+    assert (told, read_journal(run, "events")) == ([], [])
+
+
 def test_storage_and_a_control_channel_that_hang_keep_no_rank_from_ending(run: Run) -> None:
     hangs = """
         def never(*words):

@@ -93,3 +93,12 @@ def test_the_network_is_read_from_what_nccl_logs(network: str, tmp_path: Path) -
     lines = ["node:1:1 [0] NCCL INFO NET/IB : No device found.", f"node:1:1 [0] NCCL INFO Using network {network}"]
     log.write_text("\n".join([*lines, "node:1:1 [0] NCCL INFO ncclCommInitRankConfig comm 0x1"] if network else []))
     assert read_network(log) == network
+
+
+def test_the_log_of_nccl_lies_where_no_other_user_writes_and_goes_with_the_process() -> None:
+    program = "from sunspot.parallel.nccl_log import own_log; log = own_log(); log.touch(); "
+    program += "print(log, oct(log.parent.stat().st_mode)[-3:], log == own_log())"
+    said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60)
+    place, mode, same = said.split()
+    assert (mode, same) == ("700", "True")
+    assert not Path(place).parent.exists()

@@ -227,6 +227,7 @@ def test_other_bytes_than_the_named_ones_are_not_run(
         {"name": "harm", "type": tarfile.LNKTYPE, "linkname": "../harm"},
         {"name": "harm", "type": tarfile.FIFOTYPE},
         {"name": "harm", "size": 1001},
+        {"name": "a/" * 2000 + "harm"},
         {},
     ],
     ids=str,
@@ -254,6 +255,14 @@ def test_what_git_archive_makes_is_taken(folder: Path, tmp_path: Path, node: Pat
     git(folder, "archive", "-o", str(tmp_path / "code.tar"), "HEAD")
     found = find_code(keep((tmp_path / "code.tar").read_bytes(), tmp_path / "storage"))
     assert (Path(found) / "layers/__init__.py").exists()
+
+
+def test_a_folder_that_others_may_write_to_is_closed(node: Path, folder: Path, tmp_path: Path) -> None:
+    home = node / f"sunspot-{os.getuid()}"
+    home.mkdir()
+    home.chmod(0o777)
+    find_code(keep(pack(folder).content, tmp_path / "storage"))
+    assert home.stat().st_mode & 0o777 == 0o700
 
 
 def test_another_users_folder_is_not_trusted(node: Path, folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from sunspot.submitter.commands.completion import SCRIPTS, find_candidates
     ],
 )
 def test_the_parser_is_asked(line: str, offered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("runs/mnist", "runs/digits", "other/mine"):
+    for name in ("runs/mnist", "runs/digits", "runs/m;touch x", "runs/m$(id)", "other/mine"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SUNSPOT_STORAGE_PATH", raising=False)

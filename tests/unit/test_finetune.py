@@ -15,6 +15,7 @@ from sunspot.checkpoint.files import load_weights
 from sunspot.data.source import EmptySource, read_rows
 from sunspot.errors import ConflictError, DataError, SettingsError
 from sunspot.predict.for_report import to_parts
+from sunspot.private_folder import private_folder
 from sunspot.settings import Settings
 from sunspot.storage import open_storage
 from sunspot.tasks import finetune, load_task
@@ -268,6 +269,7 @@ def test_a_model_in_a_bucket_is_fetched_once(base: str, texts: str, s3_bucket: s
     for file in Path(base).iterdir():
         storage.write(file.name, file.read_bytes())
     fetched = open_base(url)
+    assert fetched.folder.is_relative_to(private_folder())
     assert fetched.sha256 == open_base(base).sha256
     open_base.cache_clear()
     assert open_base(url).folder == fetched.folder

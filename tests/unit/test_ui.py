@@ -247,6 +247,16 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     assert {row.name: row.state for row in runs.known}["run-150"] is RunState.FAILED, "each in its turn"
 
 
+def test_a_line_of_lists_within_lists_is_left_out_of_the_curve(tmp_path: Path) -> None:
+    run = ended(LocalStorage(str(tmp_path)), "deep")
+    report(run, start(run, "job"), {"step": 1, "loss": 2.0})
+    [entry] = run.storage.list("deep/metrics")
+    run.storage.write(entry.key, b"[" * 9000 + b"\n" + run.storage.read(entry.key))
+    runs = AllRuns(ReadOnlyStorage(run.storage)).refresh()
+    runs.read_curves(["deep"])
+    assert [(point.x, point.y) for point in runs.known[0].curve] == [(1, 2.0)]
+
+
 def test_a_long_history_costs_its_curve_few_requests(tmp_path: Path) -> None:
     storage = Counting(str(tmp_path))
     run = ended(storage, "long", RunState.RUNNING)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from sunspot.background import start_thread
@@ -63,6 +64,9 @@ FORGOTTEN_S = 86_400
 
 MAX_STACKS = 20_000
 """Characters of stacks kept in an event, so that the journal stays small; the training thread comes first."""
+
+MAX_DUMP_BYTES = 1 << 20
+"""Bytes read of a dump: `faulthandler` writes at most 100 frames of each of 100 threads."""
 
 COLLECTIVES = (
     "/torch/distributed/",
@@ -236,12 +240,12 @@ def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
     """Record the hangs whose stacks ranks of earlier attempts left on this node; forget those of runs long gone."""
     for path in _folder().glob(f"{FILES}*"):
         with contextlib.suppress(OSError):  # another user's
-            if time.time() - path.stat().st_mtime > FORGOTTEN_S:
+            if time.time() - path.lstat().st_mtime > FORGOTTEN_S:
                 path.unlink()
     for path in _folder().glob(f"{_prefix(run)}*"):
         # Storage is gone, another worker was faster, or it is no dump of ours.
-        with contextlib.suppress(SunspotError, OSError, ValueError, KeyError, TypeError):
-            text, _, dump = path.read_text(errors="replace").partition("\n")
+        with contextlib.suppress(SunspotError, OSError, ValueError, KeyError, TypeError, RecursionError):
+            text, _, dump = _read_own(path).partition("\n")
             header = json.loads(text)
             if not 0 < header["attempt"] < attempt:
                 continue
@@ -251,6 +255,15 @@ def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
                 if hang.attempt == attempt - 1:
                     on_hang(hang, True)
             path.unlink(missing_ok=True)
+
+
+def _read_own(path: Path) -> str:
+    """Read a dump, of at most MAX_DUMP_BYTES. Raises `OSError` for a link and for what another user left there."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            raise PermissionError(f"{path} is no file of this user's")
+        return file.read(MAX_DUMP_BYTES).decode(errors="replace")
 
 
 def _record(run: Run, hang: Hang, path: Path) -> None:

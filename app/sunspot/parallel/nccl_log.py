@@ -1,14 +1,20 @@
 """What NCCL says of the network that it takes between nodes: it does so only in its log, as it forms a group."""
 
+import atexit
+import functools
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
 
+@functools.cache
 def own_log() -> Path:
-    """Return where NCCL logs in this process, if it is to."""
-    return Path(tempfile.gettempdir(), f"sunspot-nccl-{os.getpid()}")
+    """Return where NCCL logs in this process, if it is to: in a folder of its own, which goes with the process."""
+    folder = tempfile.mkdtemp(prefix="sunspot-nccl-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder, "log")
 
 
 def begin_log(log: Path) -> None:

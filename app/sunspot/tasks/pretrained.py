@@ -5,8 +5,6 @@ Checkpoints hold all of one; or of one that peft adapts, what trains, and the ha
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,6 +18,7 @@ from torch import nn
 
 from sunspot.background import map_parallel
 from sunspot.errors import ConflictError, SettingsError, shorten
+from sunspot.private_folder import private_folder
 from sunspot.settings import PREFIX
 from sunspot.storage import open_storage
 
@@ -113,11 +112,12 @@ def _download(location: str) -> Path:
     if not entries:
         raise refuse_base(location, "nothing is there")
     listing = json.dumps([[location, *entry] for entry in entries])
-    folder = Path(tempfile.gettempdir(), f"sunspot-base-{os.getuid()}-{hashlib.sha256(listing.encode()).hexdigest()}")
+    folder = private_folder() / "bases" / hashlib.sha256(listing.encode()).hexdigest()
+    folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):  # workers of one machine ask at once
         if not folder.exists():
             partial = folder.with_suffix(".partial")
-            partial.mkdir(mode=0o700, exist_ok=True)
+            partial.mkdir(exist_ok=True)
 
             def fetch(key: str) -> None:
                 with (partial / key).open("wb") as file:

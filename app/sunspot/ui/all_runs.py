@@ -4,11 +4,12 @@ A refresh lists the names of the runs, a thousand by a request. Then it looks at
 small requests each, and at a few that have ended, in turn: one of those changes only when somebody submits it again.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic_core import from_json
 
 from sunspot.background import map_parallel
 from sunspot.errors import DamageError, NotFoundError, StorageError
@@ -180,7 +181,7 @@ class Curve:
 
     def _add(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
+            record = from_json(line)
             place = record["attempt"], record["step"]
         except (ValueError, KeyError, TypeError):
             return  # the report of the run tells of damage

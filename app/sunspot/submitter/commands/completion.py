@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sunspot.run.objects import RUN
 from sunspot.submitter.printing import print_text
 
 LINE = "_SUNSPOT_LINE"
@@ -77,4 +78,5 @@ def _list_runs(words: list[str]) -> Iterator[str]:
         storage = words[words.index("--storage") + 1]
     folder = Path(storage)
     if folder.is_dir():
-        yield from sorted(path.name for path in folder.iterdir() if path.is_dir())
+        # No others: bash would type a name such as `x;rm` as it is.
+        yield from sorted(path.name for path in folder.iterdir() if RUN.fullmatch(path.name) and path.is_dir())
