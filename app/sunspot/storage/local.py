@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -144,6 +145,7 @@ class LocalStorage(Storage):
         with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
             name = _temporary_name("refresh")
             probe = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=descriptor)
+            self.ahead_s = os.fstat(probe).st_mtime - time.time()
             os.close(probe)
             os.unlink(name, dir_fd=descriptor)
 

@@ -1,10 +1,11 @@
 """Finds what of a run is of no use any more: checkpoints, and uploads that were never finished."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sunspot.code_archive import FOLDER
-from sunspot.errors import ConflictError, SupersededError
+from sunspot.errors import ConflictError, StorageError, SupersededError
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.attempts import attempt_of, ensure_owner, lineage, read_attempts, recorded_setting, step_of
@@ -42,11 +43,13 @@ class Removal:
 
 
 def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    """Find what is of no use in the run at `now` (seconds since the epoch)."""
+    """Find what is of no use in the run at `now` (seconds since the epoch, by this machine's clock)."""
+    with contextlib.suppress(StorageError):  # without permission to write, a directory tells no time
+        run.storage.refresh(run.name)
     yield from _find_checkpoints(run, keep, now)
     yield from _find_code(run, now)
     for upload in list_unfinished(run):
-        age = now - upload.modified
+        age = now + run.storage.ahead_s - upload.modified
         if age > ABANDONED_S:
             why = f"upload begun {in_words(age)} ago and never finished"
             yield Removal(upload.key, upload.size, why, lambda upload=upload: run.storage.discard(upload))  # type: ignore[misc]
@@ -58,7 +61,7 @@ def _find_code(run: Run, now: float) -> Iterator[Removal]:
     newest = read_content(run.storage, submissions[-1]).decode(errors="replace") if submissions else ""
     named = newest + recorded_setting(read_attempts(run), "code")
     for entry in run.storage.list(run.key(FOLDER)):
-        if entry.key not in named and now - entry.modified > ABANDONED_S:
+        if entry.key not in named and now + run.storage.ahead_s - entry.modified > ABANDONED_S:
             why = "code that the run was begun with, and no longer names"
             yield Removal(entry.key, entry.size, why, lambda key=entry.key: run.storage.delete(key))  # type: ignore[misc]
 
@@ -97,7 +100,9 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
         if attempt_of(name) > attempts[-1].number:
             continue
         if MANIFEST not in files:
-            if why := why_abandoned(name, files, attempts, now) or (ended and "the run has ended"):
+            if why := why_abandoned(name, files, attempts, now + run.storage.ahead_s) or (
+                ended and "the run has ended"
+            ):
                 yield removal(name, f"incomplete, and {why}")
         elif not leads_to_newest(name, spans):
             yield removal(name, "of a superseded attempt: it does not lead to the newest one")
