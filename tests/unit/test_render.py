@@ -463,11 +463,12 @@ def check_restricted(rendered: Rendered) -> None:
         assert (context.get("runAsUser"), context.get("fsGroup")) in ((1000, 1000), (None, None))  # None: assigned
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["enableServiceLinks"] is False
-        assert {tuple(volume) for volume in pod["volumes"]} == {("name", "emptyDir"), ("name", "configMap")}
+        kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+        autoscaled = pod is head and "autoscalerOptions" in cluster
+        assert kinds == {"emptyDir", "configMap"} | ({"projected"} if autoscaled else set())
         mounts = {mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]}
         assert mounts == {"/tmp", "/dev/shm", "/etc/sunspot"}
-    assert head["automountServiceAccountToken"] is bool(cluster.get("enableInTreeAutoscaling"))
-    assert not any(pod["automountServiceAccountToken"] for pod in others)
+    assert not any(pod["automountServiceAccountToken"] for pod in (head, *others))
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -748,11 +749,30 @@ def test_an_elastic_run_begins_with_the_least_and_has_an_autoscaler() -> None:
     options = cluster["autoscalerOptions"]
     assert options["version"] == "v2"
     assert options["resources"]["requests"]["memory"] == options["resources"]["limits"]["memory"]
-    assert options["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
     head, workers = pods_of(rendered)
     assert (head["serviceAccountName"], workers["serviceAccountName"]) == ("sunspot-autoscaler", "sunspot-train")
     fixed = cluster_of(render("gke-spot", {"NUM_WORKERS": "2"}))
     assert not {"enableInTreeAutoscaling", "autoscalerOptions"} & set(fixed)
+
+
+def test_only_the_autoscalers_container_gets_a_kubernetes_token() -> None:
+    rendered = render("gke-spot", {"NUM_WORKERS": "2..8"})
+    head, workers = pods_of(rendered)
+    [token] = [volume for volume in head["volumes"] if "projected" in volume]
+    paths = {(*source, *_paths(source)) for source in token["projected"]["sources"]}
+    assert paths == {("serviceAccountToken", "token"), ("configMap", "ca.crt"), ("downwardAPI", "namespace")}
+    mounts = cluster_of(rendered)["autoscalerOptions"]["volumeMounts"]
+    where = {mount["mountPath"] for mount in mounts if mount["name"] == token["name"]}
+    assert where == {"/var/run/secrets/kubernetes.io/serviceaccount"}, "where Ray's autoscaler reads it"
+    for pod in (head, workers):
+        assert pod["automountServiceAccountToken"] is False
+        [container] = pod["containers"]
+        assert token["name"] not in {mount["name"] for mount in container["volumeMounts"]}, "the user's code runs here"
+
+
+def _paths(source: dict[str, Any]) -> list[str]:
+    """Return the files that a source of a projected volume brings."""
+    return [item["path"] for part in source.values() for item in part.get("items", [part])]
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -66,7 +66,7 @@ POD_RULES = Rules(
     instead={
         "metadata.labels.*": "set labels in the profile",
         "spec.serviceAccountName": "set service_account in the profile",
-        "spec.automountServiceAccountToken": "only a head with Ray's autoscaler gets a token",
+        "spec.automountServiceAccountToken": "only the container of Ray's autoscaler gets a token",
         "spec.terminationGracePeriodSeconds": "it follows from the notice; set notice_s in the profile",
         "spec.imagePullSecrets": "set image_pull_secrets in the profile",
         "spec.tolerations": "a merge would replace the list; set tolerations beside pod",

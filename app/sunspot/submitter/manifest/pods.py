@@ -59,8 +59,24 @@ AUTOSCALER: dict[str, Any] = {
     # With Ray's default of 60 s, a new node may be removed before the running workers have restarted with it.
     "idleTimeoutSeconds": 180,
     "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
-    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    "volumeMounts": [
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "autoscaler-token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount", "readOnly": True},
+    ],
 }
+
+AUTOSCALER_TOKEN: dict[str, Any] = {
+    "name": "autoscaler-token",
+    "projected": {
+        "sources": [
+            {"serviceAccountToken": {"path": "token", "expirationSeconds": 3607}},
+            {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+            {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+        ]
+    },
+}
+"""The volume that Kubernetes mounts into every container of a pod with `automountServiceAccountToken`, as its admission
+plugin ServiceAccount writes it. Here only the autoscaler mounts it: the user's code runs in the container beside it."""
 
 AUTOSCALER_CPU_LIMIT = "1"
 """Where the head has a limit."""
@@ -278,7 +294,7 @@ def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
 
 
 def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
-    """Add Ray's autoscaler beside the head. It changes the RayCluster's replicas, so only this pod gets a token."""
+    """Add Ray's autoscaler beside the head: a container that gets a token, because it changes the RayCluster."""
     head = cluster["headGroupSpec"]["template"]
     container = head["spec"]["containers"][0]
     cluster["enableInTreeAutoscaling"] = True
@@ -287,7 +303,7 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
     if profile.head and profile.head.cpu_limit:
         cluster["autoscalerOptions"]["resources"]["limits"]["cpu"] = AUTOSCALER_CPU_LIMIT
     head["metadata"]["labels"][AUTOSCALER_LABEL] = "true"
-    head["spec"]["automountServiceAccountToken"] = True
+    head["spec"]["volumes"].append(copy.deepcopy(AUTOSCALER_TOKEN))
     head["spec"]["serviceAccountName"] = profile.service_account or "sunspot-autoscaler"
 
 

@@ -462,7 +462,8 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     else:
         add("head", "on any node", "the profile has no spot nodes")
     account = head["template"]["spec"]["serviceAccountName"]
-    add("head's service account", account, "has a token" if shape.autoscaled else "has no token")
+    holder = "only the autoscaler has" if shape.autoscaled else "nothing has"
+    add("head's service account", account, f"{holder} its token")
     placement = profile.groups[0].placement
     of_first = "workers" if find_origin(name, "workers", "placement") else "worker"
     benefit = "the loss of a node costs as few workers as can be"
