@@ -2,12 +2,18 @@
 
 import logging
 import os
+import re
+import secrets
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from sunspot.code_archive import CODE, SETUP_HOOK
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
+from sunspot.user_folder import make_temporary_user_folder, user_folder
 
 RAY_ENVIRONMENT = {
     # The controller's poll: it bounds how soon a lost worker is noticed, and how often workers may report.
@@ -25,6 +31,18 @@ RAY_ENVIRONMENT = {
     # Ray would report to its makers what the cluster has and does.
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+
+FOLDER = "ray"
+"""Name of the folder for Ray's sessions in the user's folder."""
+
+LONGEST_SOCKET = "session_2026-11-28_23-59-59_000000_4194304/sockets/plasma_store.999"
+"""Longest name of a socket below that folder; a process id has at most seven digits (Linux, PID_MAX_LIMIT)."""
+
+MAX_SOCKET_PATH_BYTES = 103
+"""Longest path of a Unix socket: `sun_path` has 104 bytes on macOS and 108 on Linux, one of them for the end."""
+
+TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
+"""Words with which Ray says that its own processes were too slow to start."""
 
 
 @contextmanager
@@ -45,18 +63,19 @@ def ray_session() -> Iterator[None]:
     # What the user needs comes through the control channel. Ray's actors log a line for every report, and one a second
     # where there is no dashboard: those are in the session's logs.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    here = {"address": "local", "num_cpus": cores_here(), "include_dashboard": False}
     code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(**({} if address else here), **quiet, **code)
+        if address:
+            ray.init(**quiet, **code)
+        else:
+            start_local_ray(num_cpus=cores_here(), **quiet, **code)
+    except SunspotError:
+        raise
     except Exception as error:  # Ray has no class of its own for it
-        what = (
-            f"reached at RAY_ADDRESS={address}"
-            if address
-            else "started on this machine; try again when it has less to do"
-        )
-        raise SunspotError(f"Ray cannot be {what}: {shorten(error)}") from error
+        what = f"reached at RAY_ADDRESS={address}" if address else "started on this machine"
+        fix = "; try again when it has less to do" if not address and TIMED_OUT.search(str(error)) else ""
+        raise SunspotError(f"Ray cannot be {what}{fix}: {shorten(error)}") from error
     in_use = False
     try:
         yield
@@ -66,6 +85,31 @@ def ray_session() -> Iterator[None]:
     finally:
         if not in_use:
             ray.shutdown()
+
+
+def start_local_ray(**options: Any) -> Any:
+    """Start a Ray session on this machine that only this user can reach; returns what `ray.init` returns.
+
+    `options` are further arguments of `ray.init`. The session asks for a token, which only this process and its
+    children know, and keeps its files in this user's private folder. RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and RAY_TMPDIR
+    are kept if the user has set them. Raises `SettingsError` if the private folder cannot be made.
+    """
+    import ray
+
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        # Without it, Ray 2.60 writes a token to ~/.ray/auth_token, which every user may read. The token stays in the
+        # environment after the session, because Ray keeps the first one that a process has used.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    folder = {} if "RAY_TMPDIR" in os.environ else {"_temp_dir": str(_session_folder())}
+    return ray.init(address="local", include_dashboard=False, **folder, **options)
+
+
+def _session_folder() -> Path:
+    """Return this user's private folder for Ray's sessions; it is in /tmp if TMPDIR is too long for Ray's sockets."""
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(user_folder(parent) / FOLDER / LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
+        parent = Path("/tmp")
+    return make_temporary_user_folder(parent) / FOLDER
 
 
 def enter_folder(folder: str) -> None:

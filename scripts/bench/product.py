@@ -11,7 +11,7 @@ import torch
 
 from sunspot.data.source import Batch, Source, read_rows, rows_in
 from sunspot.plan import make_plan
-from sunspot.ray_session import RAY_ENVIRONMENT
+from sunspot.ray_session import RAY_ENVIRONMENT, start_local_ray
 from sunspot.run import Claimant, open_run
 from sunspot.run.history import read_journal
 from sunspot.run.identity import keep_identity
@@ -35,7 +35,7 @@ def start_ray() -> None:
     """Start Ray on all of this machine's processors, in silence, unless it runs."""
     os.environ.update(RAY_ENVIRONMENT)
     if not ray.is_initialized():
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        start_local_ray(log_to_driver=False, logging_level=logging.ERROR)
 
 
 def train_ms(settings: Settings) -> float:

@@ -122,18 +122,16 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import ray
 
     from sunspot.ray_internals.coordinator import install_coordinator
-    from sunspot.ray_session import RAY_ENVIRONMENT
+    from sunspot.ray_session import RAY_ENVIRONMENT, start_local_ray
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Fails in a second process: pytest-xdist has not kept the group together.
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
     os.environ.update(RAY_ENVIRONMENT, RAY_prestart_worker_first_driver="0")  # of workers that are not forked
     name = f"sunspot-tests-{os.getpid()}"
-    context = ray.init(
-        address="local",
+    context = start_local_ray(
         num_cpus=4,
         resources=WORKER_NODE,
-        include_dashboard=False,
         log_to_driver=False,
         runtime_env={"py_executable": executable(name)},
     )

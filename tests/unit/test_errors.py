@@ -129,21 +129,3 @@ def test_an_error_commands_no_terminal_and_travels() -> None:
     assert str(error) == "begun by red \\x1b]0;title\\x07 \\udcff and\nmore"
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (ConflictError, str(error))
-
-
-@pytest.mark.parametrize(
-    ("address", "told"), [("", "try again when it has less to do"), ("head:6379", "reached at RAY_ADDRESS=head:6379")]
-)
-def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatch, address: str, told: str) -> None:
-    ray = pytest.importorskip("ray")
-    from sunspot.ray_session import ray_session
-
-    def fail(**_: object) -> None:
-        raise Exception("The current node timed out during startup. This could happen because ...")
-
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(SunspotError, match=told) as raised, ray_session():
-        pass
-    assert "timed out during startup" in str(raised.value)

@@ -15,7 +15,6 @@ import io
 import logging
 import os
 import shutil
-import stat
 import struct
 import time
 import zlib
@@ -33,6 +32,7 @@ from sunspot.run import SHARED_MEMORY, node_memory_directory
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.objects import Count, Moment, is_count, is_moment, parse_verified
 from sunspot.shared_pages import Pages, map_pages
+from sunspot.user_folder import is_own_folder, make_user_folder
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
     Raises `OSError` when there is no shared memory.
     """
     root = node_memory_directory(location, SHARED_MEMORY)
-    _claim_user_directory(root.parent)
+    make_user_folder(SHARED_MEMORY)
     for number in range(MAX_PROCESSES):
         directory = root / str(number)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -234,30 +234,10 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
     raise OSError(f"{MAX_PROCESSES} processes of the run are on this node")
 
 
-def _claim_user_directory(path: Path) -> None:
-    """Make the directory of all of this user's copies, for this user alone.
-
-    Anybody may make one of that name in shared memory: raises `PermissionError` if another user did.
-    """
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    if not _is_own(path):
-        raise PermissionError(f"{path} belongs to another user, or is a link; remove it")
-    path.chmod(0o700)
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether it is a directory of this user's, and no link."""
-    with contextlib.suppress(OSError):
-        found = path.lstat()
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return False
-
-
 def _list_processes(location: str) -> list[Path]:
     """List the directories of all processes of the run on this node."""
     root = node_memory_directory(location, SHARED_MEMORY)
-    return sorted(root.glob("*")) if _is_own(root.parent) else []
+    return sorted(root.glob("*")) if is_own_folder(root.parent) else []
 
 
 def room_for_copies(own: Path) -> int:

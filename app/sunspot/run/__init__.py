@@ -46,7 +46,6 @@ a later attempt continued from, and not beyond (`attempts.lineage`).
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +54,7 @@ from typing import Any
 
 from sunspot.storage import open_storage
 from sunspot.storage.base import Entry, Storage
+from sunspot.user_folder import user_folder
 
 __all__ = ["Claimant", "Run", "open_run"]
 
@@ -145,4 +145,4 @@ SHARED_MEMORY = Path("/dev/shm")
 def node_memory_directory(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
     """Return the directory of this node's copies of the run at `location` (`Run.location`); it may not exist."""
     name = hashlib.sha256(location.encode()).hexdigest()[:16]
-    return shared_memory / f"sunspot-{os.getuid()}" / name
+    return user_folder(shared_memory) / name

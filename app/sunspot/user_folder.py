@@ -1,0 +1,48 @@
+"""The folder that one user's processes share on a machine, where other users may write beside it but not inside it."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from sunspot.errors import SettingsError
+
+
+def user_folder(parent: Path) -> Path:
+    """Return the path of this user's folder below `parent`; it may not exist."""
+    return parent / f"sunspot-{os.getuid()}"
+
+
+def make_user_folder(parent: Path) -> Path:
+    """Make this user's folder below `parent`, unless it exists, and let nobody else enter it.
+
+    Raises `PermissionError` if another user made a folder or a link of that name first, and `OSError` if `parent`
+    cannot be written.
+    """
+    folder = user_folder(parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not is_own_folder(folder):
+        raise PermissionError(f"{folder} belongs to another user, or is a link; remove it")
+    folder.chmod(0o700)
+    return folder
+
+
+def make_temporary_user_folder(parent: Path | None = None) -> Path:
+    """Make this user's folder below `parent`, by default the folder for temporary files.
+
+    Raises `SettingsError` if it cannot be made, or belongs to another user.
+    """
+    try:
+        return make_user_folder(parent or Path(tempfile.gettempdir()))
+    except OSError as error:
+        raise SettingsError(f"{error}; TMPDIR may name another folder") from error
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return True if `path` is a folder of this user, and not a link."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False
