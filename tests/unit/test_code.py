@@ -155,6 +155,66 @@ def test_what_cannot_go_along_is_named_with_what_to_do(name: str, said: str, tmp
         assert "my_task.py" in pack(folder).names
 
 
+SECRET_FILES = """
+    .env .env.local prod.env .envrc .secrets secrets.yaml secret.yml secrets.json db-secrets.toml
+    .streamlit/secrets.toml prod.tfvars a.auto.tfvars.json terraform.tfstate terraform.tfstate.backup
+    .terraformrc .netrc _netrc .pgpass .my.cnf .htpasswd .pypirc .npmrc .git-credentials .dockercfg
+    .docker/config.json .config/gh/hosts.yml .vault-token .huggingface/token .cache/huggingface/token .s3cfg
+    .boto .databrickscfg .config/rclone/rclone.conf .kaggle/kaggle.json .azure/msal_token_cache.json kubeconfig
+    kubeconfig.yaml kubeconfig-prod.yml prod.kubeconfig .kube/config .aws/credentials credentials.json
+    application_default_credentials.json .cargo/credentials.toml rootkey_credentials.csv gha-creds-0a1b2c.json
+    client_secret_1.apps.googleusercontent.com.json service-account.json my-service-account-key.json id_rsa
+    id_ed25519 id_ed25519_sk server.key cert.pem a.p12 a.jks a.kdbx a.keytab putty.ppk vpn.ovpn .bash_history
+"""
+"""Files that commonly hold credentials, by the paths at which programs keep them."""
+
+CODE_FILES = """
+    secrets.py secrets_manager.py credentials.py test_secrets.py token.py tokenizer.json tokenizer_config.json
+    key.py .env.example .env.d/settings.py docs/service-account.md service_account_docs/config.json
+    kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
+    variables.tf secretary.json environment.yml
+"""
+"""Files with ordinary code in them, whose names resemble those."""
+
+
+def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_files, "MAX_NAMED", 100)
+    write(tmp_path, dict.fromkeys(CODE_FILES.split(), "x = 1\n"))
+    assert pack(tmp_path).names == set(CODE_FILES.split())
+    write(tmp_path, dict.fromkeys(SECRET_FILES.split(), "x = 1\n"))
+    with pytest.raises(SettingsError) as refused:
+        pack(tmp_path)
+    refusals = {line.strip().partition(": holds secrets, by its name")[0] for line in str(refused.value).splitlines()}
+    assert refusals >= set(SECRET_FILES.split())
+    assert not refusals & set(CODE_FILES.split())
+
+
+def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
+    token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
+    write(tmp_path, {"my_task.py": f"import os\n\nTOKEN = '{token}'\n", "test_task.py": "TOKEN = 'hf_fake'\n"})
+    with pytest.raises(SettingsError) as refused:
+        pack(tmp_path)
+    assert "1 problem" in str(refused.value)
+    assert "my_task.py, line 3: holds a token of Hugging Face; read it from the environment" in str(refused.value)
+    assert token not in str(refused.value)
+    write(tmp_path, {"my_task.py": f"TOKEN = '{token}'  # pragma: allowlist secret\n"})
+    assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
+
+
+def test_the_search_for_credentials_reads_a_part_of_each_file_and_no_binary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
+    searched: list[str] = []
+    monkeypatch.setattr(code_files, "find_credential", searched.append)
+    monkeypatch.setattr(code_files, "SCANNED_BYTES", 100)
+    write(tmp_path, {"long.csv": "1,2\n" * 100 + token, "weights.bin": f"\0{token}"})
+    pack(tmp_path)
+    assert sorted(map(len, searched)) == [0, 100]
+
+
 def test_a_folder_that_is_no_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="no such folder"):
         pack(tmp_path / "nowhere")

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 from sunspot.code_archive import FOLDER, MAX_BYTES, MAX_FILES
+from sunspot.credentials import find_credential
 from sunspot.errors import SettingsError, shorten
 from sunspot.formatting import as_bytes, plural
 
@@ -32,12 +33,35 @@ WRITTEN = {"data", "runs"}
 """Folders that training here has written, and no code unless they are deeper."""
 
 SECRET = re.compile(
-    r"\.env(\.(?!example$|sample$|template$|dist$).+)?|\.envrc|\.netrc|\.pgpass|\.pypirc|\.npmrc|\.git-credentials|id_(rsa|dsa|ecdsa|ed25519)"
-    r"|.*\.(env|pem|key|p12|pfx|jks|keystore|kdbx)|(.*[._-])?credentials(\.json)?|service[._-]?account.*\.json"
-    r"|(.*\.)?kubeconfig",
-    re.IGNORECASE,
+    r"""
+    (.*/)?(
+        # settings of a shell or a program, with passwords among them; `.env.example` is for people to copy
+        \.env(\.(?!example$|sample$|template$|dist$)[^/]+)? | \.envrc | [^/]*\.env
+      | ([._-]|[^/]*[._-])?secrets?\.(ya?ml|json|toml|ini|cfg|conf) | \.secrets
+      | [^/]*\.tfvars(\.json)? | [^/]*\.tfstate(\.backup)? | \.terraformrc
+        # logins
+      | [._]netrc | \.pgpass | \.my\.cnf | \.mylogin\.cnf | \.htpasswd | \.pypirc | \.npmrc | \.git-credentials
+      | \.dockercfg | \.dockerconfigjson | \.docker/config\.json | gh/hosts\.yml | \.vault-token | \.?huggingface/token
+      | \.s3cfg | \.boto | \.databrickscfg | \.?rclone\.conf | \.?kaggle\.json | \.azure/[^/]*\.json
+        # identities in a cluster or a cloud
+      | ([^/]*[._-])?kubeconfig([_-][^/.]*)?(\.ya?ml|\.json|\.conf)? | \.kube/config
+      | ([^/]*[._-])?credentials(\.json|\.toml|\.csv|\.tfrc\.json)? | gha-creds-[^/]*\.json | client_secret[^/]*\.json
+      | ([^/]*[._-])?service[._-]?account([._-][^/]*)?\.json
+        # keys
+      | id_(rsa|dsa|ecdsa|ed25519)(_sk)? | [^/]*\.(pem|key|p12|pfx|pkcs12|jks|jceks|keystore|keytab|kdbx?|ppk|ovpn)
+        # what was typed into a shell
+      | \.(bash|zsh|python|psql|mysql)_history
+    )
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
-"""Names of files that hold passwords and keys; but `.env.example` and the like are for people to copy."""
+"""Paths of files that hold passwords and keys."""
+
+SCANNED_BYTES = 1_000_000
+"""Size of the part of a file that is searched for credentials, from its beginning; source files are smaller."""
+
+TEXT_BYTES = 8000
+"""Size of the part of a file in which a zero byte says that it is no text, as Git decides it."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +153,7 @@ def _find_problem(folder: Path, name: str) -> str:
     path = folder / name
     if not name.isprintable():
         return f"{name!r}: a name that cannot be printed; rename it"
-    if SECRET.fullmatch(path.name) or SECRET.fullmatch(path.resolve().name):
+    if SECRET.fullmatch(name) or SECRET.fullmatch(path.resolve().as_posix()):
         return f"{name}: holds secrets, by its name; pods take theirs from a Secret (env_secrets in a profile)"
     if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
         return f"{name}: a link to {os.readlink(path)}, which is no file of this folder; put the file in its place"
@@ -138,7 +162,19 @@ def _find_problem(folder: Path, name: str) -> str:
     size = path.stat().st_size
     if size > MAX_FILE:
         return f"{name}: {as_bytes(size)}, of at most {as_bytes(MAX_FILE)}; data belong into a bucket"
+    if found := find_credential(_read_text(path)):
+        return (
+            f"{name}, line {found.line}: holds {found.form}; read it from the environment, which pods get from a "
+            "Secret (env_secrets in a profile); if it is made up, add the comment `pragma: allowlist secret`"
+        )
     return ""
+
+
+def _read_text(path: Path) -> str:
+    """Read the beginning of a file that may be code; empty for one that is no text."""
+    with path.open("rb") as file:
+        content = file.read(SCANNED_BYTES)
+    return "" if b"\0" in content[:TEXT_BYTES] else content.decode(errors="replace")
 
 
 def _pack(folder: Path, names: list[str]) -> bytes:
