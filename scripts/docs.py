@@ -102,7 +102,8 @@ EPOCHS = 3
 TASK_ARGS = {{hidden = 32}}
 ```
 
-Secrets are never settings: credentials come from each service's own usual environment.
+Secrets are never settings: credentials come from each service's own usual environment. A setting that holds a token, a
+key or a password in a URL is refused, because settings are stored with the run.
 
 Each with its default, what it means, and what it takes:
 

@@ -11,6 +11,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import NoReturn
 
+from sunspot.credentials import URL_PASSWORD, find_credential
 from sunspot.formatting import visible
 
 MAX_FOREIGN_TEXT = 400
@@ -20,17 +21,21 @@ MAX_MESSAGE = 10_000
 
 HIDDEN = "***"
 
-CREDENTIAL = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
-"""Names of environment variables that hold a secret."""
+CREDENTIAL = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING)$"
+    r"|[A-Z0-9]_(PASS|PW|PWD|PAT|AUTH|SAS|DSN|CREDS|WEBHOOK|WEBHOOK_URL)$"
+)
+"""Names of environment variables that hold a secret. PWD and OLDPWD are the shell's, and hold none."""
+
+NO_SECRETS = {"0", "1", "true", "false", "yes", "no", "on", "off"}
+"""Values of switches, such as DISABLE_AUTH."""
 
 MIN_SECRET = 8
 """Characters of the shortest secret that is looked for: less would be found in ordinary words."""
 
-URL_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]+@")
-
 SIGNED = re.compile(
     r"""(//)[^\s/]+(?=@)                                                  # user:password@ in a URL
-      | (\b(?:signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # of a request to S3, or a URL that was signed
+      | (\b(?:sig|signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # of a request or a URL that was signed
       | (\bauthorization['"]?\s*[=:]\s*b?['"]?)[^\n'"]+
       | (\bbearer\s+)[^\s'"]+""",
     re.IGNORECASE | re.VERBOSE,
@@ -145,8 +150,9 @@ def without_secrets(text: str) -> str:
 
 
 def is_credential(name: str, value: str) -> bool:
-    """Return whether an environment variable holds a secret, by its name or as a URL with a password."""
-    return bool(value and (CREDENTIAL.search(name.upper()) or URL_PASSWORD.search(value)))
+    """Return True if an environment variable holds a secret, by its name or by the form of its value."""
+    named = CREDENTIAL.search(name.upper()) and value.lower() not in NO_SECRETS
+    return bool(value and (named or URL_PASSWORD.search(value) or find_credential(value)))
 
 
 def _secrets() -> list[str]:

@@ -23,6 +23,7 @@ from pydantic import (
     ValidationError,
 )
 
+from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_arguments
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
 
@@ -35,6 +36,12 @@ RUN_NAME = r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?"
 
 MAX_VALUE_LENGTH = 200
 """Characters shown of a wrong value."""
+
+NOT_A_SETTING = (
+    "settings are stored with the run, for all to read; have the task read it from the environment, "
+    "which pods get from a Secret (env_secrets in a profile)"
+)
+"""Reason why a credential is refused as a setting, and where it belongs."""
 
 READING_SHARE = 0.25
 """Share of a machine's cores, at least one, that LOADER=ray reserves for reading: without any it never reads a row."""
@@ -365,6 +372,10 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
         seen = f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}"
         problems.append(f"{seen}: set {PREFIX}DATASET to a path too, or leave this empty")
     known = {name: value for name, value in values.items() if name in Settings.model_fields}
+    for name in list(known):
+        if held := _find_credential(known[name]):
+            problems.append(f"{PREFIX}{name.upper()}: {held}; {NOT_A_SETTING}")
+            del known[name]  # so that no other problem shows its value
     try:
         settings = Settings(**known)  # type: ignore[arg-type]  # pydantic parses the strings
     except ValidationError as error:
@@ -406,6 +417,19 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
     """List the variables that differ, a line each, as `NAME: old -> new`."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name, '(unset)')} -> {after.get(name, '(unset)')}" for name in names]
+
+
+def _find_credential(value: str) -> str:
+    """Say which credential the text of a setting holds; empty if it holds none."""
+    if URL_PASSWORD.search(value):
+        return "holds a password in a URL"
+    if found := find_credential(value):
+        return f"holds {found.form}"
+    try:
+        names = list(find_credential_arguments(parse_json(value))) if value.startswith("{") else []
+    except ValueError:  # which the field's own check explains
+        names = []
+    return f"holds a credential, by its name: {', '.join(names)}" if names else ""
 
 
 def _misspelt(variable: str) -> str:

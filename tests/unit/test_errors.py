@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sunspot.errors import ConflictError, EndAtOnceError, SunspotError, shorten
+from sunspot.errors import ConflictError, EndAtOnceError, SunspotError, is_credential, shorten
 from sunspot.storage import open_storage
 from tests.harness import REPOSITORY
 
@@ -24,6 +24,7 @@ CANARY = "canary0123456789"
         f"AWS4-HMAC-SHA256 Credential=AKIA/20261122/us-east-1/s3, SignedHeaders=host, Signature={CANARY}",
         f"https://bucket/key?X-Amz-Credential=AKIA&X-Amz-Signature={CANARY}&x=1",
         f"https://bucket/key?X-Amz-Security-Token={CANARY}",
+        f"https://account.blob.core.windows.net/a?sv=2025-01-05&sig={CANARY}",
         f"{{'Authorization': 'Basic {CANARY}'}}",
         f"401 for Bearer {CANARY}",
     ],
@@ -40,6 +41,46 @@ def test_no_secret_gets_into_an_error(text: str, monkeypatch: pytest.MonkeyPatch
 def test_a_secret_is_found_however_it_is_quoted(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+c\\=secret")
     assert str(SunspotError(f"refused: {quoted}")) == "refused: ***"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("WANDB_API_KEY", "HF_TOKEN", "aws_secret_access_key", "PGPASSWORD", "AZURE_STORAGE_CONNECTION_STRING"),
+        *("MYSQL_PWD", "GITHUB_PAT", "SMTP_PASS", "REDIS_PASSWD", "GPG_PASSPHRASE", "NPM_AUTH", "AZURE_STORAGE_SAS"),
+        *("SENTRY_DSN", "SLACK_WEBHOOK_URL", "TEAMS_WEBHOOK", "ADMIN_PW", "DOCKER_CREDS"),
+    ],
+)
+def test_a_variable_holds_a_secret_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_credential(name, CANARY)
+    assert is_credential("PLAIN", "hf_kJxQmZpLvBnTwRyH" + "dFsGcAuEkJxQmZpLvB"), "by the form of its value"
+    monkeypatch.setenv(name, CANARY)
+    assert str(SunspotError(f"refused: {CANARY}")) == "refused: ***"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("PWD", "/home/me/project"),
+            ("OLDPWD", "/home/me/project"),
+            ("MAX_TOKENS", "10000000"),
+            ("TOKENIZER", "bytes"),
+        ),
+        *(("AUTHOR", "Somebody"), ("KEY_DIM", "64"), ("BYPASS", "10.0.0.0/8"), ("SSH_AUTH_SOCK", "/tmp/agent.1")),
+        *(
+            ("GIT_AUTHOR_NAME", "Somebody"),
+            ("PATH", "/usr/bin:/bin"),
+            ("SPAT", "somewhere"),
+            ("RAY_AUTH_MODE", "disabled"),
+        ),
+        *(("DISABLE_AUTH", "true"), ("USE_TOKEN", "0"), ("PASSES", "two passes"), ("XSAS", "somewhere")),
+    ],
+)
+def test_an_ordinary_variable_holds_no_secret(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_credential(name, value)
+    monkeypatch.setenv(name, value)
+    assert str(SunspotError(f"refused: {value}")) == f"refused: {value}"
 
 
 def test_words_that_are_no_secret_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings, WorkerRange, differences, load_settings
+from sunspot.submitter.manifest.render import JobRequest, render
 from tests.harness import REPOSITORY
 
 CONTRACT = {
@@ -111,6 +113,44 @@ def test_a_wrong_value_is_named(variable: str, value: str) -> None:
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
     assert f"SUNSPOT_{variable}={value}: " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("TASK_ARGS", '{"api_key": "canary"}', "holds a credential, by its name: api_key"),
+        ("TASK_ARGS", '{"hub": {"auth_token": "canary"}}', "holds a credential, by its name: hub.auth_token"),
+        ("TASK_ARGS", '{"login": "hf_canary' + "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1s" + '"}', "holds a token of Hugging Face"),
+        ("TASK_ARGS", '{"db": "mysql://me:canary@host/db"}', "holds a password in a URL"),
+        ("INIT_FROM", "https://me:canary@host/weights.pt", "holds a password in a URL"),
+        ("STORAGE_PATH", "s3://key:canary@bucket/runs", "holds a password in a URL"),
+        ("DATASET", "s3://key:canary@bucket/rows", "holds a password in a URL"),
+        ("LABELS", '{"api_key": "canary"}', "holds a credential, by its name: api_key"),
+    ],
+)
+def test_a_credential_is_no_setting(variable: str, value: str, told: str) -> None:
+    """The settings are read by one function for training here, for `submit` and for `render`."""
+    with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
+        load_settings({variable: value})
+    assert f"SUNSPOT_{variable}: {told}; settings are stored with the run" in str(refused.value)
+    assert "env_secrets in a profile" in str(refused.value)
+    assert "canary" not in str(refused.value)
+    with pytest.raises(SettingsError, match=told):
+        render(JobRequest(settings={"STORAGE_PATH": "s3://bucket/runs", variable: value}))
+
+
+def test_ordinary_arguments_are_settings() -> None:
+    arguments = {
+        "max_tokens": 512,
+        "tokenizer": "byte",
+        "author": "me",
+        "key_dim": 64,
+        "bypass": "yes",
+        "pad_token": "<p>",
+    }
+    assert load_settings({"TASK_ARGS": json.dumps(arguments)}).task_args == arguments
+    for name, place in (("STORAGE_PATH", "az://runs/a"), ("DATASET", "/data/a@b:c"), ("INIT_FROM", "s3://b/a@sha:1")):
+        assert load_settings({name: place}).model_dump()[name.lower()] == place
 
 
 def test_overrides_win_and_take_both_forms_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
