@@ -103,14 +103,18 @@ def test_workflows_name_actions_by_digest() -> None:
     assert [use for _, use in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", use)] == []
 
 
-def test_a_released_image_is_scanned_as_it_was_pushed_and_before_it_is_signed() -> None:
+def test_a_released_image_is_scanned_as_it_was_pushed_then_signed_then_tagged() -> None:
     steps = yaml.safe_load((REPOSITORY / ".github/workflows/release.yaml").read_text())["jobs"]["image"]["steps"]
     used = [step.get("uses", "").partition("@")[0] for step in steps]
     push, scan, sign = (
         used.index(name)
         for name in ("docker/build-push-action", "anchore/scan-action", "actions/attest-build-provenance")
     )
-    assert push < scan < sign
+    [tag] = [number for number, step in enumerate(steps) if "imagetools create" in step.get("run", "")]
+    assert push < scan < sign < tag
+    assert "tags" not in steps[push]["with"]
+    assert "push-by-digest=true" in steps[push]["with"]["outputs"]
+    assert steps[tag]["env"]["DIGEST"] == "${{ steps.push.outputs.digest }}"
     assert steps[scan]["with"]["image"].endswith("@${{ steps.push.outputs.digest }}")
     assert "continue-on-error" not in steps[scan]
     assert steps[scan]["with"].get("fail-build", True) is True
