@@ -1,23 +1,48 @@
-"""A folder of this user's alone for what processes of one machine share: others may write in the folder above it."""
+"""The folder of one user on a machine: other users may write to the folder above it, but cannot enter this one."""
 
+import contextlib
 import os
+import stat
 import tempfile
 from pathlib import Path
-from stat import S_IMODE, S_ISDIR
 
 from sunspot.errors import SettingsError
 
 
-def private_folder() -> Path:
-    """Return the folder, made if it is not there; raises `SettingsError` for one that another user made."""
-    folder = Path(tempfile.gettempdir()) / f"sunspot-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise SettingsError(
-            f"{folder}: is a link or belongs to another user, who could change what is kept there; set TMPDIR to "
-            "another folder"
-        )
-    if S_IMODE(found.st_mode) & 0o077:
-        folder.chmod(0o700)
+def private_folder(parent: Path | None = None) -> Path:
+    """Return this user's private folder below `parent`, by default the folder for temporary files; make it if needed.
+
+    Raises `SettingsError` if it cannot be made, or belongs to another user.
+    """
+    try:
+        return make_private_folder(parent or Path(tempfile.gettempdir()))
+    except OSError as error:
+        raise SettingsError(f"{error}; TMPDIR may name another folder") from error
+
+
+def make_private_folder(parent: Path) -> Path:
+    """Make this user's folder below `parent`, unless it exists, and let nobody else enter it.
+
+    Raises `PermissionError` if another user made a folder or a link of that name first, and `OSError` if `parent`
+    cannot be written.
+    """
+    folder = private_path(parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not is_own_folder(folder):
+        raise PermissionError(f"{folder} belongs to another user, or is a link; remove it")
+    folder.chmod(0o700)
     return folder
+
+
+def private_path(parent: Path) -> Path:
+    """Return the path of this user's private folder below `parent`; the folder may not exist."""
+    return parent / f"sunspot-{os.getuid()}"
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return True if `path` is a folder of this user, and not a link."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False

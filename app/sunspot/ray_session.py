@@ -13,7 +13,7 @@ from typing import Any
 
 from sunspot.code_archive import CODE, SETUP_HOOK
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
-from sunspot.user_folder import make_temporary_user_folder, user_folder
+from sunspot.private_folder import private_folder, private_path
 
 RAY_ENVIRONMENT = {
     # The controller's poll: it bounds how soon a lost worker is noticed, and how often workers may report.
@@ -107,9 +107,9 @@ def start_local_ray(**options: Any) -> Any:
 def _session_folder() -> Path:
     """Return this user's private folder for Ray's sessions; it is in /tmp if TMPDIR is too long for Ray's sockets."""
     parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(user_folder(parent) / FOLDER / LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
+    if len(os.fsencode(private_path(parent) / FOLDER / LONGEST_SOCKET)) > MAX_SOCKET_PATH_BYTES:
         parent = Path("/tmp")
-    return make_temporary_user_folder(parent) / FOLDER
+    return private_folder(parent) / FOLDER
 
 
 def enter_folder(folder: str) -> None:

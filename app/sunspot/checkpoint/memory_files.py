@@ -28,11 +28,11 @@ import torch
 from sunspot.cgroup import memory_left
 from sunspot.errors import DamageError
 from sunspot.log import warn_once
+from sunspot.private_folder import is_own_folder, make_private_folder
 from sunspot.run import SHARED_MEMORY, node_memory_directory
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.objects import Count, Moment, is_count, is_moment, parse_verified
 from sunspot.shared_pages import Pages, map_pages
-from sunspot.user_folder import is_own_folder, make_user_folder
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
     Raises `OSError` when there is no shared memory.
     """
     root = node_memory_directory(location, SHARED_MEMORY)
-    make_user_folder(SHARED_MEMORY)
+    make_private_folder(SHARED_MEMORY)
     for number in range(MAX_PROCESSES):
         directory = root / str(number)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -52,9 +52,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from sunspot.private_folder import private_path
 from sunspot.storage import open_storage
 from sunspot.storage.base import Entry, Storage
-from sunspot.user_folder import user_folder
 
 __all__ = ["Claimant", "Run", "open_run"]
 
@@ -145,4 +145,4 @@ SHARED_MEMORY = Path("/dev/shm")
 def node_memory_directory(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
     """Return the directory of this node's copies of the run at `location` (`Run.location`); it may not exist."""
     name = hashlib.sha256(location.encode()).hexdigest()[:16]
-    return user_folder(shared_memory) / name
+    return private_path(shared_memory) / name
