@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 URL_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]+@")
 """A password in a URL."""
 
-ARGUMENT = re.compile(
-    r"""(^|_)(
+ARGUMENT = r"""(^|_)(
         PASSWORD | PASSWD | PASSPHRASE | PWD | SECRET | DSN | SAS | CONNECTION_STRING | WEBHOOK(_URL)?
       | (ACCESS|ACCOUNT|ADMIN|API|AUTH|CLIENT|DATABASE|DB|ENCRYPTION|LICENSE|MASTER|PRIVATE|SECRET|SERVICE|SIGNING
          |SSH|STORAGE|SUBSCRIPTION)_?KEYS?
@@ -18,10 +17,9 @@ ARGUMENT = re.compile(
          |SECURITY|SERVICE|SESSION|USER|WANDB)_?TOKENS?
       | (ADMIN|DATABASE|DB|LDAP|MYSQL|PROXY|REDIS|SMTP|USER)_PASS
       | (ADO|AZURE|GIT|GITHUB|GITLAB)_PAT
-    )$ | ^TOKEN$""",
-    re.VERBOSE,
-)
-"""Names of arguments that hold a credential. Other arguments end alike and hold none: `pad_token`, `image_key`."""
+    )$ | ^TOKEN$"""
+"""Names of arguments that hold a credential, as a verbose expression. Others end alike and hold none: `pad_token`,
+`image_key`. Like those of FORMS, it is compiled when it is needed, because every command imports this module."""
 
 ALLOWED_LINE = re.compile(r"pragma: allowlist secret|gitleaks:allow")
 """Comments with which detect-secrets and gitleaks let a line pass."""
@@ -44,57 +42,54 @@ class Form(NamedTuple):
     name: str
     marker: str
     "Text that is in each of them; searching for it is fast."
-    pattern: re.Pattern[str]
-
-
-def _form(name: str, marker: str, pattern: str) -> Form:
-    return Form(name, marker, re.compile(pattern))
+    pattern: str
+    "A regular expression."
 
 
 FORMS = (
-    _form(
+    Form(
         "a private key",
         "PRIVATE KEY",
         r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----"
         r"(?:[A-Za-z-]{1,20}: [^\n]{1,100}\n|\\[nr]|[\s\"'+,\\]){1,60}[A-Za-z0-9+/=]{40}",
     ),
-    _form("a private key of PuTTY", "PuTTY-User-Key-File", r"PuTTY-User-Key-File-\d+: \S"),
+    Form("a private key of PuTTY", "PuTTY-User-Key-File", r"PuTTY-User-Key-File-\d+: \S"),
     *(
-        _form("an AWS access key", marker, rf"(?<![A-Za-z0-9]){marker}[A-Z2-7]{{16}}(?![A-Za-z0-9])")
+        Form("an AWS access key", marker, rf"(?<![A-Za-z0-9]){marker}[A-Z2-7]{{16}}(?![A-Za-z0-9])")
         for marker in ("AKIA", "ASIA")
     ),
-    _form(
+    Form(
         "an AWS secret key",
         "secret_access_key",
         r"secret_access_key[\"']?\s{0,9}[=:]\s{0,9}[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
     ),
     *(
-        _form("a token of GitHub", f"gh{kind}_", rf"(?<!\w)gh{kind}_[A-Za-z0-9]{{36,255}}(?!\w)")
+        Form("a token of GitHub", f"gh{kind}_", rf"(?<!\w)gh{kind}_[A-Za-z0-9]{{36,255}}(?!\w)")
         for kind in ("p", "o", "u", "s", "r")
     ),
-    _form("a token of GitHub", "github_pat_", r"(?<!\w)github_pat_\w{22,255}"),
-    _form("a token of GitLab", "glpat-", r"(?<!\w)glpat-[\w-]{20,255}"),
-    _form("a token of Hugging Face", "hf_", r"(?<!\w)hf_[A-Za-z0-9]{30,255}(?!\w)"),
-    _form(
+    Form("a token of GitHub", "github_pat_", r"(?<!\w)github_pat_\w{22,255}"),
+    Form("a token of GitLab", "glpat-", r"(?<!\w)glpat-[\w-]{20,255}"),
+    Form("a token of Hugging Face", "hf_", r"(?<!\w)hf_[A-Za-z0-9]{30,255}(?!\w)"),
+    Form(
         "a token of OpenAI or Anthropic", "sk-", r"(?<![\w-])sk-(?:(?:ant|or|proj|svcacct)-[\w-]{20}|[A-Za-z0-9]{32})"
     ),
-    _form("an API key of Google", "AIza", r"(?<!\w)AIza[\w-]{35}(?![\w-])"),
-    _form("a client secret of Google", "GOCSPX-", r"GOCSPX-[\w-]{28}"),
-    _form("a token of Slack", "xox", r"(?<!\w)xox[abeprs]-[\w-]{10,255}"),
-    _form("a webhook of Slack", "hooks.slack.com", r"hooks\.slack\.com/services/T\w+/B\w+/\w{20,99}"),
-    _form("a key of Stripe", "k_live_", r"(?<!\w)[rs]k_live_[A-Za-z0-9]{20,99}"),
-    _form("a token of npm", "npm_", r"(?<!\w)npm_[A-Za-z0-9]{36}(?!\w)"),
-    _form("a token of PyPI", "pypi-AgE", r"pypi-AgE[\w-]{50}"),
-    _form("a token of Vault", "hvs.", r"(?<!\w)hvs\.[\w-]{24}"),
-    _form("a token of Databricks", "dapi", r"(?<!\w)dapi[0-9a-f]{32}(?!\w)"),
-    _form("an account key of Azure", "AccountKey=", r"AccountKey=[A-Za-z0-9+/]{80}"),
-    _form("a signature of Azure", "sig=", r"[?&]sig=[A-Za-z0-9%/+]{43}"),
-    _form(
+    Form("an API key of Google", "AIza", r"(?<!\w)AIza[\w-]{35}(?![\w-])"),
+    Form("a client secret of Google", "GOCSPX-", r"GOCSPX-[\w-]{28}"),
+    Form("a token of Slack", "xox", r"(?<!\w)xox[abeprs]-[\w-]{10,255}"),
+    Form("a webhook of Slack", "hooks.slack.com", r"hooks\.slack\.com/services/T\w+/B\w+/\w{20,99}"),
+    Form("a key of Stripe", "k_live_", r"(?<!\w)[rs]k_live_[A-Za-z0-9]{20,99}"),
+    Form("a token of npm", "npm_", r"(?<!\w)npm_[A-Za-z0-9]{36}(?!\w)"),
+    Form("a token of PyPI", "pypi-AgE", r"pypi-AgE[\w-]{50}"),
+    Form("a token of Vault", "hvs.", r"(?<!\w)hvs\.[\w-]{24}"),
+    Form("a token of Databricks", "dapi", r"(?<!\w)dapi[0-9a-f]{32}(?!\w)"),
+    Form("an account key of Azure", "AccountKey=", r"AccountKey=[A-Za-z0-9+/]{80}"),
+    Form("a signature of Azure", "sig=", r"[?&]sig=[A-Za-z0-9%/+]{43}"),
+    Form(
         "a login to a registry",
         '"auths"',
         r'"auths"\s{0,99}:\s{0,99}\{[^}]{0,999}"auth"\s{0,99}:\s{0,99}"[A-Za-z0-9+/=]{8}',
     ),
-    _form("a key of Kubernetes", "client-key-data", r"client-key-data[\"']?:\s{0,9}[\"']?[A-Za-z0-9+/=]{40}"),
+    Form("a key of Kubernetes", "client-key-data", r"client-key-data[\"']?:\s{0,9}[\"']?[A-Za-z0-9+/=]{40}"),
 )
 """Credentials as their issuers document them, and as gitleaks and GitHub's secret scanning look for them."""
 
@@ -117,7 +112,7 @@ def find_credential(text: str) -> Found | None:
 
 
 def _matches(form: Form, text: str) -> Iterator[tuple[int, str]]:
-    for match in form.pattern.finditer(text):
+    for match in re.finditer(form.pattern, text):
         credential = match[0]
         made_up = _entropy_bits(credential) < MIN_ENTROPY_BITS or PLACEHOLDER.search(credential)
         rest_of_line = text[match.start() : match.start() + MAX_LINE].partition("\n")[0]
@@ -146,4 +141,4 @@ def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
 def is_credential_argument(name: str) -> bool:
     """Return True if an argument holds a credential by its name, in whichever case that is written."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-\s]", "_", name)
-    return bool(ARGUMENT.search(words.upper()))
+    return bool(re.search(ARGUMENT, words.upper(), re.VERBOSE))
