@@ -213,6 +213,10 @@ def test_the_search_for_credentials_reads_a_part_of_each_file_and_no_binary(
     write(tmp_path, {"long.csv": "1,2\n" * 100 + token, "weights.bin": f"\0{token}"})
     pack(tmp_path)
     assert sorted(map(len, searched)) == [0, 100]
+    monkeypatch.setattr(code_files, "MAX_BYTES", 10)
+    with pytest.raises(SettingsError, match="is it the folder of your code"):
+        pack(tmp_path)
+    assert len(searched) == 2, "what is too large to be code is not read"
 
 
 def test_a_folder_that_is_no_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

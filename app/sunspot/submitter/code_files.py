@@ -70,7 +70,7 @@ class CodeArchive:
 
     folder: Path
     names: frozenset[str]
-    "Of its files, from the folder."
+    "The paths of its files, relative to the folder."
     content: bytes
 
     @functools.cached_property
@@ -79,15 +79,15 @@ class CodeArchive:
 
     @property
     def name(self) -> str:
-        """Where a run keeps it."""
+        """Key of the archive in its run."""
         return f"{FOLDER}/{self.sha256}.tar"
 
     def url(self, storage_path: str, run: str) -> str:
-        """Return what CODE names it in a run."""
+        """Return the value of CODE for the archive in a run."""
         return f"{storage_path.rstrip('/')}/{run}/{self.name}@sha256:{self.sha256}"
 
     def holds(self, path: str) -> bool:
-        """Whether a file or folder with this relative path is in it."""
+        """Return True if the archive contains a file or folder with this relative path."""
         name = os.path.normpath(path)
         return name in self.names or any(each.startswith(f"{name}/") for each in self.names)
 
@@ -97,7 +97,10 @@ class CodeArchive:
 
 
 def pack(folder: Path) -> CodeArchive:
-    """Pack a folder; raises `SettingsError` with every file that cannot go along, and what to do."""
+    """Pack a folder; raises `SettingsError` with every file that cannot go along, and what to do.
+
+    The files are searched for credentials only if nothing else is wrong with the folder.
+    """
     if not folder.is_dir():
         raise SettingsError(f"code {folder}: no such folder; name that of your code, such as --code .")
     names = sorted(set(islice(list_files(folder), 2 * MAX_FILES)))
@@ -108,6 +111,8 @@ def pack(folder: Path) -> CodeArchive:
         problems.append(f"{what}, of at most {MAX_FILES} and {as_bytes(MAX_BYTES)}; is it the folder of your code?")
     if not names:
         problems.append("there is nothing in it, or git ignores all of it")
+    if not problems:  # so at most MAX_BYTES are read
+        problems = [problem for name in names if (problem := _find_credential(folder, name))]
     if problems:
         lines = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
         ignore = "" if _in_git(folder) else "`git init` there, "
@@ -162,12 +167,18 @@ def _find_problem(folder: Path, name: str) -> str:
     size = path.stat().st_size
     if size > MAX_FILE:
         return f"{name}: {as_bytes(size)}, of at most {as_bytes(MAX_FILE)}; data belong into a bucket"
-    if found := find_credential(_read_text(path)):
-        return (
-            f"{name}, line {found.line}: holds {found.form}; read it from the environment, which pods get from a "
-            "Secret (env_secrets in a profile); if it is made up, add the comment `pragma: allowlist secret`"
-        )
     return ""
+
+
+def _find_credential(folder: Path, name: str) -> str:
+    """Say which credential a file of the code holds, and where; empty if it holds none."""
+    found = find_credential(_read_text(folder / name))
+    if found is None:
+        return ""
+    return (
+        f"{name}, line {found.line}: holds {found.form}; read it from the environment, which pods get from a Secret "
+        "(env_secrets in a profile); if it is made up, add the comment `pragma: allowlist secret`"
+    )
 
 
 def _read_text(path: Path) -> str:
