@@ -1,4 +1,4 @@
-"""Sessions of Ray: started here or joined, with the environment that the workers rely on."""
+"""Ray sessions, started on this machine or joined, with the environment that the workers rely on."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from sunspot.private_folder import private_folder, private_path
 RAY_ENVIRONMENT = {
     # The controller's poll: it bounds how soon a lost worker is noticed, and how often workers may report.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # After a loss Ray waits so long for a group of the old size before it settles for fewer workers.
+    # The time that Ray waits after a loss for a group of the old size, before it settles for fewer workers.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
     # sunspot/elastic/nodes.py checks more often, and scales up too.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
@@ -47,9 +47,10 @@ TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Ray while the context lasts: the caller's session, the cluster at RAY_ADDRESS, or a new one on this machine.
+    """Use Ray while the context lasts: the caller's session, the cluster at RAY_ADDRESS, or a new local session.
 
-    Raises `SunspotError` when there is none: Ray waits 30 s for its own processes (2.60), too little on a busy machine.
+    Raises `SunspotError` if there is none. Ray 2.60 waits 30 s for its own processes, which is too short on a busy
+    machine.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -60,8 +61,8 @@ def ray_session() -> Iterator[None]:
         return
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
-    # What the user needs comes through the control channel. Ray's actors log a line for every report, and one a second
-    # where there is no dashboard: those are in the session's logs.
+    # The control channel brings what the user needs. Ray's actors log a line for every report, and one each second if
+    # there is no dashboard; these lines stay in the session's logs.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
     address = os.environ.get("RAY_ADDRESS")
@@ -80,7 +81,7 @@ def ray_session() -> Iterator[None]:
     try:
         yield
     except EndAtOnceError:
-        in_use = True  # by the trainer's thread, which would crash: Ray's processes end with this one
+        in_use = True  # the trainer's thread would crash without Ray, whose processes end with this one
         raise
     finally:
         if not in_use:
@@ -113,11 +114,11 @@ def _session_folder() -> Path:
 
 
 def enter_folder(folder: str) -> None:
-    """Go to the driver's working directory, if this node has it: relative paths of a task mean what they mean there."""
+    """Change to the driver's working directory if this node has it, so that a task's relative paths mean the same."""
     if os.path.isdir(folder):
         os.chdir(folder)
 
 
 def cores_here() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
