@@ -7,9 +7,11 @@ it has summed before `await_device` has returned and the group is found to be wh
 """
 
 import contextlib
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
@@ -18,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 FORM_LIMIT_S = 20
-"""How long a group may take to form; the loss of a member ends that sooner."""
+"""Seconds in which the members of a group must meet and connect; the loss of a member ends that sooner."""
+
+NCCL_LIMIT_S = 120
+"""Seconds that the first collective of NCCL may take: it looks for all paths between the GPUs, and connects them."""
+
+LOOPBACK = "127.0.0.1"
+
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Keeps gloo and NCCL from listening on other interfaces, if the environment names none."""
 
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # or torch ends the process when a member is gone
@@ -30,20 +40,38 @@ NCCL_SETTINGS = {
 class ProcessGroups:
     """Those of this process's newest generation: the default one, for gradients, and another for agreements."""
 
-    def __init__(self, device: torch.device, limit_s: float) -> None:
-        """Gradients are summed on `device`; no collective on the CPU waits for longer than `limit_s`."""
-        self._device, self._limit = device, timedelta(seconds=limit_s)
+    def __init__(self, device: torch.device, limit_s: float, decider: tuple[str, int] = ("", 0)) -> None:
+        """Gradients are summed on `device`; no collective on the CPU waits for longer than `limit_s`.
+
+        Connections to the `decider`, which may open while a group forms, are never cut.
+        """
+        self._device, self._limit, self._decider = device, timedelta(seconds=limit_s), decider
         self._ending = threading.Lock()
         self._before: set[str] | None = None
         "The sockets there were before a group began to form; None: none does."
         self._own: set[str] = set()
         "The sockets of those that have formed."
+        self._of_gloo: set[str] = set()
+        "Those among them that NCCL has no part in."
+        self._form_by = math.inf
+        "When the groups that form now must have formed (`monotonic`)."
 
-    def form(self, open_store: Callable[[], Any], rank: int, world_size: int) -> dist.ProcessGroup:
+    @property
+    def overdue(self) -> bool:
+        """Whether groups have been forming for too long."""
+        return time.monotonic() > self._form_by
+
+    def form(
+        self, open_store: Callable[[], Any], rank: int, world_size: int, limit_s: float = FORM_LIMIT_S
+    ) -> dist.ProcessGroup:
         """Form both in a store, and return that for agreements. Raises `RuntimeError` when a member is lost meanwhile.
 
-        Call it in the context of `forming`. The store is opened here as its connection, too, is cut.
+        Call it in the context of `forming`. The store is opened here as its connection, too, is cut. torch's own limits
+        are those of later collectives, so after `limit_s` the groups are `overdue`, and who sees that cuts them.
         """
+        self._form_by = time.monotonic() + limit_s
+        if self._decider[0] == LOOPBACK:
+            os.environ |= {name: os.environ.get(name, value) for name, value in ON_LOOPBACK.items()}
         backend = "gloo"
         if self._device.type == "cuda":
             os.environ |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
@@ -52,9 +80,14 @@ class ProcessGroups:
         store = open_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=self._limit)
         agreements = dist.new_group(backend="gloo", timeout=self._limit)
+        self._of_gloo = {name for _, name in _sockets()} - (self._before or set())
         if self._device.type == "cuda":  # NCCL connects in its first collective
+            self._form_by = time.monotonic() + NCCL_LIMIT_S
             dist.all_reduce(torch.zeros(1, device=self._device))
             await_device(self._device)
+            if self.overdue:  # it was aborted, and raises nothing
+                raise RuntimeError(f"NCCL did not connect within {NCCL_LIMIT_S} s")
+        self._form_by = math.inf
         return cast(dist.ProcessGroup, agreements)
 
     @contextlib.contextmanager
@@ -65,25 +98,22 @@ class ProcessGroups:
             yield
         finally:
             self._own |= {name for _, name in _sockets()} - self._before
-            self._before = None
+            self._before, self._form_by = None, math.inf
 
     def cut(self) -> None:
         """End all collectives in this process, those of gloo with an error; may be called in any thread."""
         with self._ending:
-            for descriptor, name in list(_sockets()):
-                appeared = self._before is not None and name not in self._before
-                if not appeared and name not in self._own:
-                    continue
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-                    if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
-                        found.shutdown(socket.SHUT_RDWR)  # not of one that listens: gloo ends the process for it
+            appeared = {name for _, name in _sockets()} - self._before if self._before is not None else set()
+            _shut_down(self._own | appeared, self._decider)
             if self._device.type == "cuda" and dist.group.WORLD:
                 dist.group.WORLD._get_backend(self._device).abort()  # torch has no public name for it (2.15)
 
     def leave(self) -> None:
         """Forget them, as their generation has ended."""
         with self._ending:
-            self._own = set()
+            # Or the destructor would wait for a collective that is under way, for as long as a peer stands still.
+            _shut_down(self._of_gloo, self._decider)
+            self._own, self._of_gloo = set(), set()
             if dist.is_initialized():
                 with contextlib.suppress(RuntimeError):  # that of a lost member
                     dist.destroy_process_group()
@@ -92,6 +122,17 @@ class ProcessGroups:
 def await_device(device: torch.device) -> None:
     """Return once a GPU has done all that its current stream was given."""
     torch.cuda.current_stream(device).synchronize()
+
+
+def _shut_down(names: set[str], spared: tuple[str, int]) -> None:
+    """Shut down the connections among these sockets, but those to one address, which ends what waits for them."""
+    for descriptor, name in list(_sockets()):
+        if name not in names:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            # A listening socket has no peer, and stays: gloo ends the process if it is shut down.
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[:2] != spared:
+                found.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[tuple[int, str]]:

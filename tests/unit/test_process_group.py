@@ -1,0 +1,54 @@
+"""What ends the groups of a process, whatever their members do."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sunspot.parallel.process_group import ProcessGroups
+
+LIMIT_S = 60.0
+
+
+def test_a_group_is_left_at_once_while_a_peer_stands_still() -> None:
+    """A broadcast is under way, as between two steps; what it waits for would come when the other goes on."""
+
+    def take_part(rank: int) -> None:
+        gc.freeze()  # the stores of earlier tests have no threads in a forked process, and cannot be destroyed there
+        torch.set_num_threads(1)
+        groups = ProcessGroups(torch.device("cpu"), LIMIT_S)
+        with groups.forming():
+            client = lambda: dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=LIMIT_S))  # type: ignore[attr-defined]  # noqa: E731
+            group = groups.form(client, rank, 2, LIMIT_S)
+        dist.barrier(group=group)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        pending: Any = dist.broadcast(torch.zeros(4), group=group, group_src=0, async_op=True)
+        began = time.monotonic()
+        del pending, group
+        groups.leave()
+        took.send(time.monotonic() - began)
+        os._exit(0)
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    context = multiprocessing.get_context("fork")
+    received, took = context.Pipe(duplex=False)
+    ranks = [context.Process(target=take_part, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    took.close()
+    try:
+        assert received.poll(LIMIT_S), "it waits for the other one"
+        assert received.recv() < LIMIT_S / 4
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
