@@ -5,16 +5,28 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection
 from unittest.mock import Mock, patch
 
 import pytest
+import torch.distributed as dist
 
-from sunspot.elastic import membership_channel
+from sunspot.elastic import member_connections, membership_channel
 from sunspot.elastic.membership import Change, Close, Generation, Member
-from sunspot.elastic.membership_channel import MembershipAddress, MembershipClient, MembershipServer
+from sunspot.elastic.membership_channel import (
+    DeciderLostError,
+    Link,
+    MembershipAddress,
+    MembershipClient,
+    MembershipServer,
+    Patience,
+    ask_living,
+)
 from tests.harness.waiting import wait_until
 
 
@@ -52,8 +64,8 @@ def test_who_says_nothing_keeps_nobody_waiting(server: MembershipServer) -> None
     with socket.create_connection((address.host, address.port)):
         client = MembershipClient(address, Member("one", "node"), lambda: None)
         client.connect()
-        assert client._connection
-        with socket.socket(fileno=os.dup(client._connection.fileno())) as own:
+        assert client._link
+        with socket.socket(fileno=os.dup(client._link.connection.fileno())) as own:
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000, "a cut network is noticed soon"
         client.close()
 
@@ -73,10 +85,11 @@ def test_a_server_that_is_closed_leaves_no_thread() -> None:
 def test_a_change_that_is_told_right_after_the_group_counts() -> None:
     """The thread that trains may be slower than the one that listens."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
-    client._connection, theirs = Pipe()
-    for word in (Generation(1, (Member("one-0", "node"),)), Change(1)):
+    ours, theirs = Pipe()
+    link = client._link = Link(ours, "one-1")
+    for word in (Generation(1, (Member("one-1", "node"),)), Change(1)):
         theirs.send(word)
-    threading.Thread(target=client._listen, args=(client._connection,), daemon=True).start()
+    threading.Thread(target=client._listen, args=(link,), daemon=True).start()
     wait_until(lambda: client._newest_change, seconds=5)
     assert not client.changing
     assert client.stand() is not None
@@ -102,3 +115,109 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
         beating.join()
         first.close()
         second.close()
+
+
+def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done(server: MembershipServer) -> None:
+    """Alone in its group, it may stay in a step for long; the driver gives up when nobody is left."""
+    client = MembershipClient(server.address, Member("one", "node"), lambda: None)
+    server.state.size = 1
+    client.connect()
+    formed = client.stand()
+    assert formed
+    assert formed[0].number == 1
+    for connection in list(server._connections.values()):
+        with socket.socket(fileno=os.dup(connection.fileno())) as own:
+            own.shutdown(socket.SHUT_RDWR)
+    assert client.closed(5.0)
+    wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
+    assert not server.state.deserted
+    formed = client.stand()
+    assert formed
+    assert formed[0].number == 2
+    assert not client.closed(0.0)
+    client.close()
+
+
+def test_a_process_that_builds_may_be_silent_for_longer(server: MembershipServer) -> None:
+    builder, other = enter(server, "builder"), enter(server, "other")
+    builder.send(Patience(60.0))
+    wait_until(lambda: server.state.generation.number == 1, seconds=5)
+    with builder, other:
+        wait_until(lambda: ask_living(server.address) == ["builder"], seconds=5)
+        builder.send(Patience(0.1))
+        wait_until(lambda: ask_living(server.address) == [], seconds=5)
+
+
+def test_a_stopped_driver_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel accepts the connection, and nothing ever answers."""
+    monkeypatch.setattr(membership_channel, "RECONNECT_S", 0.3)
+    monkeypatch.setattr(membership_channel, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = MembershipAddress("127.0.0.1", stopped.getsockname()[1], 0, b"")
+        client = MembershipClient(address, Member("one", "node"), lambda: None)
+        began = time.monotonic()
+        with pytest.raises(DeciderLostError, match=r"127\.0\.0\.1.*check that it runs"):
+            client.connect()
+        assert time.monotonic() - began < 10
+
+
+def test_strangers_are_few_and_do_not_stay(server: MembershipServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_connections, "AUTHENTICATE_S", 0.5)
+    address = (server.address.host, server.address.port)
+    strangers = [socket.create_connection(address) for _ in range(30)]
+    with enter(server, "one"):
+        assert ask_living(server.address) == ["one"], "they keep nobody out"
+        assert len(server._listener._strangers) <= 2 * 2 + 16
+        wait_until(lambda: not server._listener._strangers, seconds=5)
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with suppress(ConnectionError):
+            assert len(stranger.recv(1024)) < 1024
+            assert stranger.recv(1024) == b"", "its connection has ended"
+        stranger.close()
+
+
+def test_failures_to_accept_a_connection_are_not_repeated_without_a_pause() -> None:
+    """A process that can open no more files fails at once, each time."""
+    tried = list[float]()
+
+    def accept() -> None:
+        tried.append(time.monotonic())
+        raise OSError("Too many open files")
+
+    listener = member_connections.MemberListener("127.0.0.1", b"key", 2, lambda connection: None)
+    with patch.object(listener, "_socket", Mock(accept=accept, __enter__=Mock(), __exit__=Mock())), listener:
+        time.sleep(0.5)
+    assert 1 <= len(tried) <= 10
+
+
+def test_the_store_and_the_listener_are_bound_to_one_address(server: MembershipServer) -> None:
+    address = server.address
+    for port in (address.port, address.store_port):
+        socket.create_connection((address.host, port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 5)
+
+
+def test_the_key_is_not_shown(server: MembershipServer) -> None:
+    assert repr(server.address.key) not in repr(server.address)
+
+
+def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: MembershipServer) -> None:
+    first, second = enter(server, "first"), enter(server, "second")
+    store = dist.TCPStore(server.address.host, server.address.store_port, timeout=timedelta(seconds=5))  # type: ignore[attr-defined]
+    done = threading.Event()
+    beating = threading.Thread(target=beat, args=(first, done))
+    beating.start()
+    with first:
+        assert isinstance(next_word(first), Generation)
+        for rank in range(2):
+            store.set(f"1/{rank}", "address")
+        second.close()
+        assert isinstance(next_word(first), Close)
+        store.set("2/0", "address")
+        first.send("stand")
+        assert isinstance(next_word(first), Generation)
+        wait_until(lambda: store.list_keys() == ["2/0"], seconds=5)
+        done.set()
+        beating.join()

@@ -2,24 +2,21 @@
 
 A connection that ends is a loss, known at once. A node that goes closes none, but its kernel no longer answers, as one
 does while it is busy; both sides send heartbeats, so MACHINE_LIMIT_S are enough. A process that stands still has a
-kernel that answers: it is lost when no heartbeat has come for PROCESS_LIMIT_S. Who was taken for lost, and is not,
-finds its connection closed, and comes back as a newcomer.
+kernel that answers: it is lost when no heartbeat has come for PROCESS_LIMIT_S, or for longer while it builds what it
+trains with. A process that was taken for lost, and is not, finds its connection closed. It reconnects at once, as a
+newcomer, and joins the next group when its step is done.
 """
 
 import contextlib
-import os
+import math
 import queue
 import secrets
-import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Self
 
 import ray.util
@@ -27,16 +24,25 @@ import torch.distributed as dist
 
 from sunspot.background import Background, start_thread
 from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.member_connections import (
+    CONNECTION_ERRORS,
+    MemberListener,
+    create_server,
+    expect_answers,
+    open_connection,
+)
 from sunspot.elastic.membership import Change, Generation, Member, Membership, Word
 from sunspot.elastic.messages import Incident
 from sunspot.formatting import plural
+from sunspot.parallel.process_group import LOOPBACK
+from sunspot.ray_internals.nodes import is_own_session
 from sunspot.run.incidents import Cause
 
 HEARTBEAT_EVERY_S = 0.1
 BEAT = "beat"
 
-MACHINE_LIMIT_S = 1.0
-"""For which a member's kernel may leave a packet without an answer."""
+ASK_LIVING = "living"
+"""First word of a connection that asks which processes live."""
 
 PROCESS_LIMIT_S = 10.0
 """For which a member may send no heartbeat: one that is starved, or keeps Python's lock, sends none for seconds."""
@@ -45,8 +51,13 @@ DECIDE_EVERY_S = 0.02
 
 STORE_TIMEOUT_S = 60
 
-RECONNECT_S = 10.0
-"""How long a member that lost its decider tries to come back; the driver is gone then, and ends it."""
+RECONNECT_S = 60.0
+"""Seconds for which a process tries to reach the driver; if the driver is gone, Ray ends the process sooner."""
+
+ANSWER_S = 10.0
+"""Seconds that a driver may take for each answer while a connection is opened: a stopped one accepts, and is silent."""
+
+RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,15 @@ class MembershipAddress:
     port: int
     store_port: int
     "Of the store in which the members of a generation meet."
-    key: bytes
+    key: bytes = field(repr=False)
     "Proves that a process belongs to this training."
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Tells the decider for how many seconds the sender may send no heartbeat."""
+
+    limit_s: float
 
 
 class MembershipServer:
@@ -71,27 +89,32 @@ class MembershipServer:
         "Others may look at it, and change nothing."
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
-        host, key = ray.util.get_node_ip_address(), secrets.token_bytes(16)
-        self._listener = Listener((host, 0), backlog=64)
-        # Of the driver, as one of a member would be gone with it, and with it the way to the next generation.
+        host = LOOPBACK if is_own_session() else ray.util.get_node_ip_address()
+        key = secrets.token_bytes(16)
+        self._listener = MemberListener(host, key, size, self._serve)
+        # The driver has the store, because one of a member would be gone with it. torch (2.15) would listen on all
+        # interfaces. It takes no store that is written in Python (`Store.clone`), so this one cannot authenticate.
+        listening = create_server(host)
+        store_port: int = listening.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_TIMEOUT_S)
+            host,
+            store_port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=STORE_TIMEOUT_S),
+            master_listen_fd=listening.detach(),
         )
-        self.address = MembershipAddress(host, self._listener.address[1], self._store.port, key)
+        self.address = MembershipAddress(host, self._listener.port, store_port, key)
         self._deciding, self._beating = Background(DECIDE_EVERY_S, self._decide), 0.0
-        self._closing = False
 
     def __enter__(self) -> Self:
-        start_thread(self._accept, "members")
+        self._listener.__enter__()
         self._deciding.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing = True
+        self._listener.__exit__()
         self._deciding.__exit__(None, None, None)
-        with contextlib.suppress(OSError):  # which its thread waits for
-            socket.create_connection(self._listener.address, HEARTBEAT_EVERY_S).close()
-        self._listener.close()
         for connection in list(self._connections.values()):
             connection.close()
 
@@ -100,30 +123,21 @@ class MembershipServer:
         with self._lock:
             self.state.drain(nodes)
 
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                connection = self._listener.accept()
-            except OSError:  # who came is gone, or this is the end
-                continue
-            start_thread(partial(self._serve, connection), "member")
-
     def _serve(self, connection: Connection) -> None:
-        expect_answers(connection)
-        ends = (EOFError, OSError, AuthenticationError)  # the process has ended, or its machine, or it is a stranger
-        with connection, contextlib.suppress(*ends):
-            # Not by the listener: who says nothing would keep all others waiting.
-            deliver_challenge(connection, self.address.key)
-            answer_challenge(connection, self.address.key)
-            member: Member = connection.recv()
-            try:
-                self._hear(connection, member)
-            finally:
-                with self._lock:
-                    self._note_loss(member)
-                    self.state.lose(member.uid, time.monotonic())
-                    del self._connections[member.uid]
-                self._deciding.run_now()
+        first: Member | str = connection.recv()
+        if isinstance(first, str):  # ASK_LIVING
+            with self._lock:
+                living = list(self._connections)
+            connection.send(living)
+            return
+        try:
+            self._hear(connection, first)
+        finally:
+            with self._lock:
+                self._note_loss(first)
+                self.state.lose(first.uid, time.monotonic())
+                del self._connections[first.uid]
+            self._deciding.run_now()
 
     def _hear(self, connection: Connection, member: Member) -> None:
         """Do what a member says, as long as it says something."""
@@ -136,8 +150,12 @@ class MembershipServer:
             "end": lambda: self.state.end(member.uid),
             BEAT: lambda: None,
         }
-        while connection.poll(PROCESS_LIMIT_S):
-            word = connection.recv()
+        limit_s = PROCESS_LIMIT_S
+        while connection.poll(None if limit_s == math.inf else limit_s):
+            word: Patience | str = connection.recv()
+            if isinstance(word, Patience):
+                limit_s = word.limit_s
+                continue
             with self._lock:
                 acts[word]()
 
@@ -166,19 +184,37 @@ class MembershipServer:
                 connection.send(word)
             except (OSError, TypeError):  # TypeError: another thread has closed it meanwhile
                 continue  # its thread notices
+        if any(isinstance(word, Generation) for _, word in words):
+            self._forget_meetings()
+
+    def _forget_meetings(self) -> None:
+        """Delete the addresses that the members of earlier generations left in the store."""
+        newest = f"{self.state.generation.number}/"
+        for key in self._store.list_keys() if hasattr(self._store, "list_keys") else ():  # new in torch 2.15
+            if not key.startswith(newest):
+                self._store.delete_key(key)
 
 
-def expect_answers(connection: Connection) -> None:
-    """Have a connection end when the other kernel does not answer what is sent for MACHINE_LIMIT_S; see tcp(7)."""
-    if sys.platform != "linux":
-        return
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S))
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def ask_living(address: MembershipAddress) -> list[str]:
+    """Return the uids of the processes that the decider takes for living. Raises one of CONNECTION_ERRORS."""
+    with open_connection(address.host, address.port, address.key, ANSWER_S) as connection:
+        connection.send(ASK_LIVING)
+        living: list[str] = connection.recv()
+    return living
 
 
 class DeciderLostError(ConnectionError):
-    """The decider cannot be reached: who was in a group tries on, and Ray ends it if the driver is gone."""
+    """The decider could not be reached for RECONNECT_S."""
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A connection to the decider, and what has come over it."""
+
+    connection: Connection
+    uid: str
+    "How the decider knows this process as long as the connection lasts."
+    formed: queue.Queue[Generation | None] = field(default_factory=queue.Queue)
 
 
 class MembershipClient:
@@ -187,11 +223,14 @@ class MembershipClient:
     def __init__(self, address: MembershipAddress, identity: Member, on_close: Callable[[], None]) -> None:
         """`on_close` ends the collectives of this process; it is called in a thread of its own."""
         self._address, self._identity, self._on_close = address, identity, on_close
-        self._formed: queue.Queue[Generation | None] = queue.Queue()
-        self._sending = threading.Lock()
-        self._connection: Connection | None = None
-        self._uid = 0
-        "How often it has connected."
+        self._connecting, self._sending = threading.Lock(), threading.Lock()
+        self._link: Link | None = None
+        self._left = False
+        "Whether this process has left for good."
+        self.connections = 0
+        "How often it has connected: once, and once more each time that it was taken for lost."
+        self._others_train = False
+        self._patience_s = PROCESS_LIMIT_S
         self._generation = 0
         "Number of the generation that it is in; 0: none."
         self._newest_closed = 0
@@ -202,49 +241,64 @@ class MembershipClient:
         "Number of the newest generation that is to change once a step is done."
 
     def connect(self) -> bool:
-        """Enter the decider's list, as a newcomer; returns whether others train. Raises `DeciderLostError`."""
+        """Enter the decider's list as a newcomer, if this process is not in it, and return whether others train.
+
+        Raises `DeciderLostError`.
+        """
+        with self._connecting:
+            if self._link is None:
+                self._open_link()
+            return self._others_train
+
+    def _open_link(self) -> None:
         until = time.monotonic() + RECONNECT_S
         address = self._address
         while True:
+            connection: Connection | None = None
+            uid = f"{self._identity.uid}-{self.connections + 1}"
             try:
-                connection = Client((address.host, address.port), authkey=address.key)
+                connection = open_connection(address.host, address.port, address.key, ANSWER_S)
+                connection.send(Member(uid, self._identity.node))
+                self._others_train = connection.recv()
                 expect_answers(connection)
-                self._uid += 1
-                connection.send(Member(self.uid, self._identity.node))
-                others_train: bool = connection.recv()
+                connection.send(Patience(self._patience_s))
                 break
-            except Exception as error:
-                if time.monotonic() > until:
-                    raise DeciderLostError(f"the driver at {address.host} cannot be reached: {error}") from error
-                time.sleep(0.2)
-        self._formed = queue.Queue()
-        self._connection = connection
-        start_thread(lambda: self._listen(connection), "membership")
-        start_thread(lambda: self._beat(connection), "heartbeat")
-        return others_train
+            except CONNECTION_ERRORS as error:
+                if connection:
+                    connection.close()
+                if time.monotonic() > until or self._left:
+                    raise DeciderLostError(
+                        f"the driver at {address.host}:{address.port} could not be reached for {RECONNECT_S:.0f} s "
+                        f"({error or type(error).__name__}); check that it runs, and that this node may connect to it"
+                    ) from error
+                time.sleep(RETRY_S)
+        self.connections += 1
+        link = self._link = Link(connection, uid)
+        start_thread(lambda: self._stay_connected(link), "membership")
+        start_thread(lambda: self._beat(link), "heartbeat")
 
     def stand(self) -> tuple[Generation, int] | None:
         """Leave the present generation, and return the next one and the rank in it, however long that takes.
 
-        None: there is no next one. Raises `DeciderLostError`.
+        Returns None if there is no next one. Raises `DeciderLostError`.
         """
         self._leave()
         while True:
-            if self._connection is None:
-                self.connect()
-            if not self._send("stand"):
+            self.connect()
+            link = self._link
+            if not link or not self._send("stand", link):
                 continue
-            while self._connection is not None:
+            while self._link is link:
                 with contextlib.suppress(queue.Empty):
-                    generation = self._formed.get(timeout=0.1)
+                    generation = link.formed.get(timeout=0.1)
                     if generation is None:
                         return None
                     self._generation = generation.number
                     self._closed.clear()
-                    if self._newest_closed >= generation.number:
+                    if self._newest_closed >= generation.number or self._link is not link:
                         self._leave()
                         break  # and stand again
-                    rank = generation.place_of(self.uid)
+                    rank = generation.place_of(link.uid)
                     assert rank is not None
                     return generation, rank
 
@@ -257,14 +311,26 @@ class MembershipClient:
         """Whether the group is to change once a step is done."""
         return self._newest_change == self._generation > 0
 
-    @property
-    def uid(self) -> str:
-        """How the decider knows this process: by another name each time that it was taken for lost."""
-        return f"{self._identity.uid}-{self._uid}"
-
     def closed(self, wait_s: float) -> bool:
         """Whether the generation has ended, or does so within some seconds."""
-        return self._closed.wait(wait_s)
+        return self._closed.wait(wait_s) if wait_s else self._closed.is_set()
+
+    @contextlib.contextmanager
+    def patience(self, limit_s: float) -> Iterator[None]:
+        """Have the decider wait up to `limit_s` for a heartbeat in this context: code may keep Python's lock for long.
+
+        0: without a limit.
+        """
+        before = self._patience_s
+        self._set_patience(max(before, limit_s or math.inf))
+        try:
+            yield
+        finally:
+            self._set_patience(before)
+
+    def _set_patience(self, limit_s: float) -> None:
+        self._patience_s = limit_s
+        self._send(Patience(limit_s))
 
     def end(self) -> None:
         """Tell that the group ends as a whole: no other follows."""
@@ -272,34 +338,42 @@ class MembershipClient:
 
     def close(self) -> None:
         """Leave for good."""
-        if self._connection:
-            self._connection.close()
+        self._left = True
+        if self._link:
+            self._link.connection.close()
 
-    def _send(self, word: str) -> bool:
-        connection = self._connection
+    def _send(self, word: Patience | str, link: Link | None = None) -> bool:
+        link = link or self._link
+        if not link:
+            return False
         try:
             with self._sending:
-                if connection:
-                    connection.send(word)
-                    return True
+                link.connection.send(word)
+                return True
         except (OSError, TypeError):  # TypeError: another thread has closed it meanwhile
-            self._drop(connection)
+            self._drop(link)
         return False
 
-    def _beat(self, connection: Connection) -> None:
-        while self._connection is connection:
-            self._send(BEAT)
+    def _beat(self, link: Link) -> None:
+        while self._link is link:
+            self._send(BEAT, link)
             time.sleep(HEARTBEAT_EVERY_S)
 
-    def _listen(self, connection: Connection) -> None:
-        formed = self._formed
+    def _stay_connected(self, link: Link) -> None:
+        """Listen until the connection ends, and open the next one at once, so that the decider knows who lives."""
+        self._listen(link)
+        if not self._left:
+            with contextlib.suppress(DeciderLostError):  # `stand` tries again, and raises it
+                self.connect()
+
+    def _listen(self, link: Link) -> None:
         try:
             while True:
-                word: Word | str = connection.recv()
+                word: Word | str = link.connection.recv()
                 if isinstance(word, str):
                     continue  # BEAT
                 if word is None or isinstance(word, Generation):
-                    formed.put(word)
+                    link.formed.put(word)
                 elif isinstance(word, Change):
                     self._newest_change = word.number
                 else:
@@ -307,13 +381,13 @@ class MembershipClient:
                     if word.number == self._generation:
                         self._end_generation()
         except (EOFError, OSError, TypeError):
-            self._drop(connection)
+            self._drop(link)
 
-    def _drop(self, connection: Connection | None) -> None:
+    def _drop(self, link: Link) -> None:
         """Note that the decider has closed the connection: it takes this process for lost."""
-        if connection and self._connection is connection:
-            self._connection = None
-            connection.close()
+        if self._link is link:
+            self._link = None
+            link.connection.close()
             self._end_generation()
 
     def _end_generation(self) -> None:

@@ -1,0 +1,158 @@
+"""Authenticated connections between the members of a worker group and the driver, opened and accepted within limits."""
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Self
+
+from sunspot.background import start_thread
+
+MACHINE_LIMIT_S = 1.0
+"""Seconds for which a peer's kernel may leave a packet unanswered."""
+
+AUTHENTICATE_S = 5.0
+"""Seconds that a process has to prove that it belongs to this training."""
+
+SPARE_STRANGERS = 16
+"""Unauthenticated connections that are kept besides two for each worker."""
+
+LOOK_EVERY_S = 0.5
+"""Interval at which the listener looks for connections that have taken too long to authenticate."""
+
+PAUSE_S = 0.1
+"""Pause after a connection could not be accepted, for example because the process can open no more files."""
+
+CONNECTION_ERRORS = (EOFError, OSError, AuthenticationError)
+"""What reading and writing may raise when the other process is gone, silent, or a stranger."""
+
+
+class MemberListener:
+    """Listens on one address while the context lasts, and serves each process that knows the key in its own thread."""
+
+    def __init__(self, host: str, key: bytes, size: int, serve: Callable[[Connection], None]) -> None:
+        """`size` workers are expected. `serve` may raise one of CONNECTION_ERRORS, which ends the connection, too."""
+        self._key, self._serve, self._most = key, serve, 2 * size + SPARE_STRANGERS
+        self._socket = create_server(host)
+        self._socket.settimeout(LOOK_EVERY_S)
+        self.port: int = self._socket.getsockname()[1]
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, float] = {}
+        "Unauthenticated connections, oldest first, and when the time of each is over (`monotonic`)."
+        self._closing = False
+
+    def __enter__(self) -> Self:
+        start_thread(self._accept, "members")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, which closes the socket
+
+    def _accept(self) -> None:
+        with self._socket:
+            while not self._closing:
+                self._end_overdue()
+                try:
+                    accepted, _ = self._socket.accept()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    time.sleep(PAUSE_S)
+                    continue
+                accepted.settimeout(None)
+                self._end_overdue(most=self._most - 1)
+                with self._lock:
+                    self._strangers[accepted] = time.monotonic() + AUTHENTICATE_S
+                try:
+                    start_thread(partial(self._admit, accepted), "member")
+                except RuntimeError:  # no more threads can be started
+                    self._forget(accepted)
+                    time.sleep(PAUSE_S)
+
+    def _end_overdue(self, most: int = sys.maxsize) -> None:
+        """End the unauthenticated connections whose time is over, and the oldest ones beyond `most`."""
+        with self._lock:
+            excess = len(self._strangers) - most
+            for number, (stranger, until) in enumerate(list(self._strangers.items())):
+                if number < excess or time.monotonic() > until:
+                    del self._strangers[stranger]
+                    with contextlib.suppress(OSError):
+                        stranger.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+
+    def _forget(self, accepted: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(accepted, None)
+        accepted.close()
+
+    def _admit(self, accepted: socket.socket) -> None:
+        """Serve a connection once it has authenticated itself."""
+        try:
+            connection = Connection(os.dup(accepted.fileno()))
+        except OSError:
+            self._forget(accepted)
+            return
+        with connection:
+            try:
+                expect_answers(connection)
+                deliver_challenge(connection, self._key)  # type: ignore[arg-type]
+                answer_challenge(connection, self._key)  # type: ignore[arg-type]
+                authenticated = True
+            except CONNECTION_ERRORS:
+                authenticated = False
+            self._forget(accepted)
+            if authenticated:
+                with contextlib.suppress(*CONNECTION_ERRORS):
+                    self._serve(connection)
+
+
+def create_server(host: str) -> socket.socket:
+    """Return a socket that listens on `host` alone, at a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=128)
+
+
+def open_connection(host: str, port: int, key: bytes, limit_s: float) -> Connection:
+    """Open an authenticated connection to the driver, each of whose answers may take `limit_s`.
+
+    Raises one of CONNECTION_ERRORS. The limit holds until `expect_answers` is called.
+    """
+    with socket.create_connection((host, port), limit_s) as opened:
+        opened.settimeout(None)
+        _limit_reads(opened, limit_s)
+        connection = Connection(os.dup(opened.fileno()))
+    try:
+        answer_challenge(connection, key)  # type: ignore[arg-type]
+        deliver_challenge(connection, key)  # type: ignore[arg-type]
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def expect_answers(connection: Connection) -> None:
+    """Let reads wait without a limit, but end the connection if the peer's kernel is silent for MACHINE_LIMIT_S.
+
+    See TCP_USER_TIMEOUT in tcp(7).
+    """
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _limit_reads(own, 0)
+        if sys.platform == "linux":
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MACHINE_LIMIT_S))
+
+
+def _limit_reads(own: socket.socket, limit_s: float) -> None:
+    """Have each read of a socket fail that waits for longer than `limit_s` (0: no limit); see socket(7)."""
+    seconds = int(limit_s)
+    own.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, int(1_000_000 * (limit_s - seconds)))
+    )
