@@ -363,7 +363,7 @@ def test_a_replacement_that_dies_is_replaced_after_the_next_look(error: Exceptio
         raise error
 
     group = SimpleNamespace(replace_replica_group=replace)
-    [callback] = replace_lost_alone()
+    [callback] = replace_lost_alone(list)
     callback.after_worker_group_start(group)
     group.replace_replica_group(1)
 

@@ -9,11 +9,13 @@ ray._raylet.PlacementGroupID       to give back what a failed controller had res
                                    groups that one has made oneself
 ray._private.state.actors          to find controllers: the public ray.util.state asks the dashboard, which local
                                    sessions do not have
+an actor handle's _actor_id        to tell which of the training's processes a worker of the group is
 core_worker.kill_actor             to end one that waits for a node: the public `ray.kill` wants its handle, which the
                                    trainer keeps to itself
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +28,14 @@ from sunspot.log import warn_once
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 3.0
-"""How long a worker may take to say that it lives."""
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks whether workers that have not answered still live."""
+
+ANSWER_S = 10.0
+"""Seconds that a worker may take to answer if nobody else knows that it lives: as long as it may send no heartbeat."""
+
+LIVING_S = 600.0
+"""The same, in seconds, for a worker that is known to live: it is busy, or the network to it is slow."""
 
 
 class GroupRestartError(RayActorError):
@@ -76,12 +84,13 @@ def end_groups_at_once() -> list[Any]:
     return [EndAtOnce()]
 
 
-def replace_lost_alone() -> list[Any]:
+def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
     """Callbacks for Ray Train's controller where workers outlive each other: several may be lost at once.
 
     To replace one, Ray asks all others to forget what they have reported, and fails when one of these is dead, too
     (`_replace_replica_group_impl`, 2.60). So it learns of all that are dead first. Where one dies meanwhile, Ray would
     replace again also those that it had replaced before, or fail; it only is to find out at its next look.
+    `find_living` returns names that begin with the actor ids of the workers that are known to live.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -102,16 +111,43 @@ def replace_lost_alone() -> list[Any]:
 
         def before_controller_execute_resize_decision(self, decision: Any) -> None:
             replicas = self._group.get_replica_groups() if self._group is not None else None
-            for replica in replicas or ():
-                if not replica.is_active():
-                    continue
-                asked = [worker.actor.clear_result_queue.remote() for worker in replica.get_workers()]
-                try:
-                    ray.get(asked, timeout=ANSWER_S)
-                except Exception:  # it is dead, or does not answer: then it is to be replaced
-                    replica.shutdown()
+            end_lost([replica for replica in replicas or () if replica.is_active()], find_living)
 
     return [ForgetLost()]
+
+
+def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) -> None:
+    """Shut down the replica groups that have a dead worker, or one that neither answers nor is known to live."""
+    asked = {
+        worker.actor.clear_result_queue.remote(): (worker.actor._actor_id.hex(), replica)
+        for replica in replicas
+        for worker in replica.get_workers()
+    }
+    began = time.monotonic()
+    while asked:
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_EVERY_S)
+        for answer in answered:
+            _, replica = asked.pop(answer)
+            try:
+                ray.get(answer)
+            except Exception:  # it is dead
+                replica.shutdown()
+        waited_s = time.monotonic() - began
+        if not asked or waited_s < ANSWER_S:
+            continue
+        living = _ask_who_lives(find_living)
+        for answer, (actor, replica) in list(asked.items()):
+            if waited_s > LIVING_S or not any(name.startswith(actor) for name in living):
+                del asked[answer]
+                replica.shutdown()
+
+
+def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str]:
+    try:
+        return find_living()
+    except Exception as error:  # without an answer nobody is known to live
+        log.debug("who lives is not known: %s", error)
+        return ()
 
 
 @contextmanager

@@ -52,8 +52,9 @@ class Survivor:
     def __init__(self, address: MembershipAddress, limit_s: float) -> None:
         """No collective of its groups waits for longer than `limit_s`."""
         self._address, self._device = address, ray.train.torch.get_device()
-        self._groups = ProcessGroups(self._device, limit_s)
-        member = Member(process_name(), ray.get_runtime_context().get_node_id())
+        self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port))
+        context = ray.get_runtime_context()
+        member = Member(f"{context.get_actor_id()}-{process_name()}", context.get_node_id())  # see `replace_lost_alone`
         self._client = MembershipClient(address, member, self._groups.cut)
         self._worker: Worker | None = None
         self._outputs: Future[None] | None = None

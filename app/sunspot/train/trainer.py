@@ -23,7 +23,7 @@ from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.membership import Membership
-from sunspot.elastic.membership_channel import MembershipServer
+from sunspot.elastic.membership_channel import MembershipServer, ask_living
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
@@ -309,7 +309,7 @@ def make_trainer(config: WorkerConfig, resources: Resources, workers: WorkerRang
     if config.membership:
         trainer: Any = TorchTrainer
         backend: dict[str, Any] = {"torch_config": SurvivorConfig()}
-        callbacks = replace_lost_alone()
+        callbacks = replace_lost_alone(functools.partial(ask_living, config.membership))
     else:
         trainer, backend = choose_trainer(plan, int(config.collective_timeout_s))
         callbacks = [FailureRecorder(config.control), *end_groups_at_once()]
