@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -458,3 +459,50 @@ def test_ranks_have_journals_of_their_own(run: Run) -> None:
         journal.append({"step": step, "time": 0.0, "event": "a test"})
         journal.flush()
     assert [(record["attempt"], record["step"]) for record in read_journal(run, "events")] == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_what_has_no_step_yet_has_a_limit_too() -> None:
+    """Forming a group, for instance, which no other rank can end for this one."""
+    program = """
+        import ctypes, sys, time
+        from sunspot.elastic import watchdog
+        watchdog.LINGER_S = 1
+        with watchdog.ended_after(60.0, "never"):
+            pass
+        with watchdog.ended_after(1.0, "a group of 3 formed"):
+            hang = ctypes.PyDLL(None).usleep if sys.argv[1] == "lock" else lambda us: time.sleep(us / 1e6)
+            hang(30_000_000)
+    """
+    for holds in ("lock", "nothing"):
+        command = [sys.executable, "-c", textwrap.dedent(program), holds]
+        ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
+        assert ended.returncode == 1
+        assert 'File "<string>"' in ended.stderr, "it tells where it stood"
+    assert "this process ends itself, as it waited 1 s until a group of 3 formed" in ended.stderr
+
+
+def test_what_surrounds_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:
+    pauses = list[str]()
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        pauses.append("begins")
+        yield
+        pauses.append("ends")
+
+    watchdog = Watchdog(run, 0, 2, 300, print, around)
+    with watchdog.paused():
+        assert pauses == ["begins"]
+    assert pauses == ["begins", "ends"]
+
+
+def test_a_process_cancels_its_timer_at_a_fork_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its groups has a watchdog, and what is called at a fork stays to the end of the process."""
+    registered = list[object]()
+    monkeypatch.setattr(os, "register_at_fork", lambda before: registered.append(before))
+    hang._cancel_timers_at_fork.cache_clear()
+    for _ in range(3):
+        with Watchdog(run, 0, 2, 300, print):
+            pass
+    hang._cancel_timers_at_fork.cache_clear()
+    assert len(registered) == 1

@@ -56,6 +56,9 @@ SPARED_S = 10
 """How much longer a rank lives that waits for others: the end of the one it waits for ends its group, and it may go
 on in the next (train/survivor.py)."""
 
+STDERR = 2
+"""Descriptor of the process's own stderr, which `sys.stderr` may stand in front of."""
+
 FILES = "sunspot-hang-"
 """How the name of the file of each process begins."""
 
@@ -95,7 +98,17 @@ class Watchdog:
     steps yet, hearing from the others counts as one.
     """
 
-    def __init__(self, run: Run, rank: int, world_size: int, timeout_s: float, on_hang: OnHang) -> None:
+    def __init__(
+        self,
+        run: Run,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        on_hang: OnHang,
+        around_pauses: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """`around_pauses` makes a context for each time that no heartbeat is expected."""
+        self._around_pauses = around_pauses
         self._run, self._rank, self._world_size = run, rank, world_size
         self._timeout_s, self._on_hang = timeout_s, on_hang
         self._training_thread = threading.get_ident()
@@ -126,7 +139,8 @@ class Watchdog:
         """Expect no heartbeat during what has a limit of its own, such as a wait for storage."""
         self._paused = True
         try:
-            yield
+            with self._around_pauses():
+                yield
         finally:
             self.heartbeat()
             self._paused = False
@@ -138,8 +152,7 @@ class Watchdog:
                 prefix=_prefix(self._run), dir=_folder(), buffering=0, delete=False
             )
             self._path = Path(self._file.name)
-            # A forked child has the timer's lock but not its thread, and would wait for it at its end.
-            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+            _cancel_timers_at_fork()
             self._thread.start()
         return self
 
@@ -197,6 +210,37 @@ class Watchdog:
         finally:
             if not self._closing.wait(lives_s):
                 os._exit(1)
+
+
+@functools.cache
+def _cancel_timers_at_fork() -> None:
+    """Have no fork copy a timer, once for this process: the child has its lock but not its thread, and would wait."""
+    os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+
+
+@contextlib.contextmanager
+def ended_after(limit_s: float, until: str) -> Iterator[None]:
+    """End this process, with its stacks on stderr, if the context lasts for `limit_s` seconds.
+
+    The message says that the process waited `until` something happened. No watchdog may be at work meanwhile: there is
+    one timer in a process that needs no Python.
+    """
+    _cancel_timers_at_fork()
+
+    def end() -> None:
+        print(f"this process ends itself, as it waited {limit_s:.0f} s until {until}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(STDERR)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(limit_s + LINGER_S, exit=True, file=STDERR)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def describe(header: dict[str, Any], dump: str, now: float) -> Hang:

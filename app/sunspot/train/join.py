@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -105,7 +105,8 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     if survivor:
         prepare = partial(prepare_learner, plan, control)
         if settings.parallel == "ddp" and survivor.others_train:  # a model in parts is built by all together
-            survivor.prepare(prepare)
+            with survivor.building(settings.hang_timeout_s):
+                survivor.prepare(prepare)
         formed = survivor.form()
         if not formed:
             yield None
@@ -129,7 +130,8 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         if survivor:
             stack.callback(claimant.given_up.set)  # once it has left the group
         stack.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
-        watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang)
+        around_pauses = partial(survivor.building, settings.hang_timeout_s) if survivor else nullcontext
+        watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang, around_pauses)
         stack.enter_context(watchdog)
         stack.enter_context(listening_to_rounds(watchdog.heartbeat))
 

@@ -6,10 +6,12 @@ replaced, and the new one prepares itself while the others train.
 """
 
 import gc
+import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self
@@ -23,13 +25,21 @@ from sunspot.background import Background
 from sunspot.checkpoint import NodeMemory
 from sunspot.elastic.claim import process_name
 from sunspot.elastic.copies import Holders, LiveState
-from sunspot.elastic.membership import Member
-from sunspot.elastic.membership_channel import MembershipAddress, MembershipClient
+from sunspot.elastic.member_connections import MACHINE_LIMIT_S
+from sunspot.elastic.membership import Generation, Member
+from sunspot.elastic.membership_channel import (
+    PROCESS_LIMIT_S,
+    DeciderLostError,
+    MembershipAddress,
+    MembershipClient,
+)
 from sunspot.elastic.restore import Position, TrainingState, hand_over
-from sunspot.errors import find_in
+from sunspot.elastic.watchdog import ended_after
+from sunspot.errors import SupersededError, find_in, shorten
+from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.process_group import FORM_LIMIT_S, ProcessGroups, await_device
+from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups, await_device
 from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.failures import LOST_PEER
@@ -45,6 +55,16 @@ OUTPUTS_S = 1.0
 CUT_EVERY_S = 0.1
 """Between two looks whether the group that forms has lost a member."""
 
+GROUP_TRIES = 3
+"""Groups in a row that may come to no step because they did not form, or because this process was taken for lost."""
+
+STUCK_AFTER_S = 20.0
+"""Seconds after a limit has passed until a process ends itself because it still stands in what the limit is for."""
+
+
+class NoGroupError(RuntimeError):
+    """Ends a process that came to no step in GROUP_TRIES groups in a row, or a replacement that cannot form a group."""
+
 
 class Survivor:
     """This process, between its groups."""
@@ -57,10 +77,16 @@ class Survivor:
         member = Member(f"{context.get_actor_id()}-{process_name()}", context.get_node_id())  # see `replace_lost_alone`
         self._client = MembershipClient(address, member, self._groups.cut)
         self._worker: Worker | None = None
+        self._trained = False
+        "Whether this process has been in a group that trained."
+        self._vain: list[str] = []
+        "Why groups came to no step, since the newest step of this process."
+        self._connections = 0
+        "How often it had connected when its newest group formed."
         self._outputs: Future[None] | None = None
         "Those of the group before, as they come to storage."
-        self.others_train = False
-        "Whether others trained when this process came."
+        self.others_train = True
+        "Whether others trained when this process came, as far as is known."
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
@@ -73,6 +99,15 @@ class Survivor:
 
     def __exit__(self, *error: object) -> None:
         self._client.close()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether this process came to those who train, and has not trained with them yet: they do without it."""
+        return self.others_train and not self._trained
+
+    def building(self, limit_s: float) -> AbstractContextManager[None]:
+        """Have the decider wait up to `limit_s` (0: without a limit) for a sign of life while this process builds."""
+        return self._client.patience(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build what this process will train with once it has the others' state, alone, if it has nothing yet."""
@@ -99,23 +134,50 @@ class Survivor:
             torch.cuda.empty_cache()  # or what is built next would wait for it
 
     def form(self) -> WorkerPlace | None:
-        """Stand for the next group, and form it with the others, however long they take; None: there is no next one."""
+        """Stand for the next group, and form it with the others, however long they take; None: there is no next one.
+
+        Raises `DeciderLostError`, and `NoGroupError` once GROUP_TRIES groups in a row have come to nothing. A
+        replacement has one try, because the others would wait for it in each.
+        """
         while True:
-            self._groups.leave()
+            with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
+                self._groups.leave()
+            if len(self._vain) >= GROUP_TRIES:
+                raise NoGroupError(f"{plural(len(self._vain), 'group')} in a row came to no step: {self._vain[-1]}")
             stood = self._client.stand()
             if not stood:
                 return None
             generation, rank = stood
+            self._connections = self._client.connections
+            began = time.monotonic()
             try:
-                with self.forming():
-                    meeting = partial(self._open_store, generation.number)
-                    group = self._groups.form(meeting, rank, len(generation.members))
-            except RuntimeError:
-                if not self._client.closed(CLOSED_WITHIN_S):
-                    raise
+                group = self._form(generation, rank)
+            except RuntimeError as error:
+                took_s = time.monotonic() - began
+                # The member that gives up first closes the group for the others. A loss does so sooner.
+                if took_s > FORM_LIMIT_S / 2 or not self._client.closed(CLOSED_WITHIN_S):
+                    self._note_unformed(generation, took_s, error)
                 continue
             nodes = [member.node for member in generation.members]
             return WorkerPlace(group, rank, len(nodes), self._device, nodes)
+
+    def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
+        size = len(generation.members)
+        limit_s = FORM_LIMIT_S + (NCCL_LIMIT_S if self._device.type == "cuda" else 0)
+        with ended_after(limit_s + STUCK_AFTER_S, f"a group of {size} formed"), self.forming():
+            return self._groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
+
+    def _note_unformed(self, generation: Generation, after_s: float, error: RuntimeError) -> None:
+        """Note that a group did not form although none of its members is known to be lost."""
+        nodes = ", ".join(sorted({member.node[:12] for member in generation.members}))
+        why = (
+            f"{plural(len(generation.members), 'worker')} did not form a group within {after_s:.0f} s; check that the "
+            f"nodes {nodes} may connect to each other ({shorten(error)})"
+        )
+        print(why, file=sys.stderr, flush=True)
+        self._vain.append(why)
+        if self.replaces:
+            raise NoGroupError(why) from error
 
     @contextmanager
     def forming(self) -> Iterator[None]:
@@ -132,8 +194,12 @@ class Survivor:
         return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
 
     def _cut_if_closed(self) -> None:
-        if self._client.closed(0.0):
+        if self._client.closed(0.0) or self._groups.overdue:
             self._groups.cut()
+
+    def is_closed(self) -> bool:
+        """Whether the group has ended: a group of one hears of it by no collective."""
+        return self._client.closed(0.0)
 
     def regroups(self) -> bool:
         """Whether the group is to change once a step is done."""
@@ -158,19 +224,28 @@ class Survivor:
         """Note what this process trains with."""
         if not gc.get_freeze_count():
             gc.freeze()  # all that was imported, and the model: to look through it takes half a second, at each loss
+        self._trained = True
         self._worker, self.learner = worker, worker.learner
 
     def outlives(self, error: Exception) -> bool:
         """Tell whether the group has ended, by this error, and not this process."""
         if isinstance(error, RegroupError):
             return True
-        if isinstance(error, GroupRestartError) or find_in(error):
+        if isinstance(error, GroupRestartError | NoGroupError | DeciderLostError):
             return False
-        lost_peer = LOST_PEER.search(f"{type(error).__name__}: {error}")
+        known = find_in(error)
+        if known and not isinstance(known, SupersededError):  # the next group of this driver may be what took it over
+            return False
+        lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
         return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
 
     def leave(self, error: Exception) -> None:
         """Keep the state for the next group, and let go of the last one."""
+        if self._worker and self._worker.step > self._worker.beginning.step:
+            self._vain.clear()
+        elif self._client.connections > self._connections:
+            limit = f"no heartbeat came for {PROCESS_LIMIT_S:.0f} s, or none of its packets for {MACHINE_LIMIT_S:.0f} s"
+            self._vain.append(f"the driver took this process for lost: {limit}")
         for each in (error, error.__cause__):
             if each:
                 traceback.clear_frames(each.__traceback__)  # which hold the last step's batch and graph

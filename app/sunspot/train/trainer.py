@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import os
 import pkgutil
 import tempfile
@@ -28,6 +29,7 @@ from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.elastic.supervisor import supervised
+from sunspot.elastic.watchdog import FIRST_STEP_S
 from sunspot.errors import SunspotError
 from sunspot.observe.progress import shown_progress
 from sunspot.observe.prometheus import exported_run
@@ -221,6 +223,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
             membership=membership.address if membership else None,
             folder=os.getcwd(),
         )
+        limit_s = settings.hang_timeout_s + FIRST_STEP_S if settings.hang_timeout_s else math.inf
         placement = choose_placement(find_room(staying_nodes(), resources.per_worker)) if outlive else "PACK"
         trainer = make_trainer(config, resources, workers, placement, scratch)
         try:
@@ -228,7 +231,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
             with quiet_losses(), asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
-                if not (membership and left_alone(fitting, membership.state)):
+                if not (membership and left_alone(fitting, membership.state, limit_s)):
                     fitting.result()
                 over = not membership or stop_request.asked or has_ended(plan, claimant)
                 return None if over else start_again(control, start, settings.max_failures)
@@ -281,14 +284,21 @@ def start_again(
     return TrainerStart(incident, replace(counts, charged=counts.charged + 1))
 
 
-def left_alone(fitting: Future[Any], membership: Membership) -> bool:
+def left_alone(fitting: Future[Any], membership: Membership, limit_s: float = math.inf) -> bool:
     """Wait for the end of a trainer, and return False; True once it has no worker any more, and waits for a node.
 
     While Ray places the worker that it replaces, it asks no other one: neither whether all have finished, nor whether
-    they live. One that comes when they have is of no use to a group that has ended.
+    they live. One that comes when they have is of no use to a group that has ended. Once all who trained are lost,
+    those who came to replace them may take `limit_s` to train: one that hangs is watched by nobody else.
     """
     empty_since: float | None = None
+    trained = time.monotonic()
     while not wait([fitting], ALONE_CHECK_S).done:
+        if membership.trains or not membership.generation.members:
+            trained = time.monotonic()
+        elif time.monotonic() - trained > limit_s:
+            log.warning(f"no worker is left that trained, and none has taken its place within {limit_s:.0f} s")
+            return True
         if membership.trains or not (membership.ended or membership.deserted):
             empty_since = None
         elif empty_since is None:

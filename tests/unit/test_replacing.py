@@ -1,0 +1,94 @@
+"""Which workers Ray is told to replace, and when a trainer without workers ends."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from sunspot.elastic.membership import Member, Membership
+from sunspot.ray_internals import controller
+from sunspot.ray_internals.controller import end_lost
+from sunspot.train import trainer
+from sunspot.train.trainer import left_alone
+
+
+class Worker:
+    """A worker of Ray's that answers, or is dead, or does neither."""
+
+    def __init__(self, name: str, answer: object) -> None:
+        self.name, self.answer, self.ended = name, answer, False
+        asked = SimpleNamespace(remote=lambda: self)
+        self.actor = SimpleNamespace(clear_result_queue=asked, _actor_id=SimpleNamespace(hex=lambda: name))
+
+    def get_workers(self) -> list[Worker]:
+        return [self]
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ray and the clock: half a second passes in each wait."""
+    now = [0.0]
+
+    def wait(asked: list[Worker], num_returns: int, timeout: float) -> tuple[list[Worker], list[Worker]]:
+        answered = [worker for worker in asked if worker.answer is not None]
+        now[0] += 0 if len(answered) == num_returns else timeout
+        return answered, []
+
+    def get(worker: Worker) -> None:
+        if isinstance(worker.answer, Exception):
+            raise worker.answer
+
+    monkeypatch.setattr(controller.ray, "wait", wait)
+    monkeypatch.setattr(controller.ray, "get", get)
+    monkeypatch.setattr(controller.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_dead_workers_are_replaced_and_those_that_answer_are_not(time: list[float]) -> None:
+    dead, whole = Worker("a", ConnectionError()), Worker("b", "done")
+    end_lost([dead, whole], Mock(side_effect=AssertionError))
+    assert (dead.ended, whole.ended, time[0]) == (True, False, 0.0)
+
+
+def test_a_busy_worker_that_lives_is_not_ended_for_its_silence(time: list[float]) -> None:
+    """It keeps Python's lock for half a minute, while another one is to be replaced."""
+    busy, frozen = Worker("busy", None), Worker("frozen", None)
+
+    def find_living() -> list[str]:
+        if time[0] > 30:
+            busy.answer = "done"
+        return ["busy-process-1"]
+
+    end_lost([busy, frozen], find_living)
+    assert (busy.ended, frozen.ended) == (False, True)
+    assert 30 < time[0] < 60
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_worker_that_never_answers_is_waited_for_with_a_limit(known: bool, time: list[float]) -> None:
+    silent = Worker("silent", None)
+    end_lost([silent], (lambda: ["silent-1"]) if known else Mock(side_effect=OSError("the driver is gone")))
+    assert silent.ended
+    assert time[0] <= (controller.LIVING_S if known else controller.ANSWER_S) + 1
+
+
+def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
+    membership = Membership(1)
+    membership.enter(Member("first", "node"))
+    membership.stand("first", 0.0)
+    membership.decide(1.0)
+    assert membership.trains
+    membership.enter(Member("hangs", "node"))
+    membership.lose("first", 2.0)
+    assert not membership.deserted
+    assert left_alone(Future(), membership, limit_s=0.1)
