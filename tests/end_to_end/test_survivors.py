@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 
+from sunspot.elastic.membership_channel import PROCESS_LIMIT_S
 from sunspot.ray_internals.controller import live_controllers, reserved_groups
 from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import find_newest_good
@@ -51,6 +53,27 @@ def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
     training.result(240)
     assert newest(run).step == 2000
     assert "test_accuracy" in newest(run).metrics
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_paused_worker_that_is_alone_in_its_run_trains_on_in_its_process(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    """The driver takes it for lost, and it hears of that by no collective."""
+    run = the_run(program)
+    training = program.begin(**OUTLIVING, NUM_WORKERS=1, DATASET=make_data(40_000, row_group=1000))
+    wait_for_reported_step(run, 60, training)
+    [worker] = worker_processes()
+    worker.suspend()
+    time.sleep(PROCESS_LIMIT_S + 2)
+    worker.resume()
+    lost = wait_for_receipts(run, 2, training)[-1]
+    assert (lost.cause, lost.tier, lost.replayed, lost.world_after) == (Cause.WORKER_LOST, IN_PLACE, 0, 1)
+    assert worker.is_running()
+    training.result(240)
+    assert newest(run).step == 2000
     assert_complete(run)
     assert_audit_clean(program)
 

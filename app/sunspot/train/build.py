@@ -130,6 +130,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         await_sums=survivor.await_sums if survivor else None,
         in_place=in_place,
         window=survivor.window if survivor else None,
+        is_closed=survivor.is_closed if survivor else None,
     )
     commands = CommandPoller(joined.control, survivor.regroups if survivor else lambda: False)
     return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)

@@ -60,6 +60,8 @@ class Beginning:
     "Whether all workers have found their parameters to be the same, so that none needs another's."
     window: MetricWindow | None = None
     "The metrics that it brings from the group before."
+    is_closed: Callable[[], bool] | None = None
+    "Whether the group has ended, asked by a process that outlives it."
 
 
 class RegroupError(Exception):
@@ -161,6 +163,7 @@ class Worker:
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
         self._evaluated = not (epoch_ends and plan.test)
+        self._leave_closed_group()
 
         # Measure and evaluate.
         record: dict[str, Any] = {}
@@ -187,10 +190,16 @@ class Worker:
         return stop
 
     def begin_step(self, step: Step) -> None:
-        """Note that a step begins."""
+        """Note that a step begins. Raises `RegroupError` if the group has ended."""
+        self._leave_closed_group()
         self._stepping = True
         if self.outlives:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
+
+    def _leave_closed_group(self) -> None:
+        """Raise `RegroupError` if the group has ended: in a group of one, no collective fails because of that."""
+        if self.beginning.is_closed and self.beginning.is_closed():
+            raise RegroupError
 
     def begin_change(self) -> None:
         """Return when parameters may change by the step that has begun."""
@@ -280,6 +289,7 @@ class Worker:
 
     def _heartbeat(self, evaluated: bool) -> None:
         """Record that this worker is alive in an evaluation, and whether it has `evaluated` a batch."""
+        self._leave_closed_group()
         if evaluated:
             self.telemetry.evaluated()
         self.watchdog.heartbeat()
