@@ -14,6 +14,7 @@ from sunspot.elastic.membership_channel import PROCESS_LIMIT_S
 from sunspot.ray_internals.controller import live_controllers, reserved_groups
 from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import find_newest_good
+from sunspot.run.failures import read_failures
 from sunspot.run.incidents import Cause
 from tests.end_to_end.test_spot import SLOW
 from tests.harness.nodes import start_node
@@ -94,6 +95,30 @@ def test_one_that_was_about_to_join_forms_a_group_with_one_that_came_later(
     (tmp_path / "go").touch()
     training.result(240)
     assert newest(run).step == 1000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_replacement_that_fails_to_prepare_itself_is_replaced_while_the_others_train(
+    program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
+) -> None:
+    run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
+    preparing |= {"TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "DATASET": make_data(40_000, row_group=1000)}
+    (tmp_path / "fail").touch()
+    (tmp_path / "go").touch()
+    training = program.begin(**{**OUTLIVING, **preparing}, NUM_WORKERS=2)
+    wait_for_reported_step(run, 60, training)
+    first, second = worker_processes()
+    first.kill()
+    joined = wait_for_receipts(run, 3, training)[-1]
+    assert not (tmp_path / "fail").exists()
+    assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 2)
+    assert second.is_running()
+    [failure] = read_failures(run)
+    assert failure.type == "DataError"
+    training.result(240)
+    assert newest(run).step == 2000
     assert_complete(run)
     assert_audit_clean(program)
 

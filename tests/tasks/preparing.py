@@ -1,4 +1,4 @@
-"""The slow task, whose model takes its time in a process that prepares itself alone, while others train."""
+"""The slow task, whose model takes its time in a process that prepares itself alone, while others train, or fails."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sunspot.data.source import Source
+from sunspot.errors import DataError
 from sunspot.settings import Settings
 from tests.tasks import tiny
 from tests.tasks.slow import build_optimizer, loss, schedule
@@ -18,8 +19,11 @@ __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 
 def build_model(settings: Settings, source: Source) -> torch.nn.Module:
     if not dist.is_initialized():
-        begun, go = (Path(settings.task_args["folder"], name) for name in ("begun", "go"))
+        begun, fail, go = (Path(settings.task_args["folder"], name) for name in ("begun", "fail", "go"))
         begun.touch()
+        if fail.exists():
+            fail.unlink()
+            raise DataError("the rows take 40 GB, and 12 GB are left there")
         while not go.exists():
             time.sleep(0.05)
     return tiny.build_model(settings, source)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 from unittest.mock import Mock, patch
 
 import pytest
@@ -17,10 +20,18 @@ from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import MembershipAddress
 from sunspot.elastic.restore import Position, hand_over
+from sunspot.errors import DataError, SunspotError, SupersededError
 from sunspot.parallel.collectives import WorkerPlace
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, Metadata, claim
+from sunspot.run.failures import read_failures
+from sunspot.settings import Settings
+from sunspot.train import join, loop, replacement
 from sunspot.train import survivor as survivors
-from sunspot.train.survivor import Survivor
+from sunspot.train.survivor import NoGroupError, Survivor
 from sunspot.train.worker import RegroupError
+from tests.harness.control import LocalControl, worker_group
+from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
 BEHIND, FURTHEST = (LiveState(f"step-{step:012d}-1-00000000", evaluated=True) for step in (4, 5))
@@ -94,3 +105,129 @@ def test_a_gpu_takes_no_step_by_sums_of_a_group_that_was_broken_off(
     monkeypatch.setattr(survivors, "await_device", lambda device: aborted.append(True) if broken else None)
     with pytest.raises(RegroupError) if broken else nullcontext():
         survivor.await_sums()
+
+
+def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Path) -> None:
+    """No collective of a group of one waits for anybody, so none fails."""
+
+    def act(group: Any) -> tuple[int, bool]:
+        worker = make_worker(plan_without_evaluation(Settings(max_steps=8)), group)
+        worker.beginning = replace(worker.beginning, is_closed=lambda: worker.step == 3)
+        with pytest.raises(RegroupError):
+            loop.train(worker)
+        return worker.step, worker._changing
+
+    assert in_processes(tmp_path, 1, act) == [(3, False)]
+
+
+def test_an_evaluation_stops_when_the_group_is_closed() -> None:
+    worker = SimpleNamespace(beginning=SimpleNamespace(is_closed=lambda: True))
+    worker._leave_closed_group = lambda: survivors.Worker._leave_closed_group(worker)  # type: ignore[arg-type]
+    with pytest.raises(RegroupError):
+        survivors.Worker._heartbeat(worker, True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_process_outlives_the_group_that_its_own_driver_has_superseded(closed: bool) -> None:
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    survivor._client = Mock(closed=lambda wait_s: closed)
+    assert survivor.outlives(SupersededError("attempt 2 owns the run")) is closed
+    assert not survivor.outlives(DataError("no rows"))
+
+
+@pytest.mark.parametrize(("driver", "fatal"), [("this", False), ("another", True)])
+def test_only_a_group_of_another_driver_ends_the_run(driver: str, fatal: bool, tmp_path: Path) -> None:
+    run, control = open_run(str(tmp_path), "run"), LocalControl()
+    ours = Attempt(1, "job", None, 0, metadata=Metadata(driver="this"))
+    claim(run, [], ours)
+    claim(run, [ours], Attempt(2, "job", None, 0, metadata=Metadata(driver=driver)))
+    joined: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=SimpleNamespace(attempt=ours))
+    join.record_end(SupersededError("attempt 2 owns the run"), joined)
+    assert bool(control.channel.group_end().fatal) is fatal
+
+
+@pytest.mark.parametrize("others_train", [True, False])
+@pytest.mark.parametrize("others_first", [True, False])
+def test_members_that_do_not_meet_give_up_soon(
+    others_first: bool, others_train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stands still, and its heartbeats go on; a collective may take far longer than it takes to form a group.
+
+    The first one that gives up closes the group for the others.
+    """
+    monkeypatch.setattr(survivors, "FORM_LIMIT_S", 0.3)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
+    survivor.others_train = others_train
+    members = Member("ours", "node-1"), Member("silent", "node-2")
+    stand = Mock(return_value=(Generation(7, members), 0))
+    survivor._client = Mock(stand=stand, closed=lambda wait_s: others_first and wait_s > 0)
+    began = time.monotonic()
+    with pytest.raises(NoGroupError, match="node-1, node-2 may connect to each other"):
+        survivor.form()
+    assert time.monotonic() - began < 30
+    assert stand.call_count == (1 if others_train else survivors.GROUP_TRIES), "the others wait in each try"
+
+
+def test_a_process_that_is_always_taken_for_lost_gives_up() -> None:
+    """It kept Python's lock for too long while it built its model, and would do so again."""
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    survivor._client = Mock(connections=1)
+    for connections in range(1, survivors.GROUP_TRIES + 1):
+        survivor._connections, survivor._client.connections = connections, connections + 1
+        survivor.leave(RegroupError())
+    with pytest.raises(NoGroupError, match=r"3 groups in a row came to no step: .*for lost"):
+        survivor.form()
+    survivor._worker = Mock(step=5, beginning=Mock(step=4))
+    survivor.leave(RegroupError())
+    assert not survivor._vain, "a step was taken"
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
+def test_a_replacement_that_cannot_train_ends_alone(
+    others_train: bool, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    survivor._client, survivor._trained = Mock(connect=lambda: others_train, closed=lambda wait_s: False), trained
+
+    def end(error: Exception, config: Any) -> NoReturn:
+        raise Ended
+
+    def fail(*given: Any) -> NoReturn:
+        raise DataError("the rows take 40 GB, and 12 GB are left there")
+
+    monkeypatch.setattr(loop, "Survivor", lambda *given: survivor)
+    monkeypatch.setattr(loop, "end_replacement", end)
+    monkeypatch.setattr(loop, "train_in_group", fail)
+    alone = others_train and not trained
+    with pytest.raises(Ended if alone else SunspotError):
+        loop.train_loop(Mock())
+    assert survivor._client.end.called is not alone, "the others are not told that the group ends"
+
+
+@pytest.mark.parametrize(("head", "left_out"), [("another", True), ("bad", False)])
+def test_a_node_whose_replacements_cannot_train_is_left_out(
+    head: str, left_out: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    control, drained, pauses = LocalControl(), list[str](), list[float]()
+    control.channel._group = worker_group(1, "others")
+    config: Any = SimpleNamespace(control=control, run=open_run(str(tmp_path), "run"))
+    monkeypatch.setattr(replacement.os, "_exit", Mock(side_effect=Ended))
+    monkeypatch.setattr(replacement.time, "sleep", pauses.append)
+    monkeypatch.setattr(replacement, "drain_nodes", lambda nodes, why: drained.extend(nodes))
+    monkeypatch.setattr(replacement, "head_nodes", lambda: {head})
+    context = Mock(get_world_rank=lambda: 2, get_node_id=lambda: "bad")
+    for way in ("ray.get_runtime_context", "ray.train.get_context"):
+        monkeypatch.setattr(way, lambda: context)
+    for _ in range(3):
+        with pytest.raises(Ended):
+            replacement.end_replacement(DataError("no such mount"), config)
+    assert drained == (["bad", "bad"] if left_out else [])
+    assert pauses == ([] if left_out else [10.0, 20.0]), "on a node that must stay, tries become rare"
+    assert "no such mount; the others train on" in control.heard("log")[0]
+    [failure] = read_failures(config.run)
+    assert (failure.rank, failure.type, failure.message) == (2, "DataError", "no such mount")

@@ -1,6 +1,7 @@
 """The control channel between driver and workers: a Ray actor on the driver's node, as workers cannot call a driver."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -52,6 +53,8 @@ class ControlChannel:
         "Nodes on which processes were lost that others outlive, since a judge was asked."
         self._free_memory: dict[str, int] = {}
         "Of each GPU, as the newest group began on it."
+        self._unfit: Counter[str] = Counter()
+        "Replacements that could not train, by node."
         self._left_out: list[LeftOut] = []
         "Nodes left out since the newest group began."
 
@@ -105,6 +108,11 @@ class ControlChannel:
             detail = blame(self._hangs, hang.world_size)
             noticed = self._incident.noticed or hang.time
             self._incident = replace(self._incident, noticed=noticed, cause=cause, detail=detail)
+
+    def count_unfit(self, node: str) -> int:
+        """Count a replacement that could not train, and return how many there were on its node."""
+        self._unfit[node] += 1
+        return self._unfit[node]
 
     def set_progress(self, progress: Progress) -> None:
         """Keep how far the group is."""

@@ -94,7 +94,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     try:
         find_code(settings.code)
     except SunspotError as error:
-        control.try_ask(ControlChannel.set_fatal_error, error)
+        tell_fatal(error, control, survivor)
         raise
     enter_folder(config.folder)
     torch.set_num_threads(config.threads)
@@ -142,7 +142,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         try:
             start, found = agree_on_start(claimant, settings, group, live)
         except SunspotError as error:
-            control.try_ask(ControlChannel.set_fatal_error, error)
+            tell_fatal(error, control, survivor)
             raise
         if start is None:
             yield None
@@ -187,8 +187,15 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
             if survivor and survivor.outlives(error):
                 survivor.close(outputs)
                 raise RegroupError from error
-            record_end(error, joined)
+            if not (survivor and survivor.replaces):  # then it ends alone, and the others train on
+                record_end(error, joined)
             raise
+
+
+def tell_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
+    """Tell the driver of an error that no retry can fix, unless others train without this process."""
+    if not (survivor and survivor.replaces):
+        control.try_ask(ControlChannel.set_fatal_error, error)
 
 
 def round_products(rounded: bool) -> None:
@@ -209,13 +216,6 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
     return memory
 
 
-def record_end(error: Exception, joined: Joined) -> None:
-    """Record the error that ends this worker, unless another process owns the run.
-
-    One that no retry can fix goes to the control channel, as storage may be what failed, and to storage, for the job's
-    next driver.
-    """
-    run, control, place = joined.run, joined.control, joined.place
 def is_of_same_driver(run: Run, attempt: Attempt) -> bool:
     """Return True if the run's newest attempt is of the driver that made `attempt`: another group of its workers."""
     with suppress(StorageError):
@@ -224,6 +224,13 @@ def is_of_same_driver(run: Run, attempt: Attempt) -> bool:
     return False
 
 
+def record_end(error: Exception, joined: Joined) -> None:
+    """Record the error that ends this worker, unless another process owns the run.
+
+    One that no retry can fix goes to the control channel, as storage may be what failed, and to storage, for the job's
+    next driver.
+    """
+    run, control, place = joined.run, joined.control, joined.place
     fatal = find_in(error)
     superseded = isinstance(fatal, SupersededError)
     if fatal and not (superseded and is_of_same_driver(run, joined.start.attempt)):

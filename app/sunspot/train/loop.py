@@ -4,6 +4,7 @@ from contextlib import closing
 
 from sunspot.data.source import Batch
 from sunspot.train.join import WorkerConfig, join_run
+from sunspot.train.replacement import end_replacement
 from sunspot.train.run import TrainingRun
 from sunspot.train.survivor import Survivor
 from sunspot.train.worker import Worker
@@ -14,16 +15,28 @@ def train_loop(config: WorkerConfig) -> None:
     if config.membership is None:
         train_in_group(config)
         return
-    with Survivor(config.membership, config.limit_s) as survivor:
-        while True:
-            try:
-                train_in_group(config, survivor)
-                return
-            except Exception as error:
-                if not survivor.outlives(error):
+    survivor = Survivor(config.membership, config.limit_s)
+    try:
+        with survivor:
+            train_in_groups(config, survivor)
+    except Exception as error:
+        if survivor.replaces:
+            end_replacement(error, config)
+        raise
+
+
+def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
+    """Train in one worker group after another, to the end of the run or until an error of this process ends it."""
+    while True:
+        try:
+            train_in_group(config, survivor)
+            return
+        except Exception as error:
+            if not survivor.outlives(error):
+                if not survivor.replaces:
                     survivor.end()
-                    raise
-                survivor.leave(error)
+                raise
+            survivor.leave(error)
 
 
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:

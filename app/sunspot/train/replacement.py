@@ -1,0 +1,69 @@
+"""Ends a replacement that cannot train, without ending the workers that train."""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+import ray
+import ray.train
+
+from sunspot.background import start_thread
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.errors import StorageError, format_trace, shorten
+from sunspot.ray_internals.nodes import drain_nodes, head_nodes
+from sunspot.run import Run
+from sunspot.run.attempts import newest_number
+from sunspot.run.failures import describe_failure, record_failure
+from sunspot.train.join import FAILURE_S, WorkerConfig
+
+TRIES_ON_NODE = 2
+"""Replacements that may fail on one node before the node is left out."""
+
+PAUSE_S, MOST_DOUBLINGS = 10.0, 6
+"""Pause before the end of a replacement whose node cannot be left out, and how often the pause doubles: to 640 s."""
+
+
+def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
+    """Report why this process cannot train, and end it, so that Ray replaces it as it replaces any lost process.
+
+    Raising the error instead would end all workers, because Ray Train takes it for an error of the training.
+    """
+    try:
+        report(error, config)
+    except Exception as reporting:
+        print(format_trace(reporting), file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def report(error: Exception, config: WorkerConfig) -> None:
+    """Tell the driver and storage of the error, and have further replacements start elsewhere, or less often."""
+    print(format_trace(error), file=sys.stderr)
+    control, node = config.control, ray.get_runtime_context().get_node_id()
+    tries = control.try_ask(ControlChannel.count_unfit, node) or 1
+    line = f"a replacement on node {node[:12]} could not train, and ends: {type(error).__name__}: {shorten(error)}"
+    control.tell(ControlChannel.log, f"{line}; the others train on")
+    with suppress(TimeoutError, StorageError):
+        start_thread(lambda: _record(error, config.run, control), "record-end").result(FAILURE_S)
+    if tries >= TRIES_ON_NODE and not leave_out(node, control, f"{tries} replacements could not train on it"):
+        time.sleep(PAUSE_S * 2 ** min(tries - TRIES_ON_NODE, MOST_DOUBLINGS))
+
+
+def leave_out(node: str, control: ControlClient, why: str) -> bool:
+    """Drain a node, and return True, unless it is the head's or a worker trains there."""
+    group = control.try_ask(ControlChannel.group)
+    if node in head_nodes() or (group and node in group.nodes.values()):
+        return False
+    control.tell(ControlChannel.add_left_out, [f"node {node[:12]} left out: {why}"])
+    drain_nodes([node], why)
+    return True
+
+
+def _record(error: Exception, run: Run, control: ControlClient) -> None:
+    end = control.try_ask(ControlChannel.group_end)
+    rank, step = ray.train.get_context().get_world_rank(), end.progress.step if end else 0
+    record_failure(run, describe_failure(error, newest_number(run), rank, step))
