@@ -8,6 +8,7 @@ newcomer, and joins the next group when its step is done.
 """
 
 import contextlib
+import logging
 import math
 import queue
 import secrets
@@ -37,6 +38,8 @@ from sunspot.formatting import plural
 from sunspot.parallel.process_group import LOOPBACK
 from sunspot.ray_internals.nodes import is_own_session
 from sunspot.run.incidents import Cause
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_EVERY_S = 0.1
 BEAT = "beat"
@@ -392,4 +395,7 @@ class MembershipClient:
 
     def _end_generation(self) -> None:
         self._closed.set()
-        self._on_close()
+        try:
+            self._on_close()
+        except Exception:  # the thread that listens must go on
+            log.exception("the collectives of a group that has ended could not be ended")

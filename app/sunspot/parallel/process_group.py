@@ -103,7 +103,8 @@ class ProcessGroups:
     def cut(self) -> None:
         """End all collectives in this process, those of gloo with an error; may be called in any thread."""
         with self._ending:
-            appeared = {name for _, name in _sockets()} - self._before if self._before is not None else set()
+            before = self._before  # another thread may set it
+            appeared = {name for _, name in _sockets()} - before if before is not None else set()
             _shut_down(self._own | appeared, self._decider)
             if self._device.type == "cuda" and dist.group.WORLD:
                 dist.group.WORLD._get_backend(self._device).abort()  # torch has no public name for it (2.15)
