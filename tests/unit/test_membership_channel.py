@@ -25,6 +25,7 @@ from sunspot.elastic.membership_channel import (
     MembershipClient,
     MembershipServer,
     Patience,
+    Standing,
     ask_living,
 )
 from tests.harness.waiting import wait_until
@@ -37,13 +38,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MembershipServer]:
         yield server
 
 
-def enter(server: MembershipServer, uid: str) -> Connection:
-    """A process that has come, and stands."""
+def enter(server: MembershipServer, uid: str, node: str = "node", step: int | None = None) -> Connection:
+    """Connect a process that stands, with a state at `step`."""
     address = server.address
     connection = Client((address.host, address.port), authkey=address.key)
-    connection.send(Member(uid, "node"))
+    connection.send(Member(uid, node))
     connection.recv()
-    connection.send("stand")
+    connection.send(Standing(step))
     return connection
 
 
@@ -76,6 +77,21 @@ def test_a_stranger_is_not_heard(server: MembershipServer) -> None:
     assert not server._connections
 
 
+def test_the_decider_hears_which_state_a_process_has(server: MembershipServer) -> None:
+    """Or it would prefer a newcomer that stays to the only member that has the state."""
+    leaving, staying = enter(server, "leaving", node="old", step=7), enter(server, "staying")
+    for connection in (leaving, staying):
+        assert isinstance(next_word(connection), Generation)
+    server.drain({"old"})
+    assert isinstance(next_word(leaving), Change)
+    for connection, step in ((leaving, 8), (staying, None)):
+        connection.send(Standing(step))
+    with leaving, staying:
+        formed = server.state.generation
+        wait_until(lambda: server.state.generation is not formed, seconds=5)
+        assert [member.uid for member in server.state.generation.members] == ["leaving", "staying"]
+
+
 def test_a_server_that_is_closed_leaves_no_thread() -> None:
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(2, Mock()):
         pass
@@ -92,7 +108,7 @@ def test_a_change_that_is_told_right_after_the_group_counts() -> None:
     threading.Thread(target=client._listen, args=(link,), daemon=True).start()
     wait_until(lambda: client._newest_change, seconds=5)
     assert not client.changing
-    assert client.stand() is not None
+    assert client.stand(None) is not None
     assert client.changing
     client._generation = 2
     assert not client.changing, "it was of the generation before"
@@ -220,7 +236,7 @@ def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: Mem
         second.close()
         assert isinstance(next_word(first), Close)
         store.set("2/0", "address")
-        first.send("stand")
+        first.send(Standing(None))
         assert isinstance(next_word(first), Generation)
         wait_until(lambda: store.list_keys() == ["2/0"], seconds=5)
         done.set()

@@ -72,12 +72,14 @@ NODE_GROUP = "RAY_NODE_TYPE_NAME"
 
 
 class Readers(NamedTuple):
-    """Read, on one rank, what a group may start from, and return what is damaged."""
+    """Functions that read what a group may start from."""
 
     checkpoint: Callable[[Checkpoint], list[str]] | None = None
-    "The faults that it saw; None: every byte is compared."
+    "Returns the faults that it saw on this rank; None: every byte is compared."
     parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
-    "The damaged ones among these copies."
+    "Returns the damaged ones among these copies, which this rank reads."
+    copies: Callable[[list[NodeInventory]], list[NodeInventory]] = lambda inventories: inventories
+    "Adds the copies in memory to the inventories. All workers call it together, if no live state counts."
 
 
 ANY_READERS = Readers()
@@ -139,21 +141,28 @@ def agree_on_start(
     node = ray.get_runtime_context().get_node_id()
     nodes = gather_objects(node, group)
     state, parts = NodeState(claimant.run, group, nodes), NodeParts(group, nodes)
-    survivors = any(gather_objects(live is not None, group))  # then nobody needs the copies
-    looks = settings.snapshot_cost and state.reads and not survivors
-    found = run_on_all_ranks(group, lambda: find_snapshot(location) if looks else None)  # which reads it
     inventory = NodeInventory(
         host=socket.gethostname(),
         node=node,
-        snapshot=found.held if found else None,
+        snapshot=None,
         heartbeats=find_heartbeats(location),
-        parts=find_parts(location) if looks and settings.parallel == "fsdp" else (),
         live=live,
         group=os.environ.get(NODE_GROUP, ""),
         process=process_name(),
     )
-    inventories = gather_objects(inventory, group)
-    start = begin_attempt(claimant, settings, inventories, Readers(state.read, parts.read), group)
+    found: LoadedSnapshot | None = None
+
+    def find_copies(inventories: list[NodeInventory]) -> list[NodeInventory]:
+        nonlocal found
+        if not settings.snapshot_cost:
+            return inventories
+        found = run_on_all_ranks(group, lambda: find_snapshot(location) if state.reads else None)  # which reads it
+        held = found.held if found else None
+        parts_here = find_parts(location) if state.reads and settings.parallel == "fsdp" else ()
+        return gather_objects(inventory._replace(snapshot=held, parts=parts_here), group)
+
+    readers = Readers(state.read, parts.read, find_copies)
+    start = begin_attempt(claimant, settings, gather_objects(inventory, group), readers, group)
     return start, LocalState(found, state, parts)
 
 
@@ -166,11 +175,12 @@ def begin_attempt(
 ) -> StartPoint | None:
     """Claim the next attempt, given what is on each rank's node, and choose its start; None if this job may not train.
 
-    A checkpoint is chosen by its manifest and the listing, and found to be whole or damaged by whoever loads it: the
-    `readers`. One that any rank finds damaged is passed over by all of them, and so is a damaged copy of a part. All
-    workers of `group` (None: one alone) call this together. Rank 0 raises `StorageError` when storage refuses for
-    longer than `storage_timeout_s`, `ConflictError` when the run was begun anew with other settings meanwhile, and
-    `DamageError` like `refuse_to_begin_anew`.
+    A live state is looked for first: if one counts, the copies in memory are not needed. A checkpoint is chosen by its
+    manifest and the listing, and found to be whole or damaged by whoever loads it: the `readers`. One that any rank
+    finds damaged is passed over by all of them, and so is a damaged copy of a part. All workers of `group` (None: one
+    alone) call this together. Rank 0 raises `StorageError` when storage refuses for longer than `storage_timeout_s`,
+    `ConflictError` when the run was begun anew with other settings meanwhile, and `DamageError` like
+    `refuse_to_begin_anew`.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
@@ -193,6 +203,7 @@ def begin_attempt(
 
     if start := on_rank_0(lambda: claim_in_place(claimant, settings, inventories)):
         return start
+    inventories = readers.copies(inventories)
     claimed = on_rank_0(lambda: claim_attempt(claimant, settings, inventories))
     damaged: dict[str, list[str]] = {}
     while claimed:

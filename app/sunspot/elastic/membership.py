@@ -6,6 +6,9 @@ whose nodes are to go, change it too, but between two steps: the members are tol
 
 No two open generations exist, and only members of the newest one are told to form a group: whoever is cut off from the
 decider is in none, and ends.
+
+The newest state is never left behind: while the only members that have it are on draining nodes, they stay in the
+group, hand the state over, and leave at the next change.
 """
 
 import math
@@ -18,6 +21,9 @@ SETTLE_S = 0.05
 FIRST_WAIT_S, NEXT_WAIT_S = 60.0, 15.0
 """How long the first group waits for all processes that were started, and one that none of the last is left for: who
 comes then may have the newer copy of the state, but nodes come when they come, and join."""
+
+ONLY_COPIES, NO_STATE = -1, -2
+"""Stand for the step of a member without a usable state, whose node may have a copy in memory, and of a newcomer."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Membership:
         self.size = size
         self._members: dict[str, Member] = {}
         "All that live, by uid, in the order in which they came."
-        self._standing: set[str] = set()
+        self._standing: dict[str, int | None] = {}
+        "The step of the state of each process that stands, by uid; None if it has no usable state."
         self._draining: frozenset[str] = frozenset()
         self.generation = Generation(0, ())
         "The newest one."
@@ -91,11 +98,14 @@ class Membership:
         """Note a new process; it is in no group yet."""
         self._members[member.uid] = member
 
-    def stand(self, uid: str, now: float) -> None:
-        """Note that a process wants to be in the next generation; a member's word closes the present one."""
+    def stand(self, uid: str, now: float, step: int | None = None) -> None:
+        """Note that a process wants to be in the next generation; a member's word closes the present one.
+
+        `step` is that of the process's state; None if it has no usable state.
+        """
         if uid not in self._members:
             return
-        self._standing.add(uid)
+        self._standing[uid] = step
         if self._first_stood == math.inf:
             self._first_stood = now
         if self._is_member(uid):
@@ -108,14 +118,14 @@ class Membership:
     def lose(self, uid: str, now: float) -> None:
         """Note that a process is gone; the loss of a member closes the generation."""
         self._members.pop(uid, None)
-        self._standing.discard(uid)
+        self._standing.pop(uid, None)
         if self._is_member(uid) and not self.ended:
             self._close(now)
             if self._standing and not self._living():  # who was left out of that group stood before it formed
                 self._first_stood = now
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Note which nodes are to go: the next generations do without them, as far as there are others.
+        """Note which nodes are to go: generations do without them once others have the state.
 
         None is ever to stay again: one that has just gone may not have closed its members' connections yet.
         """
@@ -124,14 +134,14 @@ class Membership:
     def decide(self, now: float) -> list[tuple[str, Word]]:
         """Return what is to be told now, and to whom."""
         if self.ended:
-            told, self._standing = self._standing, set()
+            told, self._standing = self._standing, {}
             return [(uid, None) for uid in told]
         return self._ask_for_change() if self._open else [*self._tell(Close), *self._form(now)]
 
     @property
     def newcomers(self) -> int:
         """How many processes stand that are to join the newest generation."""
-        return len(self._choose(self._standing)) if self._open else 0
+        return len(self._wanted() - self._inside()) if self._open else 0
 
     @property
     def trains(self) -> bool:
@@ -148,10 +158,15 @@ class Membership:
         self._open = False
         self._settled_at = now + SETTLE_S
 
+    def _inside(self) -> set[str]:
+        return {member.uid for member in self.generation.members}
+
+    def _wanted(self) -> set[str]:
+        """Return who would be in the next generation if it formed now, with the members' states equally new."""
+        return {member.uid for member in self._choose([*self._standing, *self._inside()])}
+
     def _ask_for_change(self) -> list[tuple[str, Word]]:
-        inside = {member.uid for member in self.generation.members}
-        wanted = {member.uid for member in self._choose([*self._standing, *inside])}
-        return [] if wanted == inside else self._tell(Change)
+        return [] if self._wanted() == self._inside() else self._tell(Change)
 
     def _tell(self, kind: type[Close] | type[Change]) -> list[tuple[str, Word]]:
         """Tell the members of the newest generation that live, once."""
@@ -165,23 +180,37 @@ class Membership:
         """Form the next generation, once all who live of the last one stand for it."""
         living = self._living()
         chosen = self._choose(self._standing)
-        if now < self._settled_at or living - self._standing or not chosen:
+        if now < self._settled_at or living - self._standing.keys() or not chosen:
             return []
         wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
         if not living and len(chosen) < self.size and now < self._first_stood + wait_s:
             return []
         self.generation = Generation(self.generation.number + 1, chosen)
         self._open, self._first_stood = True, math.inf
-        self._standing -= {member.uid for member in chosen}
+        for member in chosen:
+            del self._standing[member.uid]
         return [(member.uid, self.generation) for member in chosen]
 
     def _choose(self, candidates: Collection[str]) -> tuple[Member, ...]:
         """Choose the next members: those of the last generation keep their order, and newcomers follow.
 
-        Nodes that are to go are left out, unless there are no others.
+        A candidate on a draining node is left out if a member that stays has as new a state, or if others stay and the
+        candidate has none. A newcomer's state does not count for this: members may have trained since it was away.
         """
         order = {member.uid: place for place, member in enumerate(self.generation.members)}
         living = [self._members[uid] for uid in self._members if uid in set(candidates)]
         living.sort(key=lambda member: order.get(member.uid, len(order)))
         staying = [member for member in living if member.node not in self._draining]
-        return tuple(staying or living)
+        held = [self._step_of(member) if member.uid in order else NO_STATE for member in staying]
+        newest = max(held, default=-math.inf)
+        return tuple(member for member in living if member in staying or self._step_of(member) > newest)
+
+    def _step_of(self, member: Member) -> float:
+        """Return the step of a process's state; a member that trains has the newest one."""
+        is_member = self._is_member(member.uid)
+        if self._open and is_member:
+            return math.inf
+        step = self._standing.get(member.uid)
+        if step is None:
+            return ONLY_COPIES if is_member else NO_STATE
+        return step

@@ -82,6 +82,14 @@ class Patience:
     limit_s: float
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Tells the decider that the sender stands for the next generation."""
+
+    step: int | None
+    "The step of its state; None if it has no usable state."
+
+
 class MembershipServer:
     """Runs a `Membership` while the context lasts."""
 
@@ -149,18 +157,20 @@ class MembershipServer:
             self.state.enter(member)
             connection.send(self.state.trains)
         acts: dict[str, Callable[[], None]] = {
-            "stand": lambda: self.state.stand(member.uid, time.monotonic()),
             "end": lambda: self.state.end(member.uid),
             BEAT: lambda: None,
         }
         limit_s = PROCESS_LIMIT_S
         while connection.poll(None if limit_s == math.inf else limit_s):
-            word: Patience | str = connection.recv()
+            word: Patience | Standing | str = connection.recv()
             if isinstance(word, Patience):
                 limit_s = word.limit_s
                 continue
             with self._lock:
-                acts[word]()
+                if isinstance(word, Standing):
+                    self.state.stand(member.uid, time.monotonic(), word.step)
+                else:
+                    acts[word]()
 
     def _note_loss(self, member: Member) -> None:
         """Tell why the present group ends, unless its member has gone when it was to go."""
@@ -280,16 +290,17 @@ class MembershipClient:
         start_thread(lambda: self._stay_connected(link), "membership")
         start_thread(lambda: self._beat(link), "heartbeat")
 
-    def stand(self) -> tuple[Generation, int] | None:
+    def stand(self, step: int | None) -> tuple[Generation, int] | None:
         """Leave the present generation, and return the next one and the rank in it, however long that takes.
 
-        Returns None if there is no next one. Raises `DeciderLostError`.
+        `step` is that of this process's state; None if it has no usable state. Returns None if there is no next
+        generation. Raises `DeciderLostError`.
         """
         self._leave()
         while True:
             self.connect()
             link = self._link
-            if not link or not self._send("stand", link):
+            if not link or not self._send(Standing(step), link):
                 continue
             while self._link is link:
                 with contextlib.suppress(queue.Empty):
@@ -345,7 +356,7 @@ class MembershipClient:
         if self._link:
             self._link.connection.close()
 
-    def _send(self, word: Patience | str, link: Link | None = None) -> bool:
+    def _send(self, word: Patience | Standing | str, link: Link | None = None) -> bool:
         link = link or self._link
         if not link:
             return False

@@ -42,6 +42,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups, await_device
 from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.run.attempts import step_of
 from sunspot.run.failures import LOST_PEER
 from sunspot.train.learner import Learner
 from sunspot.train.worker import RegroupError, Worker, close_outputs
@@ -139,12 +140,13 @@ class Survivor:
         Raises `DeciderLostError`, and `NoGroupError` once GROUP_TRIES groups in a row have come to nothing. A
         replacement has one try, because the others would wait for it in each.
         """
+        step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
                 self._groups.leave()
             if len(self._vain) >= GROUP_TRIES:
                 raise NoGroupError(f"{plural(len(self._vain), 'group')} in a row came to no step: {self._vain[-1]}")
-            stood = self._client.stand()
+            stood = self._client.stand(step)
             if not stood:
                 return None
             generation, rank = stood
