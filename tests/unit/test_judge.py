@@ -159,6 +159,24 @@ def test_losses_that_the_others_outlive_count_until_the_next_step(control: Contr
     assert "no new step" in control.gave_up_for[0]
 
 
+def test_a_zone_that_goes_within_a_step_does_not_end_those_who_train_on(control: Control) -> None:
+    judge = FailureJudge(control, 3, outlive=True)
+    nodes = {rank: f"node-{rank}" for rank in range(16)}
+    control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=nodes)
+    assert all(judge({rank: LOST}) for rank in range(12))
+    assert control.heard("log")[-1].endswith("; starting again, 0 of 3 MAX_FAILURES left")
+    control.end = replace(control.end, nodes=dict.fromkeys(range(4), "other"))
+    assert judge({12: LOST, 13: LOST, 14: LOST}), "one that took the step may still live"
+    assert not judge({0: LOST}), "as many were lost in one step as there were workers"
+    control.end = replace(control.end, progress=Progress(1, step=1001, committed=990))
+    assert judge({0: LOST})
+
+
+def test_without_failures_to_spare_the_first_loss_ends_a_run(control: Control) -> None:
+    control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=dict.fromkeys(range(16), "node"))
+    assert not FailureJudge(control, 0, outlive=True)({1: LOST})
+
+
 def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> None:
     control.end = told([], hangs=[hung(0, waiting=True), hung(1)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})

@@ -142,7 +142,7 @@ def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done(se
     client = MembershipClient(server.address, Member("one", "node"), ends)
     server.state.size = 1
     client.connect()
-    formed = client.stand()
+    formed = client.stand(None)
     assert formed
     assert formed[0].number == 1
     for connection in list(server._connections.values()):
@@ -151,7 +151,7 @@ def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done(se
     assert client.closed(5.0)
     wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
     assert not server.state.deserted
-    formed = client.stand()
+    formed = client.stand(None)
     assert formed
     assert formed[0].number == 2
     assert not client.closed(0.0)

@@ -86,8 +86,9 @@ class FailureJudge:
     """Decides whether a worker group is followed by another.
 
     At most `max_failures` are, in a row without a new checkpoint, or a new step where the others train on, besides
-    MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. The control channel keeps the
-    counts, as each of Ray's trainers has a judge of its own. `leave_out` is called before each group; what it raises as
+    MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. Where the others train on, as
+    many workers as the group had may be lost in one step: those of a zone go within seconds of each other. The control
+    channel keeps the counts, as each of Ray's trainers has a judge of its own. `leave_out` is called before each group; what it raises as
     `SunspotError` ends the run.
     """
 
@@ -108,7 +109,7 @@ class FailureJudge:
         if end.fatal:  # it says more, and no restart can fix it
             return False
         alone = self._outlive and all(lost)
-        what, (goes_on, why, counts) = describe(end, errors), self._judge(end, any(lost), alone)
+        what, (goes_on, why, counts) = describe(end, errors), self._judge(end, sum(lost), alone)
         self._control.tell(ControlChannel.set_counts, counts)
         if alone:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
@@ -118,8 +119,11 @@ class FailureJudge:
         self._control.tell(following if goes_on else ControlChannel.give_up, f"{what}{why}")
         return goes_on
 
-    def _judge(self, end: GroupEnd, lost: bool, alone: bool) -> tuple[bool, str, FailureCounts]:
-        """Decide whether another group starts, say why not, or how often one still may, and count this one."""
+    def _judge(self, end: GroupEnd, lost: int, alone: bool) -> tuple[bool, str, FailureCounts]:
+        """Decide whether another group starts, say why not, or how often one still may, and count this one.
+
+        `lost` is the number of workers that were lost.
+        """
         alike = in_user_code_alike(end.errors)
         counts = end.counts.since(end.progress.step if alone else end.progress.committed)
         again, counts = alike == counts.error, replace(counts, error=alike)
@@ -138,10 +142,14 @@ class FailureJudge:
             whence = "once more from that copy" if counts.restores < RESTORES else "from storage"
             return True, f"; it came to no step from a copy in memory, so another starts {whence}, at no charge", counts
         counts = replace(counts, charged=counts.charged + 1)
-        if counts.charged > self._max:
+        if alone:
+            counts = replace(counts, lost=counts.lost + lost, workers=counts.workers or len(end.nodes))
+        some_left = self._max > 0 and counts.lost < counts.workers
+        if counts.charged > self._max and not (alone and some_left):
             since = f"since the MAX_FAILURES={self._max} losses before"
             return False, f"; no new {'step' if alone else 'checkpoint'} {since}", counts
-        return True, f"; starting again, {self._max - counts.charged} of {self._max} MAX_FAILURES left", counts
+        left = max(0, self._max - counts.charged)
+        return True, f"; starting again, {left} of {self._max} MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
         """Leave out the nodes whose GPU is broken; returns whether another group starts, and what to say."""

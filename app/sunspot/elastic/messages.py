@@ -107,6 +107,10 @@ class FailureCounts:
     "Those that came to no step from a copy in memory."
     kept: int = -1
     "Step of the newest checkpoint then; of the newest step, where the others trained on."
+    lost: int = 0
+    "Workers lost since the newest step, where the others trained on."
+    workers: int = 0
+    "Size of the group when the first of these was lost."
     error: tuple[object, ...] | None = None
     "What the newest one failed with, if all of its ranks did so alike."
 
