@@ -11,9 +11,10 @@ import pytest
 import torch
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, TrainingFailedError
-from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckTimeoutError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2.api import data_parallel_trainer
 
 from sunspot.elastic import failures
 from sunspot.elastic.control import ControlChannel
@@ -22,7 +23,7 @@ from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident, RankErro
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
-from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.ray_internals.controller import GroupRestartError, asked_of_failures
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
@@ -412,3 +413,19 @@ def test_a_restart_is_known_by_its_class_and_starts_another_group_at_no_charge(c
     assert not control.told
     FailureRecorder(control).after_exception(run, {**group.errors, 1: ValueError(str(GroupRestartError()))})
     assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends, for a restart"
+
+
+def test_a_worker_that_does_not_answer_health_checks_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "600")
+    silent = WorkerStatus(running=False, error=WorkerHealthCheckTimeoutError("A worker health check has been hanging."))
+    judged: dict[int, Exception] = {}
+
+    def judge(errors: dict[int, Exception]) -> bool:
+        judged.update(errors)
+        return True
+
+    with asked_of_failures(judge, outlive=True):
+        policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
+        decision = policy.make_decision(WorkerGroupPollStatus({2: silent}).get_worker_group_error())
+    assert decision is FailureDecision.RETRY, "it is replaced alone, and the others train on"
+    assert isinstance(judged[2], RayActorError)

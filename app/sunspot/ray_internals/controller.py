@@ -159,6 +159,7 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
     other, Ray replaces lost processes alone, and a group that ends as a whole ends its trainer.
     """
     try:
+        from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
         from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
         from ray.train.v2.api import data_parallel_trainer
 
@@ -168,12 +169,18 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
         yield
         return
 
+    def unwrap(error: Exception) -> Exception:
+        """Return what a health check found; a worker that does not answer it is lost, like one that has ended."""
+        if isinstance(error, WorkerHealthCheckTimeoutError):
+            return RayActorError(error_msg=str(error))
+        found: Exception = getattr(error, "health_check_failure", error)
+        return found
+
     class Policy(DefaultFailurePolicy):
         def make_decision(self, training_failed_error: Any) -> Any:
             decision = super().make_decision(training_failed_error)
             failures = getattr(training_failed_error, "worker_failures", {})
-            # Ray wraps what its health checks found.
-            errors = {rank: getattr(error, "health_check_failure", error) for rank, error in failures.items()}
+            errors = {rank: unwrap(error) for rank, error in failures.items()}
             if outlive and any(isinstance(error, GroupRestartError) for error in errors.values()):
                 return FailureDecision.RAISE
             if not errors or any(getattr(error, "preempted", False) for error in errors.values()):
