@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTrain
         def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
             cluster.done.append((method.__name__,))
 
-    return BrokenInTraining(Control(), Needed({"GPU": 1.0}, 2))
+    return BrokenInTraining(Control(), Needed({"GPU": 1.0}, 2), group_ends=True)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,15 @@ def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
     cluster.broken = broken
     assert training(codes) == [f"node {A[:12]} left out: {told}"]
     assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
+
+
+def test_a_node_that_is_left_out_does_not_hide_the_group_that_trains_on(
+    cluster: Cluster, training: BrokenInTraining
+) -> None:
+    """The supervisor passes on notices to no group but the one that the control channel knows."""
+    cluster.broken = "a"
+    assert replace(training, group_ends=False)({A: None})
+    assert cluster.done == [(A,)]
 
 
 @pytest.mark.parametrize(

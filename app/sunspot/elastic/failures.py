@@ -88,8 +88,8 @@ class FailureJudge:
     At most `max_failures` are, in a row without a new checkpoint, or a new step where the others train on, besides
     MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. Where the others train on, as
     many workers as the group had may be lost in one step: those of a zone go within seconds of each other. The control
-    channel keeps the counts, as each of Ray's trainers has a judge of its own. `leave_out` is called before each group; what it raises as
-    `SunspotError` ends the run.
+    channel keeps the counts, as each of Ray's trainers has a judge of its own. `leave_out` is called before each group;
+    what it raises as `SunspotError` ends the run.
     """
 
     def __init__(

@@ -227,7 +227,9 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
         placement = choose_placement(find_room(staying_nodes(), resources.per_worker)) if outlive else "PACK"
         trainer = make_trainer(config, resources, workers, placement, scratch)
         try:
-            judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed), outlive)
+            judge = FailureJudge(
+                control, settings.max_failures, BrokenInTraining(control, needed, not outlive), outlive
+            )
             with quiet_losses(), asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
