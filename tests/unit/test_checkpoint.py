@@ -436,6 +436,18 @@ def test_a_superseded_process_leaves_its_next_act_undone(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
 
 
+def test_a_loop_that_never_asks_hears_that_its_commits_fail(run: Run) -> None:
+    """A loop whose parameters no torch optimizer changes may not call `wait_for_copy`."""
+    old = Trainee(run)
+    old.train()
+    Trainee(run, 2, "another")
+    old.save()
+    with pytest.raises(SupersededError):
+        old.checkpoints.drain(20)
+    with pytest.raises(SupersededError):
+        old.checkpoints.took_step(2, None)
+
+
 def test_a_run_deleted_while_a_commit_tidies_ends_it_as_superseded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(run: Run) -> list[Attempt]:
         for entry in run.storage.list(run.key("attempts")):

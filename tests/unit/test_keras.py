@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from sunspot.checkpoint.files import load_weights
 from sunspot.data.source import Batch, EmptySource
-from sunspot.errors import ConflictError, SettingsError
+from sunspot.errors import ConflictError, SettingsError, StorageError
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from tests.harness.state_files import through_a_file
@@ -120,6 +121,22 @@ def test_rows_of_no_weight_have_no_part_in_a_step(task: Any) -> None:
         model.take_step(padding, 0.01, 0.0)
     assert same(*models)
     assert not same(models[0], build())
+
+
+def test_a_loop_asks_before_it_changes_variables(task: Any) -> None:
+    """As all loops do: a copy of the state may be under way, and a commit may have failed for good."""
+    rows, model, adapter = make_rows(), build(), load_task(settings_for())
+    optimizer = adapter.build_optimizer(model, settings_for())
+    before = model.get_extra_state()["model"]
+
+    def refuse(*_: Any) -> None:
+        assert all(torch.equal(*pair) for pair in zip(before, model.get_extra_state()["model"], strict=True))
+        raise StorageError("no checkpoint could be committed")
+
+    optimizer.register_step_pre_hook(refuse)
+    run: Any = SimpleNamespace(model=model, optimizer=optimizer, weight=1.0, world_size=1, batches=lambda: [rows])
+    with pytest.raises(StorageError):
+        adapter.train(run)
 
 
 def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
+from sunspot.errors import SupersededError
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.progress import News, Progress, _Lines, epoch_line
 from sunspot.parallel.collectives import WorkerPlace
@@ -133,6 +134,23 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
     assert control.heard("log").count("  between nodes, NCCL takes Socket") == 1
+
+
+@pytest.mark.parametrize("another", [True, False], ids=["another driver", "the next group of this driver"])
+def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: Path) -> None:
+    """Some loops commit seldom, and the thread that writes the status raises to nobody."""
+    run = begin(open_run(str(tmp_path), "run"))
+    attempt = start(run, "job", world_size=1, tier="beginning", driver="mine")
+    plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
+    begun = StartPoint(attempt, nodes={0: "node"})
+    checkpoints = MagicMock(newest=None, commit_s=None)
+    reporter = Reporter(run, plan, begun, TrainingState(), LocalControl(), Journals(run, 1), checkpoints, Phases())
+    reporter.heartbeat()
+    start(run, "other job" if another else "job", driver="theirs" if another else "mine")
+    with pytest.raises(SupersededError):
+        reporter.publish()
+    with pytest.raises(SupersededError) if another else nullcontext():
+        reporter.heartbeat()
 
 
 def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGroup) -> None:

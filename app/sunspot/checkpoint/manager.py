@@ -103,8 +103,11 @@ class CheckpointManager:
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it.
 
-        Raises `SettingsError`, after the first step, for a state that could not be loaded again.
+        Raises `SettingsError`, after the first step, for a state that could not be loaded again, and the error that
+        ended commits for good, if there was one: some loops never call `wait_for_copy`.
         """
+        if self._committer:
+            self._committer.raise_if_failed()
         if not self._loadable:  # the optimizer's state is there from the first step on
             refuse_unloadable(self._saved.state(), self._settings.task)
             self._loadable = True

@@ -16,7 +16,7 @@ from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.messages import Incident, WorkerGroup
 from sunspot.elastic.receipts import Phases, make_receipt
 from sunspot.elastic.restore import TrainingState
-from sunspot.errors import StorageError
+from sunspot.errors import StorageError, SupersededError
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
 from sunspot.observe.progress import PROGRESS_EVERY_S, Progress
@@ -25,7 +25,7 @@ from sunspot.observe.ranks import RankHistory
 from sunspot.parallel.nccl_log import own_log, read_network
 from sunspot.plan import Plan
 from sunspot.run import Run
-from sunspot.run.attempts import IN_PLACE, ensure_owner, step_of
+from sunspot.run.attempts import IN_PLACE, ensure_owner, read_attempts, step_of
 from sunspot.run.audit import tidy_audit
 from sunspot.run.history import Columns, Journals, tidy_journals
 from sunspot.run.incidents import Cause, describe, goodput
@@ -67,6 +67,8 @@ class Reporter:
         self._shown = 0.0
         self._heartbeat: float | None = None
         self._recovered = self._summarized = self._warned = self._tidied = False
+        self._superseded: SupersededError | None = None
+        "Set once another driver owns the run."
         self._status = replace(
             first_status(start, plan), state=RunState.RUNNING, reason="", world_size=len(start.nodes)
         )
@@ -94,7 +96,12 @@ class Reporter:
         return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
-        """Record progress: a step, or some rows evaluated."""
+        """Record progress: a step, or some rows evaluated.
+
+        Raises `SupersededError` once another driver owns the run.
+        """
+        if self._superseded:
+            raise self._superseded
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
@@ -166,7 +173,13 @@ class Reporter:
 
         So does an attempt that its driver has ended, while this process was frozen or cut off.
         """
-        ensure_owner(self._run, self._start.attempt)
+        try:
+            ensure_owner(self._run, self._start.attempt)
+        except SupersededError as error:
+            # A newer attempt of this driver is of the next group: the membership says whether this process is in it.
+            if not any(newer.driver == self._start.attempt.driver for newer in read_attempts(self._run)[-1:]):
+                self._superseded = error  # in this thread nobody hears of it
+            raise
         refuse_if_ended(self._run, self._status)
         self._journals.flush()
         self._ranks.flush()
