@@ -19,11 +19,11 @@ from sunspot.checkpoint import SavedObjects
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import MembershipAddress
-from sunspot.elastic.restore import Position, hand_over
+from sunspot.elastic.restore import Position, TrainingState, hand_over
 from sunspot.errors import DataError, SunspotError, SupersededError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.run import open_run
-from sunspot.run.attempts import Attempt, Metadata, claim
+from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, claim
 from sunspot.run.failures import read_failures
 from sunspot.settings import Settings
 from sunspot.train import join, loop, replacement
@@ -55,6 +55,21 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
         return survivor.kept[0] if survivor.kept else None
 
     assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
+
+
+def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> None:
+    """Its only other holder may die right then: all would go back to a copy."""
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
+    survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))
+    assert survivor.kept == (
+        LiveState(checkpoint_name(5, 3, "11111111"), evaluated=True),
+        Position({"loss": 1.0}, 7.0, ("window",)),
+    )
+    stood = list[int | None]()
+    survivor._client = Mock(stand=stood.append)
+    survivor.form()
+    assert stood == [5], "the decider knows"
 
 
 def test_all_go_on_with_the_metrics_and_rows_of_one(tmp_path: Path) -> None:
@@ -89,7 +104,7 @@ def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypat
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
     ours, lost = Member("ours", "node"), Member("lost", "node")
     stood = [(Generation(7, (ours, lost)), 0), None]
-    survivor._client = Mock(stand=lambda: stood.pop(0), closed=lambda wait_s: True)
+    survivor._client = Mock(stand=lambda step: stood.pop(0), closed=lambda wait_s: True)
     assert survivor.form() is None
 
 

@@ -30,7 +30,7 @@ from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import Attempt, Metadata
+from sunspot.run.attempts import IN_PLACE, Attempt, Metadata
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings
@@ -47,7 +47,7 @@ from sunspot.train.build import (
 )
 from sunspot.train.join import WorkerConfig, round_products
 from sunspot.train.probe import probe_here
-from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, Worker
+from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, RegroupError, Worker
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
@@ -97,6 +97,16 @@ def test_an_evaluation_that_is_always_cut_short_does_not_keep_the_run_from_train
     assert leaves_out_evaluation(start, total) == left_out
 
 
+def test_a_group_that_others_join_has_not_failed_to_evaluate() -> None:
+    def attempt(number: int, *processes: str) -> Attempt:
+        return Attempt(number, "me", None, 20, metadata=Metadata(processes=processes))
+
+    joined = [attempt(1, "a"), attempt(2, "a", "b"), attempt(3, "a", "b", "c")]
+    assert not leaves_out_evaluation(StartPoint(attempt(4, "a", "b", "c", "d"), joined), 100)
+    lost = [attempt(1, "a", "b", "c"), attempt(2, "a", "b")]
+    assert leaves_out_evaluation(StartPoint(attempt(3, "a"), lost), 100)
+
+
 @pytest.mark.parametrize(
     ("tier", "step", "stale", "again"),
     [("memory", 10, 0, True), ("memory", 9, 0, False), ("memory", 9, 2, True), ("storage", 10, 2, False)],
@@ -116,6 +126,24 @@ def test_an_end_that_only_memory_has_is_evaluated_and_saved_again(
     joined = Joined(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
     build.build_worker(joined, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
     assert begun[0].evaluated is not again
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_workers_whose_parameters_differ_go_back_to_a_copy_together(
+    handed_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bits differ where processors do, at each change: that is no failure."""
+    for name in ("load_weights", "load_rest", "same_parameters"):
+        monkeypatch.setattr(build, name, MagicMock(return_value=False))
+    survivor, nothing = MagicMock(), cast(Any, None)
+    plan: Any = SimpleNamespace(settings=Settings(), total_steps=10)
+    start, place = StartPoint(Attempt(2, "me", None, 5)), WorkerPlace(MagicMock(), rank=1, nodes=["node", "node"])
+    joined = Joined(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing, survivor)
+    state = TrainingState(model={} if handed_over else None, tier=IN_PLACE)
+    with pytest.raises(RegroupError):
+        build.build_worker(joined, state, Phases())
+    survivor.forget.assert_called_once_with()
+    assert survivor.keep.call_count == handed_over
 
 
 def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path, warned: list[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.elastic.claim import StartPoint
-from sunspot.elastic.control import CommandPoller, ControlClient
+from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
@@ -53,7 +53,7 @@ from sunspot.train.device_memory import await_device_memory
 from sunspot.train.learner import Learner, Loader
 from sunspot.train.reporter import Reporter
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import Beginning, Worker
+from sunspot.train.worker import Beginning, RegroupError, Worker
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +93,21 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         if place.device.type == "cuda":  # on all workers, before any of them allocates
             awaits = partial(await_device_memory, place.device, place.nodes[place.rank], joined.control)
             run_on_all_ranks(place.group, awaits if learner is None else lambda: None)
-        if learner:
+        if joined.survivor and learner:
             learner.move(place)
             if state.model is not None:
                 load_weights(learner.model, state.model, str(attempt.starts_from))
                 load_rest(state, learner.model, learner.optimizer)
+                joined.survivor.keep(attempt, state)
         else:
             learner = build_learner(plan, place, attempt, state, make_loader)
+    survivor, in_place = joined.survivor, state.tier == IN_PLACE
+    if survivor and in_place and place.group and not same_parameters(learner.model, place.group):
+        if place.rank == 0:
+            text = "the workers' parameters differ, as those of different processors do: all go back to the newest copy"
+            joined.control.tell(ControlChannel.log, f"step {attempt.step}: {text}")
+        survivor.forget()
+        raise RegroupError
     journals = open_journals(joined.run, start) if place.rank == 0 else None
     evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
     left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
@@ -110,7 +118,6 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         if change:
             log.warning(change)
     saved, windows, memory = learner.saved(), state.ledger, joined.memory
-    survivor, in_place = joined.survivor, state.tier == IN_PLACE
     with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():  # parts have a group of theirs
         checkpoints = CheckpointManager(
             joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
@@ -121,8 +128,6 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    if in_place and place.group and not same_parameters(learner.model, place.group):
-        raise RuntimeError(f"the workers have come to different parameters at step {attempt.step}")
     beginning = Beginning(
         attempt.step,
         evaluated or left_out,
@@ -328,10 +333,19 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
     """Tell whether to train on without the evaluation of the epoch that ends here, as EVALUATION_TRIES groups failed.
 
-    The evaluation at the end of the run is begun again however often: no step waits for it.
+    A group does not count if all of its processes are in the next one: it only made room for others. The evaluation at
+    the end of the run is begun again however often: no step waits for it.
     """
-    here = takewhile(lambda attempt: attempt.step == start.attempt.step, reversed(start.before))
-    return start.attempt.step < total_steps and 1 + len(list(here)) >= EVALUATION_TRIES
+    step = start.attempt.step
+    here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]
+    failed = [before for after, before in pairwise(here) if not all_go_on(before, after)]
+    return step < total_steps and 1 + len(failed) >= EVALUATION_TRIES
+
+
+def all_go_on(before: Attempt, after: Attempt) -> bool:
+    """Tell whether all processes of an attempt are known to train in the one after it."""
+    processes = set(before.metadata.processes)
+    return bool(processes) and processes <= set(after.metadata.processes)
 
 
 def record_left_out(step: int, events: Journal) -> None:

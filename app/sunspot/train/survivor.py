@@ -42,7 +42,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups, await_device
 from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.run.attempts import step_of
+from sunspot.run.attempts import Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
 from sunspot.train.learner import Learner
 from sunspot.train.worker import RegroupError, Worker, close_outputs
@@ -221,6 +221,12 @@ class Survivor:
         if place.rank not in holders.ranks:  # that state takes the place of its own, which has another name
             self.kept = None
         return state
+
+    def keep(self, attempt: Attempt, state: TrainingState) -> None:
+        """Note that this process has the state that was handed over, which counts even if its group ends at once."""
+        assert state.taken is not None
+        name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
+        self.kept = LiveState(name, state.evaluated), Position(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
         """Note what this process trains with."""
