@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -28,6 +29,7 @@ from sunspot.elastic.membership_channel import (
     Standing,
     ask_living,
 )
+from sunspot.run.incidents import Cause
 from tests.harness.waiting import wait_until
 
 
@@ -241,3 +243,34 @@ def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: Mem
         wait_until(lambda: store.list_keys() == ["2/0"], seconds=5)
         done.set()
         beating.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (None, Cause.WORKER_LOST),
+        (EOFError(), Cause.WORKER_LOST),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), Cause.WORKER_LOST),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), Cause.NODE_LOST),
+        (OSError(errno.EHOSTUNREACH, "no route"), Cause.NODE_LOST),
+    ],
+    ids=["silent", "ended", "killed", "no answer", "no route"],
+)
+def test_a_machine_that_does_not_answer_is_a_lost_node(
+    server: MembershipServer, error: Exception | None, cause: Cause
+) -> None:
+    member = Member("first", "node")
+    with enter(server, "first"), enter(server, "second"):
+        wait_until(lambda: server.state.trains, seconds=5)
+        server._note_loss(member, error)
+    incidents = [call.args[2] for call in server._control.tell.call_args_list]
+    assert [incident.cause for incident in incidents][:1] == [cause]
+
+
+def test_a_change_for_a_node_that_goes_is_told_as_such(server: MembershipServer) -> None:
+    with enter(server, "leaving", node="old") as leaving, enter(server, "staying"):
+        assert isinstance(next_word(leaving), Generation)
+        server.drain({"old"})
+        assert isinstance(next_word(leaving), Change)
+        [incident] = [call.args[1] for call in server._control.tell.call_args_list]
+        assert (incident.cause, incident.detail) == (Cause.PREEMPTED, "node old")

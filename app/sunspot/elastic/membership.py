@@ -144,6 +144,12 @@ class Membership:
         return len(self._wanted() - self._inside()) if self._open else 0
 
     @property
+    def leavers(self) -> list[Member]:
+        """The members that are to leave the newest generation, as others have the state."""
+        wanted = self._wanted() if self._open else self._inside()
+        return [member for member in self.generation.members if member.uid not in wanted]
+
+    @property
     def trains(self) -> bool:
         """Whether a member of the newest generation lives."""
         return bool(self._living())

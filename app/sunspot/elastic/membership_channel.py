@@ -8,10 +8,12 @@ newcomer, and joins the next group when its step is done.
 """
 
 import contextlib
+import errno
 import logging
 import math
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -46,6 +48,9 @@ BEAT = "beat"
 
 ASK_LIVING = "living"
 """First word of a connection that asks which processes live."""
+
+MACHINE_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Errors of a connection whose other machine does not answer; a process that ends closes its connection instead."""
 
 PROCESS_LIMIT_S = 10.0
 """For which a member may send no heartbeat: one that is starved, or keeps Python's lock, sends none for seconds."""
@@ -145,7 +150,7 @@ class MembershipServer:
             self._hear(connection, first)
         finally:
             with self._lock:
-                self._note_loss(first)
+                self._note_loss(first, sys.exception())
                 self.state.lose(first.uid, time.monotonic())
                 del self._connections[first.uid]
             self._deciding.run_now()
@@ -172,12 +177,18 @@ class MembershipServer:
                 else:
                     acts[word]()
 
-    def _note_loss(self, member: Member) -> None:
-        """Tell why the present group ends, unless its member has gone when it was to go."""
+    def _note_loss(self, member: Member, error: BaseException | None) -> None:
+        """Tell why the present group ends, unless its member has gone when it was to go.
+
+        `error` ended the connection; None if the member was silent for too long.
+        """
         place = self.state.generation.place_of(member.uid)
-        if place is not None and not self.state.ended:
-            detail = f"rank {place} on node {member.node[:12]}"
-            self._control.tell(ControlChannel.add_loss, member.node, Incident(Cause.WORKER_LOST, detail, time.time()))
+        if place is None or self.state.ended:
+            return
+        cause, detail = Cause.WORKER_LOST, f"rank {place} on node {member.node[:12]}"
+        if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
+            cause, detail = Cause.NODE_LOST, f"node {member.node[:12]} (rank {place})"
+        self._control.tell(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
         with self._lock:
@@ -188,10 +199,13 @@ class MembershipServer:
             if time.monotonic() > self._beating + HEARTBEAT_EVERY_S:
                 self._beating = time.monotonic()
                 told += [(connection, BEAT) for connection in self._connections.values()]
-            joining = any(isinstance(word, Change) for _, word in words) and self.state.newcomers
-        if joining:
-            detail = f"{plural(joining, 'worker')} more"
-            self._control.tell(ControlChannel.add_incident_facts, Incident(Cause.JOINED, detail, time.time()))
+            changing = any(isinstance(word, Change) for _, word in words)
+            joining, leaving = self.state.newcomers, {member.node[:12] for member in self.state.leavers}
+        if changing and (joining or leaving):
+            cause, detail = Cause.JOINED, f"{plural(joining, 'worker')} more"
+            if leaving:
+                cause, detail = Cause.PREEMPTED, f"node {', '.join(sorted(leaving))}"
+            self._control.tell(ControlChannel.add_incident_facts, Incident(cause, detail, time.time()))
         for connection, word in told:
             try:
                 connection.send(word)
