@@ -148,8 +148,8 @@ class FailureJudge:
         if counts.charged > self._max and not (alone and some_left):
             since = f"since the MAX_FAILURES={self._max} losses before"
             return False, f"; no new {'step' if alone else 'checkpoint'} {since}", counts
-        left = max(0, self._max - counts.charged)
-        return True, f"; starting again, {left} of {self._max} MAX_FAILURES left", counts
+        remaining = max(0, self._max - counts.charged)
+        return True, f"; starting again, {remaining} of {self._max} MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
         """Leave out the nodes whose GPU is broken; returns whether another group starts, and what to say."""
