@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import sunspot.parallel.decisions
+import sunspot.train.worker
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
@@ -31,10 +32,10 @@ from sunspot.settings import Settings
 from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
 from sunspot.train.learner import Learner
-from sunspot.train.loop import take_step
+from sunspot.train.loop import take_step, train
 from sunspot.train.randomness import seed_generators
 from sunspot.train.run import TrainingRun
-from sunspot.train.worker import Beginning, Step, Worker
+from sunspot.train.worker import Beginning, RegroupError, Step, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
@@ -112,6 +113,22 @@ def test_training_goes_on_with_what_an_evaluation_left(parallel: str, group: dis
 def test_who_joins_or_leaves_waits_for_an_evaluation(group: dist.ProcessGroup) -> None:
     """One that begins anew for each newcomer may never end."""
     assert evaluate(evaluating(group, 1), lambda: Command(regroup=True), lambda _: None).results
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parts_of_the_last_step_are_copied_before_a_change(
+    sharded: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while the copy before is on its way: all go back to the newest one."""
+    worker = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", global_batch_size=8)), group)
+    saved: list[dict[str, Any]] = []
+    worker.checkpoints.save = lambda step, metrics, **how: saved.append(how)
+    worker.checkpoints.close = lambda finished: None
+    monkeypatch.setattr(worker._decisions, "agree", lambda decide: StepActions(regroup=True))
+    monkeypatch.setattr(sunspot.train.worker, "is_fsdp", lambda model: sharded)
+    with pytest.raises(RegroupError):
+        train(worker)
+    assert [how["needed"] for how in saved] == ([True] if sharded else [])
 
 
 @pytest.mark.parametrize("command", [Command(restart=True), Command(stop=True)])

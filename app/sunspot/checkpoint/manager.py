@@ -129,10 +129,19 @@ class CheckpointManager:
             next_in=self._interval.left(step) if self.in_memory else MAX_STEPS_BETWEEN,
         )
 
-    def save(self, step: int, metrics: dict[str, Any], *, evaluated: bool = True, to_storage: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        *,
+        evaluated: bool = True,
+        to_storage: bool = True,
+        needed: bool = False,
+    ) -> None:
         """Begin to copy the state at `step` to memory; with `to_storage` it becomes a checkpoint.
 
-        `evaluated` is false when an epoch ends here unevaluated. Call `wait_for_copy` before parameters change.
+        `evaluated` is false when an epoch ends here unevaluated. A copy for storage, or one that is `needed`, waits for
+        the one before; others are left out while that is on its way. Call `wait_for_copy` before parameters change.
         """
         began = time.thread_time()  # waiting for slower workers is no cost: the next gradients would
         if self._place.group and self._settings.snapshot_cost:
@@ -144,7 +153,7 @@ class CheckpointManager:
             return
         manifest = self._describe(step, metrics, evaluated)
         extra_state = self._extra_state(manifest) if committer else None  # only this run reads a copy in memory
-        snapshot = self._snapshots.take(manifest, windows, extra_state, needed=to_storage)
+        snapshot = self._snapshots.take(manifest, windows, extra_state, needed=to_storage or needed)
         self._snapshots.charge(spent_s)
         if committer and snapshot:
             committer.commit(snapshot)

@@ -180,7 +180,8 @@ class Worker:
         if record:
             self.report(record)
         if save or agreed.copy or parts_move:
-            self.checkpoints.save(step, self._metrics(record), evaluated=self._evaluated, to_storage=save)
+            metrics = self._metrics(record)
+            self.checkpoints.save(step, metrics, evaluated=self._evaluated, to_storage=save, needed=parts_move)
         if restart:
             self.restart_group()
         if regroup:
