@@ -129,8 +129,9 @@ class Background:
 class Timer:
     """True once per interval."""
 
-    def __init__(self, overdue: bool = False) -> None:
-        self._last = -math.inf if overdue else time.monotonic()
+    def __init__(self, since: float | None = None) -> None:
+        """The first interval began `since` a time, by the monotonic clock in seconds; None: it begins now."""
+        self._last = time.monotonic() if since is None else since
 
     def due(self, every_s: float) -> bool:
         """Whether `every_s` seconds (0: never) have passed; True begins the next interval."""

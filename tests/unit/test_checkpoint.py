@@ -467,7 +467,7 @@ def test_a_run_deleted_while_a_commit_tidies_ends_it_as_superseded(run: Run, mon
 
 
 def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
-    """Unless it might still be completed, and would count; that has a day."""
+    """What might still be completed stays for a day: a step after the newest that is committed."""
 
     def leave(attempt: Attempt, step: int, age_s: float = 0) -> str:
         name = checkpoint_name(step, attempt.number, attempt.nonce)
@@ -481,8 +481,9 @@ def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
         trainee.save()
         trainee.checkpoints.close(finished=True)
         leave(trainee.attempt, 50 + number)
-    may_count, aged = leave(trainee.attempt, 5), leave(trainee.attempt, 4, age_s=25 * 3600)
+    leave(trainee.attempt, 5)
     trainee = Trainee(run, 4, "job-4", start=newest(run))
+    may_count, aged = leave(trainee.attempt, 60), leave(trainee.attempt, 61, age_s=25 * 3600)
     trainee.train()
     trainee.save()
     trainee.checkpoints.close(finished=True)

@@ -10,15 +10,17 @@ copy thread       `Snapshots._copy` copies the tensors to the slot.
 seal thread       `NodeMemory.complete` writes the sidecar and the marker: from here on a restart may go on from this
                   copy. Under FSDP `PartExchange.complete` (replicas.py) also sends the part to the next node.
 commit thread     `CheckpointCommitter` (commit.py), on rank 0, or under FSDP on every rank, begins with the newest
-                  snapshot. It checks that this attempt still owns the run, has a `SnapshotWriter` upload and verify its
-                  files (`WholeState` in files.py; under FSDP `ShardWriter` in parts.py), checks again, and writes the
-                  manifest: now the checkpoint exists. Then it deletes what has expired, and releases the slot.
+                  snapshot. It checks that this process may still commit (`ensure_committer`), has a `SnapshotWriter`
+                  upload and verify its files (`WholeState` in files.py; under FSDP `ShardWriter` in parts.py), checks
+                  again, and writes the manifest: now the checkpoint exists. Then it deletes what has expired, and
+                  releases the slot. A process that outlives its group completes the commit beside the next group.
 
 The way back: node_state.py reads what a node has in memory, or a checkpoint, for all workers of the node.
 """
 
+from sunspot.checkpoint.commit import CheckpointCommitter
 from sunspot.checkpoint.manager import CheckpointManager, versions
 from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.snapshot import SavedObjects
 
-__all__ = ["CheckpointManager", "NodeMemory", "SavedObjects", "versions"]
+__all__ = ["CheckpointCommitter", "CheckpointManager", "NodeMemory", "SavedObjects", "versions"]

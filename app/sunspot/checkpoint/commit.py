@@ -3,44 +3,55 @@
 A checkpoint exists once its manifest is written, which comes after all of its files were uploaded and verified. One
 is committed at a time; when storage is slower than the interval, a newer copy replaces one that still waits. Under
 PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (parts.py).
+
+A process that outlives its group ends the commit that is under way beside the next group, whose first one waits for it
+(docs/decisions/0010-commits-outlive-changes-in-place.md).
 """
 
 import logging
 import math
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from sunspot.checkpoint.files import SnapshotWriter, refuse_unloadable
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.snapshot import Snapshot
-from sunspot.errors import DamageError, NotFoundError, StorageError
+from sunspot.errors import DamageError, NotFoundError, StorageError, SupersededError
 from sunspot.parallel.collectives import any_rank
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, ensure_owner, lineage, read_attempts
+from sunspot.run.attempts import Attempt, lineage, read_attempts, step_of
 from sunspot.run.checkpoints import (
     MANIFEST,
     Checkpoint,
     delete_checkpoint,
+    ensure_committer,
     expired,
     in_lineage,
     list_checkpoints,
     list_directories,
+    may_commit,
     read_manifest,
     why_abandoned,
     write_manifest,
 )
 from sunspot.run.history import Journals
 from sunspot.settings import Settings
-from sunspot.storage.limits import RetryWindow
+from sunspot.storage.base import Entry
+from sunspot.storage.limits import RetryWindow, with_deadline
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 """Time between two looks at what rank 0 has begun, while there is a snapshot to begin."""
+
+REMOVAL_S = 30.0
+"""How long a commit that was given up may take to remove what it has uploaded; the next one removes what is left."""
 
 BEGUN, WRITTEN = "sunspot-commit", "sunspot-written-{}"
 """Keys of the group's store: the step of the snapshot that rank 0 has begun, and the checkpoint all parts of which are
@@ -57,6 +68,7 @@ class CommitOrder:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """`group` is None for a rank alone, or one that has the whole state."""
         self._group, self.leads = group, group is None or dist.get_rank(group) == 0
+        self.in_parts = group is not None
 
     def replaces(self, waiting: bool) -> bool:
         """Return whether a new snapshot takes the place of the newest before it, which it does if that is `waiting` on
@@ -94,6 +106,14 @@ class CommitOrder:
         return None
 
 
+class Commit(NamedTuple):
+    """A checkpoint that was committed."""
+
+    checkpoint: Checkpoint
+    seconds: float
+    "How long the commit took."
+
+
 class CheckpointCommitter:
     """Commits one rank's snapshots."""
 
@@ -112,9 +132,12 @@ class CheckpointCommitter:
         """
         self._run, self._attempt, self._settings = run, attempt, settings
         self._writer, self._order, self._journals, self._ledger = writer, order, journals, ledger
+        self._before: CheckpointCommitter | None = None
+        "The one of the group before, in this process, until it has ended."
         self._waiting: list[Snapshot] = []
         "The snapshots not begun yet, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
-        self._committing = self._closing = False
+        self._committing: Snapshot | None = None
+        self._closing = False
         self._dropped = False
         "Whether the newest snapshot that was begun is torn, and so never committed."
         self._error: Exception | None = None
@@ -122,18 +145,49 @@ class CheckpointCommitter:
         self._outage = RetryWindow()
         "Failed tries since the last commit."
         self._flush_requested = False
-        self.newest: Checkpoint | None = None
-        self.commit_s: float | None = None
-        "Seconds that the commit of `newest` took."
+        self._stopped = False
+        "Whether the commit that is under way is to end, as it would not count any more."
+        self._sent = ""
+        "The newest checkpoint whose manifest may be in storage."
+        self._newest: Commit | None = None
+        self.begun_at = -math.inf
+        "When the newest commit began, by the monotonic clock in seconds."
         self._thread = threading.Thread(target=self._commit_all, name="checkpoint-commit", daemon=True)
-        self._thread.start()
 
     # ---------------------------------------------------------------------------------------- in the training thread
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is not committed yet."""
-        return self._committing or bool(self._waiting)
+        """Whether a snapshot is not committed yet, of this group or of the one before."""
+        return not self._idle or bool(self._before and self._before.busy)
+
+    @property
+    def newest(self) -> Commit | None:
+        """The newest checkpoint that was committed, by this group or by one before in this process."""
+        return self._before.newest if self._before else self._newest
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._committing or self._waiting)
+
+    def follow(self, before: "CheckpointCommitter") -> None:
+        """Begin no commit until that of the group `before`, in this process, has ended."""
+        self._before = before
+
+    def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
+        """Stop the commit that is under way if it may not be completed after these attempts; returns whether it is.
+
+        One in parts needs all processes of its group. Waits for nothing.
+        """
+        snapshot = self._committing
+        if not snapshot:
+            return False
+        left = set(self._attempt.metadata.processes) - set(attempts[-1].metadata.processes)
+        lacks_parts = self._order.in_parts and bool(left)
+        if lacks_parts or not may_commit(snapshot.manifest.name, self._attempt, attempts):
+            self._stopped = True
+            self._outage.give_up()
+        return self._stopped
 
     def commit(self, snapshot: Snapshot) -> None:
         """Hand over a snapshot to commit; returns at once. Of a state in parts, all ranks call this together."""
@@ -142,6 +196,8 @@ class CheckpointCommitter:
                 self._waiting.pop().release()  # never begun: the newest wins
             self._waiting.append(snapshot)
             self._changed.notify_all()
+            if not self._thread.ident:
+                self._thread.start()
 
     def raise_if_failed(self) -> None:
         """Raise the error that ended commits for good: a newer owner, or storage that failed for too long."""
@@ -157,7 +213,7 @@ class CheckpointCommitter:
         with self._changed:
             self._flush_requested = True
             self._changed.notify_all()
-            done = self._changed.wait_for(lambda: self._error or not self.busy, timeout_s)
+            done = self._changed.wait_for(lambda: self._error or self._idle, timeout_s)
         self.raise_if_failed()
         return bool(done) and not self._dropped
 
@@ -167,10 +223,11 @@ class CheckpointCommitter:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread.ident:
+            self._thread.join()
 
     def abandon(self) -> None:
-        """Begin no commit any more: a newer attempt is about to own the run. Waits for nothing."""
+        """Begin no commit any more, as the group has ended; the one that is under way goes on. Waits for nothing."""
         with self._changed:
             while self._waiting:
                 self._waiting.pop().release()
@@ -188,7 +245,7 @@ class CheckpointCommitter:
             if not isinstance(self._error, StorageError):  # or else an upload that hangs may still read it
                 snapshot.release()
             with self._changed:
-                self._committing = False
+                self._committing = None
                 self._changed.notify_all()
             if self._error:
                 return
@@ -200,27 +257,54 @@ class CheckpointCommitter:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
                     return None
+            self._await_group_before()
             limit = self._order.limit()
             with self._changed:
-                if begun := self._waiting_up_to(limit):
+                begun = self._waiting_up_to(limit)
+                if begun:
                     del self._waiting[: len(begun)]
-                    self._committing = True
+                    self._committing = begun[-1]
+                    self.begun_at = time.monotonic()
                     self._order.begin(begun[-1].manifest.step)
                     for passed in begun[:-1]:
                         passed.release()
                     return begun[-1]
                 self._changed.wait(POLL_S)
 
+    def _await_group_before(self) -> None:
+        """Return once the commits of the group before have ended: copies and uploads of a process are bounded."""
+        before = self._before
+        if before:
+            if before._thread.ident:
+                before._thread.join()
+            self._outage = before._outage  # an outage of storage lasts until a commit succeeds, in whatever group
+            self._newest = before.newest
+            self._before = None
+
     def _waiting_up_to(self, limit: float) -> list[Snapshot]:
         return [snapshot for snapshot in self._waiting if snapshot.manifest.step <= limit]
 
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
-        """Try until it is committed, a newer snapshot may be begun, or storage has failed for `storage_timeout_s`."""
+        """Try until it is committed, a newer snapshot may be begun, or storage has failed for `storage_timeout_s`.
+
+        Raises `SupersededError`, once what was uploaded is removed, when the checkpoint may not be committed any more.
+        """
+        try:
+            self._try_to_commit(snapshot)
+        except SupersededError:
+            name = snapshot.manifest.name
+            if self._order.leads and self._sent != name:  # or else another attempt may start from it
+                with suppress(StorageError):
+                    with_deadline(REMOVAL_S, f"removing {name}", lambda: delete_checkpoint(self._run, name))
+            raise
+
+    def _try_to_commit(self, snapshot: Snapshot) -> None:
         outage, limit_s, step = self._outage, self._settings.storage_timeout_s, snapshot.manifest.step
         while True:
             try:
                 outage.attempt(lambda: self._commit(snapshot), limit_s, f"checkpoint at step {step}")
             except (StorageError, NotFoundError, DamageError) as error:
+                self._refuse_if_stopped()
                 if outage.tries == 1:  # one event for each outage, however many tries it takes
                     self._record("commit failed", step, str(error))
                 else:
@@ -246,24 +330,31 @@ class CheckpointCommitter:
         snapshot.copied.result()
         if self._drops(snapshot):
             return
-        began = time.monotonic()
-        ensure_owner(self._run, self._attempt)
-        committed = read_manifest(self._run, snapshot.manifest.name) if self._outage.tries else None
+        began, name = time.monotonic(), snapshot.manifest.name
+        self._refuse_if_stopped()
+        ensure_committer(self._run, self._attempt, name)
+        committed = read_manifest(self._run, name) if self._outage.tries else None
         if not committed or committed.damage:  # or else an earlier try has committed it, and failed later
             refuse_unloadable({**snapshot.state, "extra_state": snapshot.extra_state}, self._settings.task)
             self._write_history()
             files = self._writer.files(snapshot)
             if not self._order.leads:
                 return
-            ensure_owner(self._run, self._attempt)
+            ensure_committer(self._run, self._attempt, name)
             if self._drops(snapshot):  # a change that went on when the copy had ended is known by now
-                delete_checkpoint(self._run, snapshot.manifest.name)
+                delete_checkpoint(self._run, name)
                 return
             committed = replace(snapshot.manifest, files=files, time=time.time())
+            self._sent = name
             write_manifest(self._run, committed)
-        ensure_owner(self._run, self._attempt)  # taken over in between, it is outside the lineage and does not count
-        self.newest, self.commit_s = committed, time.monotonic() - began
-        self._delete_expired()
+        # Taken over in between, it is outside the lineage and does not count.
+        ensure_committer(self._run, self._attempt, name)
+        self._newest = Commit(committed, time.monotonic() - began)
+        self._delete_expired(committed)
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise SupersededError(f"attempt {self._attempt.number} has ended, and its newest checkpoint does not count")
 
     def _write_history(self) -> None:
         """Make durable what a checkpoint relies on: journals, and the rows consumed up to it."""
@@ -282,27 +373,35 @@ class CheckpointCommitter:
             self._record("checkpoint dropped", snapshot.manifest.step, detail)
         return self._dropped
 
-    def _delete_expired(self) -> None:
-        """Keep the best and the newest, and nothing that killed attempts left incomplete.
+    def _delete_expired(self, newest: Checkpoint) -> None:
+        """Keep the best and the `newest`, and nothing that killed attempts left incomplete.
 
         Comes after the new manifest: nothing goes before its replacement is safe.
         """
-        assert self.newest
         try:
-            directories, attempts = list_directories(self._run), read_attempts(self._run)
-            if not attempts:
-                return  # the run has just been deleted: the next commit ends by it
-            mine = in_lineage(list_checkpoints(self._run, directories), lineage(attempts))
-            keep, metric = self._settings.checkpoints_to_keep, self._settings.checkpoint_metric
-            gone = [old.name for old in expired(mine, keep, metric, self._settings.checkpoint_order)]
-            for name, files in directories.items():
-                if MANIFEST not in files and why_abandoned(name, files, attempts, time.time()):
-                    gone.append(name)
-            for name in gone:
-                ensure_owner(self._run, self._attempt)
+            for name in self._find_expired(newest):
+                if not ensure_committer(self._run, self._attempt, newest.name).chosen:
+                    return
                 delete_checkpoint(self._run, name)
         except StorageError as error:
-            self._record("old checkpoints not deleted", self.newest.step, str(error))
+            self._record("old checkpoints not deleted", newest.step, str(error))
+
+    def _find_expired(self, newest: Checkpoint) -> list[str]:
+        directories = list_directories(self._run)
+        attempts = read_attempts(self._run)
+        if not attempts:
+            return []  # the run has just been deleted: the next commit ends by it
+        abandoned, committed = list[str](), dict[str, Mapping[str, Entry]]()
+        for name, files in directories.items():
+            # A manifest that was on its way for long may arrive after its files have been removed.
+            late = files.keys() == {MANIFEST} and step_of(name) < newest.step
+            if MANIFEST in files and not late:
+                committed[name] = files
+            elif late or why_abandoned(name, files, attempts, time.time(), newest.step):
+                abandoned.append(name)
+        counted = in_lineage(list_checkpoints(self._run, committed), lineage(attempts))
+        keep, metric = self._settings.checkpoints_to_keep, self._settings.checkpoint_metric
+        return [old.name for old in expired(counted, keep, metric, self._settings.checkpoint_order)] + abandoned
 
     def _record(self, event: str, step: int, detail: str) -> None:
         log.warning(f"{event} at step {step}: {detail}")

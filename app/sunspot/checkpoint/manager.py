@@ -32,6 +32,9 @@ from sunspot.run.attempts import IN_PLACE, Attempt, checkpoint_name
 from sunspot.run.checkpoints import Checkpoint, is_out_of_patience
 from sunspot.run.history import Journals
 
+BEHIND = ("memory", IN_PLACE)
+"""The tiers of attempts whose first state storage does not have yet."""
+
 COPIES_MEASURED = 3
 """Copies in memory after which their cost is reported."""
 
@@ -79,9 +82,10 @@ class CheckpointManager:
         "Whether the state has been found to be what a restart can load."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
-        # Storage is behind what was recovered, or kept.
-        self._timer = Timer(overdue=attempt.metadata.tier in ("memory", IN_PLACE))
+        self._timer = Timer(-math.inf if attempt.metadata.tier in BEHIND else None)
         self._committer: CheckpointCommitter | None = None
+        self._before: CheckpointCommitter | None = None
+        "The one of the group before, in this process."
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
         if place.rank == 0 or self._sharded:
@@ -90,6 +94,26 @@ class CheckpointManager:
             self._committer = CheckpointCommitter(
                 run, attempt, self._settings, self._writer(order), order, journals, ledger
             )
+
+    def outlive(
+        self, before: CheckpointCommitter | None, attempts: list[Attempt], committed: float | None
+    ) -> None:
+        """Go on from the groups before, of a process that outlives them; call it before the first `save`.
+
+        `before` has the newest commit of this process (None: it has made none). `attempts` are those of the run so far,
+        with this one as the last, and `committed` says when storage got its newest checkpoint, in seconds since the
+        epoch (None: it is not known).
+        """
+        self._before = before
+        if before and self._committer:
+            self._committer.follow(before)
+        since: float | None = None
+        if before and not before.stop_if_overtaken(attempts):
+            since = before.begun_at
+        elif committed is not None:
+            since = time.monotonic() - max(0.0, time.time() - committed)
+        if since is not None and self._attempt.metadata.tier in BEHIND:
+            self._timer = Timer(since)
 
     def name_at(self, step: int) -> str:
         """Return the name of a checkpoint of the state after `step`."""
@@ -198,14 +222,22 @@ class CheckpointManager:
         return self._ledger.hand_on(step)
 
     @property
+    def committer(self) -> CheckpointCommitter | None:
+        """The committer that began the newest commit of this process, in this group or one before; None: none has."""
+        own = self._committer
+        return own if own and own.begun_at > -math.inf else self._before
+
+    @property
     def newest(self) -> Checkpoint | None:
         """The last checkpoint committed by this worker."""
-        return self._committer.newest if self._committer else None
+        newest = self._committer.newest if self._committer else None
+        return newest.checkpoint if newest else None
 
     @property
     def commit_s(self) -> float | None:
         """Seconds that its commit took."""
-        return self._committer.commit_s if self._committer else None
+        newest = self._committer.newest if self._committer else None
+        return newest.seconds if newest else None
 
     @property
     def save_every_s(self) -> float:

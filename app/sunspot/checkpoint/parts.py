@@ -58,7 +58,7 @@ from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
-from sunspot.storage.limits import WARN_AFTER_S
+from sunspot.storage.limits import WARN_AFTER_S, refuse_if_given_up
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +209,7 @@ class ShardWriter:
         """Return once nothing is missing of a checkpoint; raises `RuntimeError` when that takes too long."""
         began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
         while missing := find_missing():
+            refuse_if_given_up(name)
             waited = time.monotonic() - began
             text = f"{name}: {missing} after {waited:.0f} s"
             if waited > limit_s:

@@ -13,13 +13,14 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from sunspot.background import AT_ONCE, map_parallel
-from sunspot.errors import DamageError, NotFoundError, OutsideStorageError
+from sunspot.errors import DamageError, NotFoundError, OutsideStorageError, SupersededError
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.attempts import (
     Attempt,
     Span,
     attempt_of,
+    ensure_owner,
     label_of,
     lineage,
     read_attempts,
@@ -161,6 +162,34 @@ def leads_to_newest(name: str, spans: list[Span]) -> bool:
     return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
 
+def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
+    """Return True if the process that is rank 0 of `attempt` may commit the checkpoint `name` of it.
+
+    `attempts` are those of the run. That process commits as long as it is rank 0 of each attempt since, too, and what
+    it commits leads to the newest one (docs/decisions/0010-commits-outlive-changes-in-place.md).
+    """
+    committer = attempt.metadata.processes[:1]
+    since = [later for later in attempts if later.number > attempt.number]
+    same = all((later.owner, later.metadata.processes[:1]) == (attempt.owner, committer) for later in since)
+    return same and (bool(committer) or not since) and leads_to_newest(name, lineage(attempts))
+
+
+def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
+    """Return the newest attempt, before rank 0 of `attempt` commits its checkpoint `name`, or deletes another one.
+
+    Raises `SupersededError` unless it may (`may_commit`). Nothing may be deleted for a newest attempt that has not
+    chosen its start.
+    """
+    try:
+        ensure_owner(run, attempt)
+        return attempt
+    except SupersededError:
+        attempts = read_attempts(run)
+        if not may_commit(name, attempt, attempts):
+            raise
+        return attempts[-1]
+
+
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
     """Return the names, by step, of checkpoints that count, of superseded and of incomplete ones."""
     committed = by_step(name for name, files in directories.items() if MANIFEST in files)
@@ -169,14 +198,18 @@ def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], li
     return counted, superseded, by_step(directories.keys() - set(committed))
 
 
-def why_abandoned(name: str, files: Mapping[str, Entry], attempts: list[Attempt], now: float) -> str:
+def why_abandoned(
+    name: str, files: Mapping[str, Entry], attempts: list[Attempt], now: float, committed: int = 0
+) -> str:
     """Return why an incomplete checkpoint of these attempts will not be completed; empty while it may be.
 
-    A superseded process can still write the manifest: where it would count, its files stay for a while. `now` is in
-    seconds since the epoch.
+    A superseded process can still write the manifest: where it would count, its files stay for a while, or until the
+    process that may commit now (`ensure_committer`) has `committed` a later step. `now` is in seconds since the epoch.
     """
     if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
         return "its attempt is superseded"
+    if step_of(name) < committed:
+        return f"step {committed} has been committed since"
     age = now - max(entry.modified for entry in files.values())
     return f"untouched for {in_words(age)}" if age > ABANDONED_S else ""
 

@@ -141,6 +141,8 @@ class RetryWindow:
         self.over = False
         "Whether it has lasted as long as it may, or the last try made no progress for so long."
         self._since = 0.0
+        self._deadline: ProgressDeadline | None = None
+        "That of the newest try."
 
     @property
     def seconds(self) -> float:
@@ -158,7 +160,7 @@ class RetryWindow:
         It may last `limit_s`; the last try gets a tenth of that at least. Raises `StorageError` when time is over.
         """
         began = time.monotonic()
-        deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
+        deadline = self._deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
         try:
             return deadline.run(work)
         except Exception:
@@ -167,6 +169,11 @@ class RetryWindow:
             self.tries += 1
             self.over = deadline.passed or self.seconds >= limit_s
             raise
+
+    def give_up(self) -> None:
+        """End the try that is under way: it begins no further operation on storage. Call it from any thread."""
+        if self._deadline:
+            self._deadline.passed = True
 
 
 def retry_storage(act: Callable[[], Result], limit_s: float, what: str) -> Result:

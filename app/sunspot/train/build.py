@@ -122,6 +122,10 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         checkpoints = CheckpointManager(
             joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
         )
+    if survivor:
+        status = start.past.status
+        committed = status.checkpoint_time if status else None
+        checkpoints.outlive(survivor.committer, [*start.before, attempt], committed)
     reporter, gauges = None, None
     if journals:
         phases = Phases(**phases, loaded=time.time())

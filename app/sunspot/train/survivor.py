@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sunspot.background import Background
-from sunspot.checkpoint import NodeMemory
+from sunspot.checkpoint import CheckpointCommitter, NodeMemory
 from sunspot.elastic.claim import process_name
 from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.member_connections import MACHINE_LIMIT_S
@@ -91,6 +91,8 @@ class Survivor:
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
+        self.committer: CheckpointCommitter | None = None
+        "The one that began the newest commit of this process, which may be under way."
         self.kept: tuple[LiveState, Position] | None = None
         "The state that it has, if that is whole, and where that stands."
 
@@ -260,6 +262,7 @@ class Survivor:
         if self._worker:
             self.kept = self._worker.leave()
             self.window = self._worker.window
+            self.committer = self._worker.checkpoints.committer
             self._worker = None
         if self.learner and is_fsdp(self.learner.model):  # the next group has other parts, from the copies in memory
             self.forget()

@@ -1,0 +1,334 @@
+"""Commits of a process that outlives its groups: they go on beside the next group, as long as they count."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sunspot.checkpoint.commit
+import sunspot.checkpoint.memory_files
+from sunspot.checkpoint import CheckpointCommitter, CheckpointManager, NodeMemory, SavedObjects
+from sunspot.checkpoint.memory import MAX_SLOTS, Use
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.errors import SupersededError
+from sunspot.plan import Plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, claim, new_nonce, read_attempts
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, list_checkpoints, list_directories
+from sunspot.settings import Settings
+from tests.harness.waiting import wait_until
+
+
+class Survivor:
+    """A process that is rank 0 of one group after another, and saves once in each."""
+
+    def __init__(self, run: Run, memory: NodeMemory, process: str = "p", **settings: Any) -> None:
+        self.run, self.memory, self.process = run, memory, process
+        self.plan = Plan(Settings(**settings), EmptySource((1, 4), 2), None, Steps(10**6, 10), 10**5)
+        self.model = torch.nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.committer: CheckpointCommitter | None = None
+        self.checkpoints: CheckpointManager | None = None
+        self.step = 0
+
+    def form_group(
+        self, start: str | None = None, tier: str = IN_PLACE, committed: float | None = None, others: str = "another"
+    ) -> None:
+        """Begin the next attempt from the checkpoint `start`, or else in place, with the process called `others`."""
+        self.leave()
+        attempts = read_attempts(self.run)
+        start = start or (self.checkpoints.name_at(self.step) if self.checkpoints else None)
+        number = len(attempts) + 1
+        metadata = Metadata(processes=(self.process, others))
+        attempt = Attempt(number, "job", None, 0, metadata=metadata, nonce=new_nonce())
+        attempt = attempt.starting_from(start, tier if start else "beginning")
+        assert claim(self.run, attempts, attempt)
+        saved = SavedObjects(self.model, self.optimizer)
+        self.checkpoints = CheckpointManager(self.run, attempt, self.plan, saved, memory=self.memory)
+        self.checkpoints.outlive(self.committer, [*attempts, attempt], committed)
+        self.step = attempt.step
+
+    def leave(self) -> None:
+        if self.checkpoints:
+            self.checkpoints.hand_on(self.step)
+            self.committer = self.checkpoints.committer
+
+    def take_step(self, save: bool = True) -> None:
+        assert self.checkpoints
+        self.checkpoints.wait_for_copy()
+        self.step += 1
+        self.checkpoints.took_step(self.step, None)
+        if save:
+            self.checkpoints.save(self.step, {"loss": 1.0})
+
+    def is_due(self) -> bool:
+        assert self.checkpoints
+        return self.checkpoints.due(self.step, 0.1).save
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A directory in shared memory: storage waits for each write to be on a disk."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def run(folder: Path) -> Run:
+    return open_run(str(folder), "run")
+
+
+@pytest.fixture
+def memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeMemory]:
+    monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", folder)
+    memory = NodeMemory("somewhere/run")
+    yield memory
+    memory.remove()
+
+
+class SlowStorage:
+    """Holds up each upload until `go` is called; counts those that are under way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.under_way, self.most = list[str](), 0, 0
+        self._permits, self._lock = threading.Semaphore(0), threading.Lock()
+        upload = sunspot.checkpoint.files.WholeState.files
+
+        def slow_upload(writer: Any, snapshot: Any) -> Any:
+            with self._lock:
+                self.under_way += 1
+                self.most = max(self.most, self.under_way)
+            self.begun.append(snapshot.manifest.name)
+            assert self._permits.acquire(timeout=30)
+            try:
+                return upload(writer, snapshot)
+            finally:
+                with self._lock:
+                    self.under_way -= 1
+
+        monkeypatch.setattr(sunspot.checkpoint.files.WholeState, "files", slow_upload)
+
+    def go(self) -> None:
+        self._permits.release()
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> SlowStorage:
+    return SlowStorage(monkeypatch)
+
+
+def wait_for_commit(survivor: Survivor) -> None:
+    assert survivor.checkpoints
+    survivor.checkpoints.drain(30)
+
+
+def incomplete(run: Run) -> list[str]:
+    return [name for name, files in list_directories(run).items() if MANIFEST not in files]
+
+
+def test_each_of_twenty_commits_that_a_change_overtakes_is_completed(
+    run: Run, memory: NodeMemory, storage: SlowStorage
+) -> None:
+    survivor = Survivor(run, memory, checkpoints_to_keep=99)
+    survivor.form_group()
+    for change in range(20):
+        survivor.take_step()
+        wait_until(lambda change=change: len(storage.begun) == change + 1)
+        survivor.form_group()
+        storage.go()
+        assert len(memory._slots) <= MAX_SLOTS
+    survivor.take_step()
+    storage.go()
+    wait_for_commit(survivor)
+    committed = list_checkpoints(run)
+    assert [checkpoint.step for checkpoint in committed] == list(range(1, 22))
+    assert not any(find_faults(run, checkpoint) for checkpoint in committed)
+    assert not incomplete(run)
+    assert storage.most == 1, "a group's first upload waits for that of the group before"
+
+
+def test_an_upload_that_outlasts_ten_groups_keeps_copies_within_their_bound(
+    run: Run, memory: NodeMemory, storage: SlowStorage
+) -> None:
+    survivor = Survivor(run, memory)
+    for _ in range(10):
+        survivor.form_group()
+        survivor.take_step()
+        wait_until(lambda: storage.begun)
+        survivor.take_step(save=False)
+    assert len(memory._slots) <= MAX_SLOTS
+    assert [slot for slot in memory._slots if not slot.file] == []
+    storage.go()
+    storage.go()
+    wait_for_commit(survivor)
+    assert len(storage.begun) == 2, "those that waited have made way for the newest"
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, survivor.step - 1]
+    assert not incomplete(run)
+
+
+def test_a_commit_that_ends_late_deletes_what_has_expired(run: Run, memory: NodeMemory, storage: SlowStorage) -> None:
+    survivor = Survivor(run, memory, checkpoints_to_keep=1)
+    survivor.form_group()
+    survivor.take_step()
+    storage.go()
+    wait_for_commit(survivor)
+    survivor.take_step()
+    wait_until(lambda: len(storage.begun) == 2)
+    survivor.form_group()
+    storage.go()
+    wait_until(lambda: [checkpoint.step for checkpoint in list_checkpoints(run)] == [2])
+
+
+@pytest.mark.parametrize("overtaken", ["by an older start", "by another process", "by another job", "without a part"])
+def test_a_commit_that_does_not_count_any_more_ends_and_leaves_nothing(
+    overtaken: str, run: Run, memory: NodeMemory, storage: SlowStorage
+) -> None:
+    survivor = Survivor(run, memory, checkpoints_to_keep=9)
+    survivor.form_group()
+    survivor.take_step()
+    storage.go()
+    wait_for_commit(survivor)
+    first = list_checkpoints(run)[0].name
+    survivor.take_step()
+    wait_until(lambda: len(storage.begun) == 2)
+    if overtaken == "by an older start":
+        survivor.form_group(first, "storage")
+    elif overtaken == "without a part":
+        assert survivor.checkpoints
+        survivor.checkpoints._committer._order.in_parts = True
+        survivor.form_group(others="who came for a lost one")
+    else:
+        attempts = read_attempts(run)
+        assert survivor.checkpoints
+        newer = Attempt(2, "job", None, 0, metadata=Metadata(processes=("another",)), nonce=new_nonce())
+        newer = newer.starting_from(survivor.checkpoints.name_at(survivor.step), IN_PLACE)
+        newer = replace(newer, owner="other") if overtaken == "by another job" else newer
+        assert claim(run, [] if newer.owner != "job" else attempts, newer)
+        survivor.leave()
+    storage.go()
+    assert survivor.committer
+    survivor.committer._thread.join(20)
+    assert isinstance(survivor.committer._error, SupersededError)
+    assert list(list_directories(run)) == [first]
+
+
+def test_a_stopped_commit_begins_no_further_part(run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    survivor = Survivor(run, memory)
+    survivor.form_group()
+    begun, go = threading.Event(), threading.Event()
+    sizes: list[int] = []
+
+    def files(writer: Any, snapshot: Any) -> Any:
+        def write(storage: Any) -> None:
+            storage.write(b"x" * 100)
+            begun.set()
+            go.wait(20)
+            for _ in range(100):
+                storage.write(b"x" * (1 << 20))
+                sizes.append(storage.size)
+
+        return {"model.pt": sunspot.checkpoint.files.upload(run, snapshot.manifest.name, "model.pt", write)}
+
+    monkeypatch.setattr(sunspot.checkpoint.files.WholeState, "files", files)
+    survivor.take_step()
+    assert begun.wait(10)
+    survivor.form_group("step-00000000-attempt-0001-00000000", "storage")
+    go.set()
+    assert survivor.committer
+    survivor.committer._thread.join(20)
+    assert isinstance(survivor.committer._error, SupersededError)
+    assert sum(sizes) < 1 << 20
+    assert not list_directories(run)
+
+
+def test_the_upload_of_a_lost_rank_0_is_removed_by_the_next_commit(
+    run: Run, memory: NodeMemory, storage: SlowStorage
+) -> None:
+    lost = Survivor(run, memory)
+    lost.form_group()
+    lost.take_step()
+    wait_until(lambda: storage.begun)
+    name = storage.begun[0]
+    run.storage.write(run.key("checkpoints", name, "model.pt"), b"half of it")
+    other = Survivor(run, NodeMemory(None), process="q")
+    other.form_group(name)
+    other.take_step()
+    storage.go()
+    storage.go()
+    wait_for_commit(other)
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)][-1:] == [2]
+    wait_until(lambda: not incomplete(run))
+
+
+def test_a_manifest_that_comes_after_its_files_were_removed_is_removed(run: Run, memory: NodeMemory) -> None:
+    survivor = Survivor(run, memory, checkpoints_to_keep=9)
+    survivor.form_group()
+    survivor.take_step(save=False)
+    assert survivor.checkpoints
+    name = survivor.checkpoints.name_at(1)
+    late = Checkpoint(name, 1, 1, 10, 10**6, 1, {"loss": 0.0}, {"model.pt": {"size": 4, "sha256": "0" * 64}})
+    sunspot.checkpoint.commit.write_manifest(run, late)
+    survivor.take_step()
+    wait_for_commit(survivor)
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [2]
+
+
+@pytest.mark.parametrize(("age_s", "due"), [(0.0, False), (59.0, False), (61.0, True)])
+@pytest.mark.parametrize("knows_by", ["its own commit", "the status"])
+def test_the_next_group_saves_when_storage_is_older_than_the_interval(
+    age_s: float, due: bool, knows_by: str, run: Run, memory: NodeMemory
+) -> None:
+    survivor = Survivor(run, memory, checkpoint_every_s=60.0)
+    survivor.form_group()
+    survivor.take_step(save=knows_by == "its own commit")
+    wait_for_commit(survivor)
+    survivor.leave()
+    if survivor.committer:
+        survivor.committer.begun_at -= age_s
+    survivor.form_group(committed=time.time() - age_s if knows_by == "the status" else None)
+    assert survivor.is_due() == due
+
+
+def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMemory) -> None:
+    survivor = Survivor(run, memory)
+    survivor.form_group()
+    survivor.take_step(save=False)
+    survivor.form_group()
+    assert survivor.committer is None
+    assert survivor.is_due()
+
+
+def test_a_copy_that_is_needed_waits_for_the_one_before(run: Run, memory: NodeMemory) -> None:
+    """Under fsdp all go back to the newest copy at a notice or a join: it is to be of the last step."""
+    survivor = Survivor(run, memory)
+    survivor.form_group()
+    survivor.take_step(save=False)
+    assert memory._making
+    memory._making.result()
+    go, complete, steps = threading.Event(), memory.complete, list[int]()
+
+    def slow_complete(slot: Any, manifest: Checkpoint, *more: Any) -> None:
+        go.wait(20)
+        complete(slot, manifest, *more)
+        steps.append(manifest.step)
+
+    memory.complete = slow_complete  # type: ignore[method-assign]
+    assert survivor.checkpoints
+    survivor.checkpoints.save(1, {}, to_storage=False)
+    survivor.take_step(save=False)
+    survivor.checkpoints.save(2, {}, to_storage=False)
+    threading.Timer(0.2, go.set).start()
+    survivor.checkpoints.save(2, {}, to_storage=False, needed=True)
+    survivor.checkpoints.close(finished=False)
+    assert steps == [1, 2]
+    assert any(Use.NEWEST in slot.uses for slot in memory._slots)
