@@ -14,17 +14,20 @@ import pytest
 import torch
 
 import sunspot.checkpoint.commit
+import sunspot.checkpoint.manager
 import sunspot.checkpoint.memory_files
 from sunspot.checkpoint import CheckpointCommitter, CheckpointManager, NodeMemory, SavedObjects
 from sunspot.checkpoint.memory import MAX_SLOTS, Use
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.errors import SupersededError
+from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, claim, new_nonce, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, list_checkpoints, list_directories
 from sunspot.settings import Settings
+from sunspot.train.worker import RegroupError
 from tests.harness.waiting import wait_until
 
 
@@ -54,7 +57,7 @@ class Survivor:
         assert claim(self.run, attempts, attempt)
         saved = SavedObjects(self.model, self.optimizer)
         self.checkpoints = CheckpointManager(self.run, attempt, self.plan, saved, memory=self.memory)
-        self.checkpoints.outlive(self.committer, [*attempts, attempt], committed)
+        self.checkpoints.outlive(self.committer, [*attempts, attempt], committed, lambda: None)
         self.step = attempt.step
 
     def leave(self) -> None:
@@ -306,6 +309,30 @@ def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMem
     survivor.form_group()
     assert survivor.committer is None
     assert survivor.is_due()
+
+
+def test_no_copy_is_made_of_buffers_that_a_broken_collective_left(
+    run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's broadcast ends without an error when it is aborted; what it has left would be marked as complete."""
+
+    def refuse() -> None:
+        assert synced
+        raise RegroupError
+
+    synced: list[torch.nn.Module] = []
+    monkeypatch.setattr(sunspot.checkpoint.manager, "sync_buffers", synced.append)
+    model = torch.nn.BatchNorm1d(4)
+    saved = SavedObjects(model, torch.optim.SGD(model.parameters(), 0.1))
+    plan = Plan(Settings(), EmptySource((1, 4), 2), None, Steps(100, 10), 10)
+    group: Any = object()
+    attempt = Attempt(1, "job", None, 0)
+    checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(group), memory=memory)
+    checkpoints.outlive(None, [attempt], None, refuse)
+    with pytest.raises(RegroupError):
+        checkpoints.save(1, {}, to_storage=True)
+    assert not any(slot.uses for slot in memory._slots)
+    assert not checkpoints._committer.busy
 
 
 def test_a_copy_that_is_needed_waits_for_the_one_before(run: Run, memory: NodeMemory) -> None:

@@ -5,7 +5,7 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -86,6 +86,7 @@ class CheckpointManager:
         self._committer: CheckpointCommitter | None = None
         self._before: CheckpointCommitter | None = None
         "The one of the group before, in this process."
+        self._await_sums: Callable[[], None] | None = None
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
         if place.rank == 0 or self._sharded:
@@ -96,14 +97,20 @@ class CheckpointManager:
             )
 
     def outlive(
-        self, before: CheckpointCommitter | None, attempts: list[Attempt], committed: float | None
+        self,
+        before: CheckpointCommitter | None,
+        attempts: list[Attempt],
+        committed: float | None,
+        await_sums: Callable[[], None],
     ) -> None:
         """Go on from the groups before, of a process that outlives them; call it before the first `save`.
 
         `before` has the newest commit of this process (None: it has made none). `attempts` are those of the run so far,
         with this one as the last, and `committed` says when storage got its newest checkpoint, in seconds since the
-        epoch (None: it is not known).
+        epoch (None: it is not known). `await_sums` returns when collectives on the device have ended, and raises if
+        they were broken off.
         """
+        self._await_sums = await_sums
         self._before = before
         if before and self._committer:
             self._committer.follow(before)
@@ -170,6 +177,9 @@ class CheckpointManager:
         began = time.thread_time()  # waiting for slower workers is no cost: the next gradients would
         if self._place.group and self._settings.snapshot_cost:
             sync_buffers(self._saved.model)
+            # NCCL leaves anything in buffers when it is aborted, and a copy with those would be marked as complete.
+            if self._await_sums and next(self._saved.model.buffers(), None) is not None:
+                self._await_sums()
         windows = self._ledger.gather(step)
         spent_s = time.thread_time() - began
         committer = self._committer if to_storage else None
