@@ -1,7 +1,8 @@
 """Who trains a run, and which steps count.
 
 Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
-run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion.
+run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion. (A
+process that leads both completes the commit that it had begun: `ensure_committer` in checkpoints.py.)
 Only then does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its
 own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
 
