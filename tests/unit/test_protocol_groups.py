@@ -88,9 +88,6 @@ class Groups(Protocol):
         *("lose first", "cut off first", "lose last", "join", "fall behind", "forget", "freeze", "thaw")
     ]
 
-    done: ClassVar[int] = 0
-    "Commits that later attempts had overtaken, and that were completed."
-
     def __init__(self) -> None:
         super().__init__()
         self.commits: dict[Process, CommitThread] = {}
@@ -219,7 +216,6 @@ class Groups(Protocol):
             committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), None, ledger)
             try:
                 committer._commit_with_retries(snapshot)
-                type(self).done += commit.seen[-1].number > attempt.number
             except SupersededError:
                 process.superseded = True
                 self.refused(commit)

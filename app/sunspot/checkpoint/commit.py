@@ -4,8 +4,8 @@ A checkpoint exists once its manifest is written, which comes after all of its f
 is committed at a time; when storage is slower than the interval, a newer copy replaces one that still waits. Under
 PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (parts.py).
 
-A process that outlives its group ends the commit that is under way beside the next group, whose first one waits for it
-(docs/decisions/0010-commits-outlive-changes-in-place.md).
+A process that outlives its group completes the commit that is under way beside the next group, whose first commit waits
+for it (docs/decisions/0010-commits-outlive-changes-in-place.md).
 """
 
 import logging
@@ -277,7 +277,8 @@ class CheckpointCommitter:
         if before:
             if before._thread.ident:
                 before._thread.join()
-            self._outage = before._outage  # an outage of storage lasts until a commit succeeds, in whatever group
+            if not before._stopped:  # an outage of storage lasts until a commit succeeds, in whatever group
+                self._outage = before._outage
             self._newest = before.newest
             self._before = None
 

@@ -87,6 +87,7 @@ class CheckpointManager:
         self._before: CheckpointCommitter | None = None
         "The one of the group before, in this process."
         self._await_sums: Callable[[], None] | None = None
+        "Returns once collectives on the device have ended (`outlive`)."
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
         if place.rank == 0 or self._sharded:
