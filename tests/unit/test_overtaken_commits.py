@@ -254,23 +254,19 @@ def test_a_stopped_commit_begins_no_further_part(run: Run, memory: NodeMemory, m
     assert not list_directories(run)
 
 
-def test_the_upload_of_a_lost_rank_0_is_removed_by_the_next_commit(
-    run: Run, memory: NodeMemory, storage: SlowStorage
-) -> None:
+def test_the_upload_of_a_lost_rank_0_is_removed_by_the_next_commit(run: Run, memory: NodeMemory) -> None:
     lost = Survivor(run, memory)
     lost.form_group()
-    lost.take_step()
-    wait_until(lambda: storage.begun)
-    name = storage.begun[0]
+    lost.take_step(save=False)
+    assert lost.checkpoints
+    name = lost.checkpoints.name_at(1)
     run.storage.write(run.key("checkpoints", name, "model.pt"), b"half of it")
     other = Survivor(run, NodeMemory(None), process="q")
     other.form_group(name)
     other.take_step()
-    storage.go()
-    storage.go()
     wait_for_commit(other)
-    assert [checkpoint.step for checkpoint in list_checkpoints(run)][-1:] == [2]
-    wait_until(lambda: not incomplete(run))
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [2]
+    assert not incomplete(run)
 
 
 def test_a_manifest_that_comes_after_its_files_were_removed_is_removed(run: Run, memory: NodeMemory) -> None:
