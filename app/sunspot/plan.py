@@ -36,26 +36,25 @@ class Plan:
 
     @property
     def pass_limit(self) -> int:
-        """The most rows in one forward pass of a worker: MICRO_BATCH_SIZE; 0: no limit.
+        """The most rows in one forward pass of a worker: MICRO_BATCH_SIZE, or its share when all workers train.
 
-        Where that sets none, an elastic run makes no pass larger than it is with all its workers: fewer of them would
-        need more memory each, just when nodes are lost.
+        When workers are lost, the others get larger shares, and accumulate gradients. So they need no more memory.
         """
-        workers, limit = self.settings.num_workers, self.settings.micro_batch_size
-        if limit or not workers.elastic:
+        settings, limit = self.settings, self.settings.micro_batch_size
+        if limit and settings.compile == "off":
             return limit
-        largest = max(largest_pass(rows, workers.most, 0) for rows in self.steps.sizes)
-        return max(largest, MIN_ROWS + 1)  # or else 3 rows would be cut into 2 and 1
+        largest = max(largest_pass(rows, settings.num_workers.most, limit) for rows in self.steps.sizes)
+        least = MIN_ROWS + 1  # or else 3 rows would be cut into 2 and 1
+        return max(largest, min(least, limit or least))
 
     def passes(self, world_size: int) -> int:
         """Return how many forward passes a worker makes in one step, at most."""
         return max(forward_passes(rows, world_size, self.pass_limit) for rows in self.steps.sizes)
 
-    def pass_rows(self, world_size: int) -> int:
-        """Return the rows of every forward pass under COMPILE, which are those of the largest; 0: passes differ."""
-        if self.settings.compile == "off":
-            return 0
-        return max(largest_pass(rows, world_size, self.pass_limit) for rows in self.steps.sizes)
+    @property
+    def pass_rows(self) -> int:
+        """The rows of every forward pass under COMPILE, on any number of workers; 0: passes differ."""
+        return 0 if self.settings.compile == "off" else self.pass_limit
 
     def find_order(self) -> str:
         """Return the checksum of the order of the rows in this process, whose NumPy may be of another version."""

@@ -225,7 +225,7 @@ class Settings(BaseModel):
     global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
     "Rows per optimizer step over all workers."
     micro_batch_size: int = _setting(0, "a whole number from 0", ge=0)
-    "Most rows in one forward pass of a worker; more are accumulated. 0: its share, on the most workers."
+    "Most rows in one forward pass of a worker; more are accumulated. 0: a worker's share when all workers train."
 
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "The peak rate, which the schedule scales."

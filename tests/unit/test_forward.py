@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train.build import compile_model
+from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.learner import row_losses
 from sunspot.train.loop import train
 from tests.harness.loop import make_worker, plan_without_evaluation, train_rank
@@ -34,17 +36,25 @@ def plan_of(rows: int, **settings: Any) -> Plan:
 
 
 @given(st.integers(2, 500), st.integers(2, 90), st.integers(1, 9), st.integers(0, 20))
-def test_no_pass_is_larger_than_all_passes_are(rows: int, batch: int, workers: int, micro: int) -> None:
-    plan = plan_of(rows, global_batch_size=batch, micro_batch_size=micro, compile="default")
-    shares = [plan.steps.share(step, workers, rank) for step in range(plan.steps.per_epoch) for rank in range(workers)]
-    parts = [list(micro_batches(end - begin, micro)) for begin, end in shares if end > begin]
-    assert plan.pass_rows(workers) == max(part.stop - part.start for each in parts for part in each)
-    assert plan.passes(workers) == max(map(len, parts))
-    assert plan_of(rows, global_batch_size=batch).pass_rows(workers) == 0
+def test_no_pass_is_larger_than_those_of_all_workers(rows: int, batch: int, workers: int, micro: int) -> None:
+    """However many of nine workers are left."""
+    plan = plan_of(rows, num_workers=9, global_batch_size=batch, micro_batch_size=micro, compile="default")
+
+    def passes_of(workers: int, limit: int) -> list[list[slice]]:
+        places = itertools.product(range(plan.steps.per_epoch), range(workers))
+        shares = [plan.steps.share(step, workers, rank) for step, rank in places]
+        return [list(micro_batches(end - begin, limit)) for begin, end in shares if end > begin]
+
+    all_train, left = passes_of(9, micro), passes_of(workers, plan.pass_limit)
+    largest = max(part.stop - part.start for parts in all_train for part in parts)
+    assert plan.pass_rows == max(largest, min(3, micro or 3))
+    assert max(part.stop - part.start for parts in left for part in parts) <= plan.pass_rows
+    assert plan.passes(workers) == max(map(len, left))
+    assert plan_of(rows, global_batch_size=batch).pass_rows == 0
 
 
 def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGroup) -> None:
-    settings = Settings(task="tests.tasks.tiny", global_batch_size=8)
+    settings = Settings(task="tests.tasks.tiny", global_batch_size=8, num_workers=1)
     found = []
     for chosen in (settings, settings.model_copy(update={"compile": "default"})):
         torch.manual_seed(0)
@@ -94,6 +104,20 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Count
         np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)
 
 
+def test_one_graph_serves_any_number_of_workers(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
+    """And one more the evaluation."""
+    settings = Settings(task="tests.tasks.tiny", num_workers="2..8", global_batch_size=64, compile="default")
+    learner = make_worker(plan_without_evaluation(settings), group).learner
+    batch = next(learner.loader.train(1, 0, 1))
+    for workers in range(8, 0, -1):
+        for rows in micro_batches(-(-64 // workers), learner.plan.pass_limit):
+            part = {name: column[rows] for name, column in batch.items()}
+            row_losses(learner, learner.model, part)[0].sum().backward()
+        with evaluation_mode(learner.model), torch.no_grad():
+            row_losses(learner, learner.model, {name: column[:workers] for name, column in batch.items()})
+    assert only_graphs["unique_graphs"] == 2
+
+
 def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     gpt = {
         "task": "sunspot.tasks.gpt",
@@ -123,9 +147,18 @@ def test_what_lightning_trains_compiles_itself() -> None:
         load_task(Settings(task="sunspot.tasks.lightning_mnist", compile="default"))
 
 
-@pytest.mark.parametrize(("micro", "mode"), [(0, "max-autotune"), (40, "max-autotune-no-cudagraphs")])
-def test_gradients_that_add_up_are_not_left_to_a_graphs_memory(micro: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("micro", "survivors", "mode"),
+    [
+        (0, "off", "max-autotune"),
+        (40, "off", "max-autotune-no-cudagraphs"),
+        (0, "auto", "max-autotune-no-cudagraphs"),
+    ],
+)
+def test_gradients_that_add_up_are_not_left_to_a_graphs_memory(micro: int, survivors: str, mode: str) -> None:
+    """A worker that outlives the other one adds up the gradients of two passes."""
     model, modes = nn.Linear(1, 1), []
     model.compile = lambda mode, dynamic: modes.append(mode)
-    compile_model(model, plan_of(1000, micro_batch_size=micro, compile="max-autotune"), 2, CPU)
+    plan = plan_of(1000, micro_batch_size=micro, compile="max-autotune", survivors=survivors)
+    compile_model(model, plan, 2, CPU)
     assert modes == [mode]

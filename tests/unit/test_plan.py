@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sunspot.data.order import Steps
+from sunspot.data.order import Steps, largest_pass
 from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
 from sunspot.plan import Plan, choose_resources, make_plan, with_absolute_paths
@@ -50,14 +52,19 @@ def test_the_plan_says_what_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "micro", "limit"), [("2..8", "0", 16), ("2..64", "0", 3), ("8", "0", 0), ("2..8", "5", 5)]
+    ("workers", "micro", "limit", "rows"),
+    [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
-def test_micro_batches_of_fewer_workers_need_no_more_memory(workers: str, micro: str, limit: int) -> None:
-    settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro, "COMPILE": "default"})
-    plan = Plan(settings, EmptySource((1,), 2), None, Steps(1000, 128), 8)
-    assert plan.pass_limit == limit
-    assert plan.pass_rows(2) <= (limit or 64)
-    assert plan.passes(2) == (-(-64 // limit) if limit else 1)
+def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, limit: int, rows: int) -> None:
+    """Under COMPILE all passes have one size, so five rows at most become four of each share of 16."""
+    settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
+    plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)
+    compiled = dataclasses.replace(plan, settings=settings.model_copy(update={"compile": "default"}))
+    assert (plan.pass_limit, plan.pass_rows) == (limit, 0)
+    assert (compiled.pass_limit, compiled.pass_rows) == (rows, rows)
+    assert plan.passes(2) == -(-64 // limit)
+    assert compiled.passes(2) == -(-64 // rows)
+    assert all(largest_pass(128, fewer, plan.pass_limit) <= limit for fewer in range(1, 9))
 
 
 def test_workers_without_rows_are_told() -> None:

@@ -56,8 +56,10 @@ def evaluating(
         passes.append(len(batch["row"]))
         return batch["row"].float(), {}
 
+    chosen = Settings(**{"global_batch_size": 40, **settings})
+    steps = Steps(1000, chosen.global_batch_size)
     return SimpleNamespace(
-        plan=Plan(Settings(**settings), EmptySource((1,), 1), EmptySource((1,), 1), Steps(1000, 40), 25),
+        plan=Plan(chosen, EmptySource((1,), 1), EmptySource((1,), 1), steps, 25),
         place=WorkerPlace(group, dist.get_rank(group), world_size),
         model=torch.nn.Linear(1, 1),
         loader=SimpleNamespace(test=test),

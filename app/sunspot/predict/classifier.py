@@ -104,7 +104,7 @@ class Classifier:
     def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Do as `predict` for rows of the task's columns; without classes, return what the model says, and [B, 0]."""
         run = self._settings
-        largest = largest_pass(run.global_batch_size, run.num_workers.least, run.micro_batch_size)
+        largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
         # Copies: arrays from Ray's object store are read-only, and torch warns of that.
         batch = {name: torch.from_numpy(column.copy()) for name, column in model_inputs(rows).items()}
         count = len(next(iter(batch.values())))

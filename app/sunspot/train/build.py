@@ -252,7 +252,9 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
     if problem := find_compiler_problem(device):
         raise SettingsError(f"SUNSPOT_COMPILE={settings.compile}: {problem}")
     mode: str = settings.compile
-    if mode == "max-autotune" and (is_fsdp(model) or plan.passes(world_size) > 1):
+    outlives = settings.survivors != "off" and settings.loader == "torch"
+    fewest = 1 if outlives else world_size  # survivors keep their model when the group gets smaller
+    if mode == "max-autotune" and (is_fsdp(model) or plan.passes(fewest) > 1):
         # CUDA graphs want parameters to stay where they are, and gradients to be used before the next pass.
         mode = "max-autotune-no-cudagraphs"
     blocks = list(find_blocks(model)) if is_fsdp(model) else list(model.children()) if has_several(model) else []

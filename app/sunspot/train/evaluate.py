@@ -45,7 +45,8 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
     together = settings.parallel == "fsdp"
     end = EvaluationEnd(group, together=together)
     # No more rows at once than it trains on.
-    rows = largest_pass(settings.global_batch_size, learner.place.world_size, learner.plan.pass_limit)
+    world_size, plan = learner.place.world_size, learner.plan
+    rows = plan.pass_rows or largest_pass(settings.global_batch_size, world_size, plan.pass_limit)
     batches = learner.loader.test(rows)
     sync_buffers(model)  # a checkpoint has rank 0's
     # Not inference_mode: training cannot use what a model keeps of it, such as a table that it made there.

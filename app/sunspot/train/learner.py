@@ -127,7 +127,7 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
     repeating rows, of which no loss is returned. Only where rows see each other (batch norm) do these count.
     """
     rows = len(batch["row"])
-    missing = learner.plan.pass_rows(learner.place.world_size) - rows
+    missing = learner.plan.pass_rows - rows
     if missing > 0:
         again = torch.arange(rows + missing, device=batch["row"].device) % rows
         batch = {name: column[again] for name, column in batch.items()}
