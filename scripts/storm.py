@@ -2,7 +2,8 @@
 
 Three workers train in double precision, with SURVIVORS=auto. No step may be taken again, the rows must be complete, and
 the weights those of a run that nobody disturbed. One worker is spared in the first half: the files and threads that it
-holds are counted. With --gpu all are on one GPU, and their gradients are summed by NCCL.
+holds are counted. `--task teacher` moves frozen weights in each forward pass, and `--task gan` has two optimizers: of
+these, too, no step may be taken again. With --gpu all are on one GPU, and their gradients are summed by NCCL.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ PAUSE_S = 0.1
 WAIT_S = 180.0
 """For a first step, a replacement, or the end."""
 
+TASKS = {"plain": "scripts.storm_task", "teacher": "scripts.storm_teacher", "gan": "scripts.storm_gan"}
+
 SETTINGS = {
-    "TASK": "scripts.storm_task",
     "RESOURCES_PER_WORKER": '{"CPU": 0.5}',
     "GLOBAL_BATCH_SIZE": str(BATCH),
     "EPOCHS": "10000",
@@ -99,8 +101,10 @@ def main() -> int:
     parser = argparse.ArgumentParser("storm", description="Kills workers at random, and checks what the others make.")
     parser.add_argument("--kills", type=int, default=200, help="SIGKILLs; default: 200")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
+    parser.add_argument("--task", choices=TASKS, default="plain", help="what is trained; default: plain")
     parser.add_argument("--gpu", action="store_true", help="train on this machine's GPU")
     arguments = parser.parse_args()
+    SETTINGS["TASK"] = TASKS[arguments.task]
     if arguments.gpu:
         SETTINGS.update(ON_GPU)
     with tempfile.TemporaryDirectory(prefix="storm-") as name:

@@ -34,8 +34,12 @@ class Slow(nn.Module):
         self.pause_s = pause_s
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.score(normalize(images).double())
+
+    def score(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Score the classes of images that are normalized."""
         self.pause("forward" if self.training else "evaluation")
-        scores: torch.Tensor = self.layers(normalize(images).double())
+        scores: torch.Tensor = self.layers(pixels)
         if scores.requires_grad:
             scores.register_hook(lambda _: self.pause("backward"))
         return scores
