@@ -116,6 +116,14 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     assert checked.not_checked == ["AUDIT=True"]
 
 
+def test_weights_that_change_before_the_optimizers_step_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clamps = "self.first.weight.data.clamp_(-1, 1); self.head.weight.detach().clamp_(-1, 1); return self.head("
+    check_task(tmp_path, TASK.replace("return self.head(", clamps), monkeypatch)
+    assert "1 parameter changed outside of the optimizer's step, such as head.weight: " in caplog.text
+
+
 @pytest.mark.parametrize(("what", "instead", "kind", "says"), BROKEN, ids=[each[3][:30] for each in BROKEN])
 def test_a_broken_task_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instead: str, kind: type[SunspotError], says: str

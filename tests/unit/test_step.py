@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def evaluating(
         padding_batch={"row": torch.zeros(2, dtype=torch.int64)},
         task=SimpleNamespace(loss=loss),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
-        put_back_buffers=lambda: None,
+        undo=Mock(early=(), put_back=lambda: True),
         passes=passes,
     )
 
@@ -195,7 +195,8 @@ class Recorded(Worker):
         loss = learner.task.loss
         learner.task.loss = lambda *given: self.calls.append("evaluates") or loss(*given)
         reporter: Any = MagicMock(due=lambda: False)
-        begun, ignored = Beginning(25, evaluated, before or {}), MagicMock()
+        begun = Beginning(25, evaluated, before or {}, await_sums=lambda: None)
+        ignored = MagicMock()
         super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
 
     def take_step(self, step: int) -> bool:

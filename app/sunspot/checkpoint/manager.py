@@ -76,7 +76,7 @@ class CheckpointManager:
         if self._sharded and place.group and place.nodes and self._settings.snapshot_cost:
             exchange = PartExchange(self._memory, place.nodes, place.group)
         self._exchanges = exchange is not None
-        self._stepped = OptimizerOnlyParameters(saved.optimizer)
+        self._stepped = saved.stepped or OptimizerOnlyParameters(saved.optimizer)
         self._snapshots = Snapshots(self._memory, saved, self._stepped, exchange)
         self._loadable = False
         "Whether the state has been found to be what a restart can load."

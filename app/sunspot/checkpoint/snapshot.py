@@ -66,6 +66,8 @@ class SavedObjects:
     average: WeightAverage | None = None
     "Saved in the place of the weights."
     more_files: MoreFiles | None = None
+    stepped: "OptimizerOnlyParameters | None" = None
+    "What earlier groups have found out about the parameters, in a process that outlives them."
 
     def state(self) -> dict[str, Any]:
         """Return the state_dicts of `model` and `optimizer`, with the very tensors that are trained."""
@@ -112,6 +114,13 @@ class OptimizerOnlyParameters:
         "Each parameter's `_fingerprint` after the first step."
         self.ids: set[int] | None = None
         "Their `id`; None: not known yet."
+        self.moved = set[int]()
+        "The `id` of each parameter that the second step has changed before the optimizer did."
+
+    def begin_group(self) -> None:
+        """Forget the first step, unless the second one has been compared: the values may be another worker's now."""
+        if self.ids is None:
+            self._after_first = []
 
     def after_step(self) -> None:
         """Note the parameters' values; call it after each optimizer step."""
@@ -122,7 +131,8 @@ class OptimizerOnlyParameters:
         """Compare them; call it before each optimizer step, with its gradients."""
         if self.ids is None and self._after_first and any(p.grad is not None for p in self._parameters):
             pairs = zip(self._parameters, self._after_first, strict=True)
-            self.ids = {id(p) for p, before in pairs if p.grad is not None and _fingerprint(p) == before}
+            self.moved = {id(p) for p, before in pairs if _fingerprint(p) != before}
+            self.ids = {id(p) for p in self._parameters if p.grad is not None} - self.moved
 
 
 def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:

@@ -47,7 +47,7 @@ class TrainingRun:
         # A loss may end this, and what then is left in the optimizers would stay for the next group.
         model = prepare(self._learner.model, self.settings, synced=self._worker.beginning.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.parameters_change()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.parameters_change(each)))
         return model
 
     @property
@@ -140,9 +140,9 @@ class TrainingRun:
     def clip(self, model: torch.nn.Module | None = None) -> None:
         clip_gradients(self.model if model is None else model, self.settings.clip_norm)
 
-    def parameters_change(self) -> None:
-        """To be called before parameters change: waits until the state of the step before is copied."""
-        self._worker.begin_change()
+    def parameters_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Wait until the state of the step before is copied; call it before parameters change, by the `optimizer`."""
+        self._worker.begin_change(optimizer)
         if self._open:
             self._open.learning_rate = self._learning_rate()
 

@@ -6,6 +6,7 @@ read, from a few row groups.
 """
 
 import linecache
+import logging
 import os
 import tempfile
 import time
@@ -51,6 +52,8 @@ from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
 from sunspot.train.worker import Beginning, Step, Worker
+
+log = logging.getLogger(__name__)
 
 GROUPS_READ, MAX_ROWS = 4, 4096
 """Row groups that rows come from, spread over all, as they may be sorted by label; and most rows of a step."""
@@ -166,6 +169,8 @@ def check_plan(plan: Plan, checked: Check) -> None:
             saved = take_step(restored)
         with checked.part("predict"):
             predict(restored.learner, checked)
+        if restored.learner.undo.early:
+            log.warning(f"{PREFIX}TASK={checked.task}: {restored.learner.undo.describe_early()}")
         checked.metrics = {f"{name} at first": value for name, value in worker.metrics.items()} | restored.metrics
         checked.checkpoint_bytes = saved.bytes
     finally:
@@ -184,7 +189,7 @@ def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWo
     worker = CheckedWorker(learner, beginning, checkpoints, commands, watchdog, telemetry, None, ExitStack())
     if not hasattr(learner.task, "begin_schedule"):  # Lightning computes gradients within its optimizer's step
         for optimizer in optimizers_in(learner.optimizer):
-            optimizer.register_step_pre_hook(lambda *_: worker.note_gradients())
+            optimizer.register_step_pre_hook(lambda each, *_: worker.note_step(each))
     return worker
 
 
@@ -202,8 +207,14 @@ class CheckedWorker(Worker):
     _idle: set[str] | None = None
     "Parameters that got no gradient; None: no optimizer has taken a step yet."
 
-    def note_gradients(self) -> None:
-        """Note, before an optimizer's step, which parameters have no gradient."""
+    def begin_step(self, step: Step) -> None:
+        self.learner.undo.keep()
+        self.learner.undo.begin_step()
+        super().begin_step(step)
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note, before an optimizer's step, which parameters have changed already, and which have no gradient."""
+        self.learner.undo.before_change(optimizer)
         named = self.learner.model.named_parameters()
         idle = {name for name, each in named if each.requires_grad and each.grad is None}
         self._idle = idle if self._idle is None else self._idle & idle

@@ -1,5 +1,6 @@
 """One worker of a group: ends each step, and evaluates, saves, reports and restarts as is due after it."""
 
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from sunspot.elastic.control import CommandPoller
 from sunspot.elastic.copies import LiveState
 from sunspot.elastic.restore import Position
 from sunspot.elastic.watchdog import Watchdog
+from sunspot.log import warn_once
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
@@ -29,6 +31,8 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.reporter import Reporter
+
+log = logging.getLogger(__name__)
 
 REPORT_TO_RAY_EVERY_S = 2
 """Ray takes one report for each poll of its controller, and makes the workers wait for it."""
@@ -133,12 +137,11 @@ class Worker:
         self._reported = 0.0
         self.outlives, self.step, self.taken = bool(beginning.await_sums), beginning.step, time.time()
         "Optimizer steps taken, and when the last one had been."
-        self._stepping = self._changing = False
-        "Whether a step has begun, and whether it has begun to change parameters."
         self._saved = False
         "Whether it has saved as the head is to go."
-        if self.outlives:
-            learner.keep_buffers()
+        self._undo = learner.undo if self.outlives and not is_fsdp(learner.model) else None
+        if self._undo:
+            self._undo.keep()
 
     # ------------------------------------------------------------------------------------------------ after a step
 
@@ -149,9 +152,10 @@ class Worker:
         """
         plan, step = self.learner.plan, taken.number
         self.step, self.taken = step, time.time()
-        self._stepping = self._changing = False
-        if self.outlives:
-            self.learner.keep_buffers()
+        if self._undo:
+            self._undo.accept()
+            if self.reporter and self._undo.early:
+                warn_once(log, self._undo.describe_early())
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
         epoch_ends = not has_more or step % plan.steps.per_epoch == 0
         self._record_step(taken, epoch_ends)
@@ -193,7 +197,8 @@ class Worker:
     def begin_step(self, step: Step) -> None:
         """Note that a step begins. Raises `RegroupError` if the group has ended."""
         self._leave_closed_group()
-        self._stepping = True
+        if self._undo:
+            self._undo.begin_step()
         if self.outlives:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
@@ -202,19 +207,22 @@ class Worker:
         if self.beginning.is_closed and self.beginning.is_closed():
             raise RegroupError
 
-    def begin_change(self) -> None:
-        """Return when parameters may change by the step that has begun."""
+    def begin_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Return when parameters may change by the step that has begun, as by the step of an `optimizer`."""
         self.checkpoints.wait_for_copy()
         if self.beginning.await_sums:
             self.beginning.await_sums()
-        self._changing = self._stepping
+        if self._undo and optimizer:
+            self._undo.before_change(optimizer)
 
     def leave(self) -> tuple[LiveState, Position] | None:
-        """Return the state that this process has as its group ends; None: it has a part, or part of a step is in it."""
+        """Return the state that this process has as its group ends.
+
+        Returns None if it has a part of the state (fsdp), or if a step has begun that cannot be taken back.
+        """
         windows = self.checkpoints.hand_on(self.step)
-        if self._changing or is_fsdp(self.learner.model):
+        if not self._undo or not self._undo.put_back():
             return None
-        self.learner.put_back_buffers()
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
         return live, Position(self._metrics(self._record), self.taken, windows)
 
@@ -286,6 +294,8 @@ class Worker:
             self.checkpoints.wait_for_copy()  # the average takes the weights' place
         results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
         self._evaluated = results is not None
+        if self._undo:
+            self._undo.accept()
         return Evaluation(results, stop or (results is not None and self._patience.ends(results)), restart)
 
     def _heartbeat(self, evaluated: bool) -> None:

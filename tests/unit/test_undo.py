@@ -1,0 +1,153 @@
+"""A step that a worker cannot end is taken back, or the worker knows that it cannot be."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sunspot.settings import Settings
+from sunspot.train.learner import Learner
+from sunspot.train.loop import train
+from sunspot.train.undo import StepUndo
+from sunspot.train.worker import Beginning
+from tests.harness.loop import QuietWorker, make_worker, plan_without_evaluation
+from tests.tasks import early_changes
+
+BROKEN_AT = 5
+
+
+def outliving(learner: Learner, step: int) -> QuietWorker:
+    """A worker that outlives its group, and goes on from `step`."""
+    stepped = learner.undo.stepped
+
+    def nothing(*given: Any, **named: Any) -> None:
+        pass
+
+    checkpoints: Any = SimpleNamespace(
+        **dict.fromkeys(("save", "begin_step"), nothing),
+        took_step=lambda *_: stepped.after_step(),
+        wait_for_copy=stepped.before_step,
+        hand_on=lambda step: [],
+        name_at=lambda step: f"step {step}",
+    )
+    idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), nothing))
+    beginning = Beginning(step, True, {}, await_sums=nothing, in_place=step > 0)
+    return QuietWorker(learner, beginning, checkpoints, idle, idle, idle, None, ExitStack())
+
+
+def learner_of(way: str, group: dist.ProcessGroup) -> Learner:
+    settings = Settings(
+        task="tests.tasks.early_changes", task_args={"way": way}, num_workers="1", global_batch_size=16, max_steps=8
+    )
+    return make_worker(plan_without_evaluation(settings), group).learner
+
+
+@pytest.mark.parametrize(
+    ("way", "taken_back"),
+    [
+        ("batch norm alone", True),
+        ("teacher", True),
+        ("teacher by .data", True),
+        ("table", True),
+        ("optimizers", True),
+        ("weights", False),
+        ("weights by .data", False),
+        ("state that grows", False),
+    ],
+)
+def test_a_step_that_breaks_off_is_taken_back_or_found_out(
+    way: str, taken_back: bool, group: dist.ProcessGroup
+) -> None:
+    """Taken again, it leads to the weights of a run that nobody has disturbed."""
+    calm, broken = (learner_of(way, group) for _ in range(2))
+    train(outliving(calm, 0))
+    early_changes.broken_off_at.add(BROKEN_AT)
+    worker = outliving(broken, 0)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        train(worker)
+    assert worker.step == BROKEN_AT - 1
+    assert (worker.leave() is not None) is taken_back
+    if taken_back:
+        for parameter in broken.model.parameters():
+            parameter.grad = None
+        train(outliving(broken, worker.step))
+        for name, values in calm.model.state_dict().items():
+            assert torch.equal(broken.model.state_dict()[name], values), name
+
+
+def test_what_changes_too_early_is_named(group: dist.ProcessGroup) -> None:
+    learner = learner_of("weights", group)
+    train(outliving(learner, 0))
+    assert learner.undo.early == {"student.weight"}
+    assert (
+        "1 parameter changed outside of the optimizer's step, such as student.weight" in learner.undo.describe_early()
+    )
+
+
+def follow(model: Any) -> None:
+    """Move the teacher of a model, as a forward pass may."""
+    with torch.no_grad():
+        model.teacher.weight.lerp_(model.student.weight, 0.1)
+
+
+def test_what_an_evaluation_and_a_loop_have_changed_between_two_steps_stays() -> None:
+    model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
+    optimizer = torch.optim.SGD(model["student"].parameters(), 0.1)
+    undo = StepUndo(model, optimizer)
+    undo.keep()
+    for _ in range(2):
+        undo.begin_step()
+        follow(model)
+        undo.accept()
+    follow(model)  # in an evaluation
+    undo.accept()
+    evaluated = model["teacher"].weight.clone()
+    undo.begin_step()
+    follow(model)
+    assert undo.put_back()
+    assert torch.equal(model["teacher"].weight, evaluated)
+    follow(model)  # by the loop, after `run.step()`
+    moved = model["teacher"].weight.clone()
+    undo.begin_step()
+    follow(model)
+    assert undo.put_back()
+    assert torch.equal(model["teacher"].weight, moved)
+
+
+@pytest.mark.parametrize("more_than_tensors", [False, True])
+def test_an_optimizer_gets_the_state_back_that_it_had_before_its_step(more_than_tensors: bool) -> None:
+    """In the step that is taken back, a parameter gets its first gradient; a list cannot be put back."""
+    model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
+    first, last = (torch.optim.Adam(part.parameters(), 0.1) for part in model.values())
+    undo = StepUndo(model, first)
+    undo.keep()
+
+    def step(*optimizers: torch.optim.Optimizer, idle: Any = None) -> None:
+        undo.begin_step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None if parameter is idle else torch.ones_like(parameter)
+            undo.before_change(optimizer)
+            optimizer.step()
+
+    step(first, last, idle=model["a"].bias)
+    if more_than_tensors:
+        first.state[model["a"].weight]["directions"] = [torch.ones(2)]
+    undo.accept()
+    before = copy.deepcopy((model.state_dict(), first.state_dict()))
+    step(first)
+    assert undo.put_back() is not more_than_tensors
+    if not more_than_tensors:
+        after = model.state_dict(), first.state_dict()
+        assert str(after) == str(before)
+        assert all(torch.equal(after[0][name], values) for name, values in before[0].items())
+    undo.keep()
+    step(first, last)
+    assert not undo.put_back(), "the last one has no copy"
