@@ -105,6 +105,8 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="train on this machine's GPU")
     arguments = parser.parse_args()
     SETTINGS["TASK"] = TASKS[arguments.task]
+    if arguments.task == "teacher":  # which each pass moves, so a step has one, also on fewer workers
+        SETTINGS["MICRO_BATCH_SIZE"] = str(BATCH)
     if arguments.gpu:
         SETTINGS.update(ON_GPU)
     with tempfile.TemporaryDirectory(prefix="storm-") as name:

@@ -110,6 +110,7 @@ def test_one_graph_serves_any_number_of_workers(group: dist.ProcessGroup, only_g
     learner = make_worker(plan_without_evaluation(settings), group).learner
     batch = next(learner.loader.train(1, 0, 1))
     for workers in range(8, 0, -1):
+        learner.place = dataclasses.replace(learner.place, world_size=workers)
         for rows in micro_batches(-(-64 // workers), learner.plan.pass_limit):
             part = {name: column[rows] for name, column in batch.items()}
             row_losses(learner, learner.model, part)[0].sum().backward()

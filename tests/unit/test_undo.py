@@ -57,6 +57,7 @@ def learner_of(way: str, group: dist.ProcessGroup) -> Learner:
         ("table", True),
         ("optimizers", True),
         ("weights", False),
+        ("weights of one step", False),
         ("weights by .data", False),
         ("state that grows", False),
     ],

@@ -115,7 +115,7 @@ class OptimizerOnlyParameters:
         self.ids: set[int] | None = None
         "Their `id`; None: not known yet."
         self.moved = set[int]()
-        "The `id` of each parameter that the second step has changed before the optimizer did."
+        "The `id` of each parameter that the second step has changed before the optimizer did, uncounted by PyTorch."
 
     def begin_group(self) -> None:
         """Forget the first step, unless the second one has been compared: the values may be another worker's now."""
@@ -130,9 +130,11 @@ class OptimizerOnlyParameters:
     def before_step(self) -> None:
         """Compare them; call it before each optimizer step, with its gradients."""
         if self.ids is None and self._after_first and any(p.grad is not None for p in self._parameters):
-            pairs = zip(self._parameters, self._after_first, strict=True)
-            self.moved = {id(p) for p, before in pairs if _fingerprint(p) != before}
-            self.ids = {id(p) for p in self._parameters if p.grad is not None} - self.moved
+            now = map(_fingerprint, self._parameters)
+            pairs = list(zip(self._parameters, self._after_first, now, strict=True))
+            changed = {id(p) for p, before, after in pairs if before != after}
+            self.moved = {id(p) for p, before, after in pairs if before[0] == after[0]} & changed
+            self.ids = {id(p) for p in self._parameters if p.grad is not None} - changed
 
 
 def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
