@@ -66,7 +66,7 @@ def evaluating(
         padding_batch={"row": torch.zeros(2, dtype=torch.int64)},
         task=SimpleNamespace(loss=loss),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
-        undo=Mock(early=(), put_back=lambda: True),
+        undo=Mock(warnings=list, put_back=lambda: True),
         passes=passes,
     )
 

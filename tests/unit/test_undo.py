@@ -121,6 +121,25 @@ def test_what_an_evaluation_and_a_loop_have_changed_between_two_steps_stays() ->
     assert torch.equal(model["teacher"].weight, moved)
 
 
+def test_a_teacher_that_moves_in_each_pass_is_named_once_a_step_has_more_passes() -> None:
+    """As it has when fewer workers are left."""
+    model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
+    undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))
+    undo.keep()
+    for passes in (1, 1, 0, 1):
+        undo.begin_step()
+        for _ in range(passes):
+            follow(model)
+        undo.accept()
+    assert undo.warnings() == []
+    undo.begin_step()
+    follow(model)
+    follow(model)
+    undo.accept()
+    [text] = undo.warnings()
+    assert "1 frozen parameter, such as teacher.weight, changed more often in some steps" in text
+
+
 @pytest.mark.parametrize("more_than_tensors", [False, True])
 def test_an_optimizer_gets_the_state_back_that_it_had_before_its_step(more_than_tensors: bool) -> None:
     """In the step that is taken back, a parameter gets its first gradient; a list cannot be put back."""

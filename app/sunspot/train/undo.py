@@ -55,6 +55,10 @@ class StepUndo:
         self._in_step = False
         self.early = set[str]()
         "Names of parameters that train and were found to change before their optimizer's step."
+        self._changes: dict[torch.nn.Parameter, int] = {}
+        "How often a step has changed each moving parameter."
+        self.uneven = set[str]()
+        "Names of moving parameters that another step has changed more or less often."
 
     def keep(self) -> None:
         """Keep the state as the one to go back to."""
@@ -65,6 +69,8 @@ class StepUndo:
 
     def accept(self) -> None:
         """Keep the state that a step or an evaluation has left, and note which frozen parameters it has changed."""
+        if self._moving and self._in_step:
+            self._compare_changes()
         if self._unowned:
             self._moving |= self._unowned.intersection(self._changed())
         self._moving |= self._moved_unseen()
@@ -117,6 +123,18 @@ class StepUndo:
         lost = self._copies.put_back(self._changeable())
         return all(isinstance(key, tuple) and key[1] in key[0]._non_persistent_buffers_set for key in lost)
 
+    def warnings(self) -> list[str]:
+        """Return what the user should know of the changes that were found so far."""
+        texts = [self.describe_early()] if self.early else []
+        if self.uneven:
+            texts.append(
+                f"{plural(len(self.uneven), 'frozen parameter')}, such as {min(self.uneven)}, changed more often in "
+                "some steps than in others, as the number of forward passes in a step depends on that of the workers: "
+                "change frozen parameters once a step, in a register_step_post_hook of the optimizer, or set "
+                "SUNSPOT_MICRO_BATCH_SIZE to the global batch size"
+            )
+        return texts
+
     def describe_early(self) -> str:
         """Return a warning that names what changes too early to be taken back, and says what follows from that."""
         return (
@@ -143,6 +161,14 @@ class StepUndo:
             return []
         counts = zip(self._parameters.values(), now, self._versions, strict=True)
         return [each for each, count, before in counts if count != before]
+
+    def _compare_changes(self) -> None:
+        """Note which moving parameters the step has changed more or less often than the steps before."""
+        for (name, each), before in zip(self._parameters.items(), self._versions, strict=True):
+            if each in self._moving and each._version > before:
+                changes = each._version - before
+                if self._changes.setdefault(each, changes) != changes:
+                    self.uneven.add(name)
 
     def _moved_unseen(self) -> set[torch.nn.Parameter]:
         """Return what the second step has changed before its optimizer, through `.data`, too."""

@@ -154,8 +154,8 @@ class Worker:
         self.step, self.taken = step, time.time()
         if self._undo:
             self._undo.accept()
-            if self.reporter and self._undo.early:
-                warn_once(log, self._undo.describe_early())
+            for text in self._undo.warnings() if self.reporter else ():
+                warn_once(log, text)
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
         epoch_ends = not has_more or step % plan.steps.per_epoch == 0
         self._record_step(taken, epoch_ends)
