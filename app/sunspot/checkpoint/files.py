@@ -5,9 +5,11 @@ SHARD_BYTES, with the index that Hugging Face reads. Resuming never needs them: 
 INIT_FROM.
 """
 
+import contextlib
 import io
 import json
 import reprlib
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Protocol
 
@@ -193,24 +195,41 @@ def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO |
     except ValueError as error:
         raise ConflictError(
             f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))}: not loaded: as it was saved, it "
-            "holds more than tensors and plain values; begin a run of another name, with the weights of this one by "
-            f"SUNSPOT_INIT_FROM=run:{run.name}"
+            "is compressed, or holds more than tensors and plain values; begin a run of another name, with the weights "
+            f"of this one by SUNSPOT_INIT_FROM=run:{run.name}"
         ) from error
 
 
 def unpack(source: BinaryIO | str) -> Any:
     """Return what `torch.save` wrote, on the CPU; raises `ValueError` for anything but tensors and plain values.
 
-    No code in it is run. Of a file given by its path, the tensors are its pages, which change for this process alone;
-    one that cannot be mapped is read.
+    No code in it is run, and nothing is decompressed. Of a file given by its path, the tensors are its pages, which
+    change for this process alone; one that cannot be mapped is read.
     """
     try:
+        refuse_compressed(source)
         return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, str))
     except Exception as error:  # of a damaged file, all kinds; torch's own text advises loading it without the check
         if isinstance(source, str):
             with open(source, "rb") as file:
                 return unpack(file)
-        raise ValueError("not loaded: it is damaged, or holds more than tensors and plain values") from error
+        raise ValueError(
+            "not loaded: it is damaged, compressed, or holds more than tensors and plain values"
+        ) from error
+
+
+def refuse_compressed(source: BinaryIO | str) -> None:
+    """Raise `ValueError` for an archive that holds more bytes than it has: `torch.save` compresses nothing.
+
+    A few kilobytes would fill any memory otherwise. A file that is no archive passes.
+    """
+    with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
+        if zipfile.is_zipfile(file):
+            members = zipfile.ZipFile(file).infolist()
+            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+            if compressed or sum(member.file_size for member in members) > file.seek(0, io.SEEK_END):
+                raise ValueError("its members are compressed, or overlap")
+        file.seek(0)
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sunspot.background import map_parallel
-from sunspot.checkpoint.files import read_file
+from sunspot.checkpoint.files import read_file, unpack
 from sunspot.errors import DamageError
 from sunspot.parallel.sharding import Place
 from sunspot.run import Run
@@ -116,7 +116,10 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
                 if zlib.crc32(data) != piece.crc32:
                     where = run.storage.locate(key)
                     raise DamageError(f"{where}: {piece.name} in it does not match the index of its part")
-                reads.put(piece, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+                try:
+                    reads.put(piece, unpack(io.BytesIO(data)))
+                except ValueError as error:
+                    raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it is {error}") from error
 
     map_parallel(load, group_adjacent(reads.wanted), REQUESTS_AT_ONCE)
 
