@@ -113,6 +113,12 @@ class DamageError(SunspotError):
     exit_code = 7
 
 
+class TooLargeError(SunspotError):
+    """More would have to be read than a reader has room for; nothing is known to be damaged."""
+
+    exit_code = 7
+
+
 class TerminatedError(KeyboardInterrupt):
     """SIGTERM ended the program, and with it a run that goes on from what it saved: as Ctrl-C does."""
 

@@ -18,10 +18,11 @@ from sunspot.run.attempts import lineage, newest_number, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.identity import Identity, Rows, keep_identity, read_identity
-from sunspot.run.objects import MAX_BYTES, digest, parse, parse_verified, with_checksum
+from sunspot.run.objects import digest, parse_verified, read_content, with_checksum
 from sunspot.run.overview import list_runs, read_state
 from sunspot.run.requests import SubmissionRecord, newest_submission, record_submission
 from sunspot.run.search import read_trial
+from sunspot.run.size_limits import MAX_OBJECT_BYTES, MAX_STATUS_BYTES
 from sunspot.run.status import RunState, Status, list_statuses, read_status, write_status
 from tests.harness.commands import Command
 from tests.harness.runs import (
@@ -83,8 +84,11 @@ def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
 
 
 def test_what_is_too_large_is_not_read(run: Run) -> None:
-    with pytest.raises(DamageError, match="larger than 64 MiB"):
-        parse(Status, b" " * (MAX_BYTES + 1), "status.json")
+    run.storage.write("run/object.json", b" " * (MAX_OBJECT_BYTES + 1))
+    with pytest.raises(DamageError, match=r"object.json cannot be used: it is larger than 16 MiB"):
+        read_content(run.storage, "run/object.json")
+    write_status(run, Status(RunState.RUNNING, "job", driver="aaaaaaaa", reason="x" * MAX_STATUS_BYTES))
+    assert read_status(run) is None, "the list of runs reads one of each"
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))

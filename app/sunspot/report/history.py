@@ -2,21 +2,27 @@
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from sunspot.run.history import HELD_OUT, to_rows
+from sunspot.run.size_limits import MAX_NAMES
 
 MAX_DRAWN = 1e100
 """Numbers beyond have no place on an axis: their differences overflow floats."""
 
 
 class Series:
-    """Records of numbers in their order, by columns, so that long histories take little memory."""
+    """Records of numbers in their order, by columns, so that long histories take little memory.
+
+    A column has no place for records that lack its name: a history of many names takes no more memory than its numbers.
+    """
 
     def __init__(self) -> None:
-        self._columns: dict[str, array[float]] = {}
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        "By name, the numbers of the records that have it, and their values."
         self._count = 0
 
     def __len__(self) -> int:
@@ -24,17 +30,34 @@ class Series:
 
     def add(self, record: Mapping[str, float | None]) -> None:
         """Add one; numbers of names that others have may be None, or left out."""
-        for name in record.keys() - self._columns.keys():
-            self._columns[name] = array("d", [math.nan]) * self._count
-        for name, column in self._columns.items():
-            value = record.get(name)
-            column.append(math.nan if value is None else value)
+        for name, value in record.items():
+            if value is not None:
+                numbers, values = self._columns.setdefault(name, (array("I"), array("d")))
+                numbers.append(self._count)
+                values.append(value)
         self._count += 1
 
     def column(self, name: str) -> list[Any]:
         """Return the values of a name; None where a record lacks it, or where it is NaN."""
-        values = self._columns.get(name, [math.nan] * self._count)
-        return [None if math.isnan(value) else value for value in values]
+        found: list[Any] = [None] * self._count
+        for number, value in self._known(name):
+            found[number] = value
+        return found
+
+    def having(self, names: Iterable[str]) -> list[int]:
+        """Return the numbers of the records that have one of these names, in their order."""
+        return sorted({number for name in names for number, _ in self._known(name)})
+
+    def at(self, name: str, chosen: Sequence[int]) -> list[Any]:
+        """Return what `column` has at the chosen records, without a look at all others."""
+        numbers, values = self._columns.get(name, (array("I"), array("d")))
+        places = [(bisect_left(numbers, number), number) for number in chosen]
+        found = [values[at] if at < len(numbers) and numbers[at] == number else math.nan for at, number in places]
+        return [None if math.isnan(value) else value for value in found]
+
+    def _known(self, name: str) -> Iterator[tuple[int, float]]:
+        pairs = zip(*self._columns.get(name, ((), ())), strict=True)
+        return ((number, value) for number, value in pairs if not math.isnan(value))
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
@@ -96,8 +119,10 @@ class History:
         "What each rank did over the whole run."
         self.attempts: set[int] = set()
         "Those with a record."
-        self.results: list[str] = []
+        self.results: dict[str, None] = {}
         "Names of numbers that tell the model's quality: losses, accuracies, and all that are of held-out rows."
+        self.left_out: set[str] = set()
+        "Further such names, after the first MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
         "Results that are NaN, infinite or huge: by name, the number of records, and the step of the first."
         self.last: dict[str, Any] = {}
@@ -121,8 +146,7 @@ class History:
         """Add a record, in the form that `each_record` checks."""
         step = record["step"]
         numbers = {name: value for name in record if (value := _number(record, name)) is not None}
-        results = [name for name in numbers if name in self.results or is_result(name, record, best_by)]
-        self.results += [name for name in results if name not in self.results]
+        results = [name for name in numbers if name in self.results or self._begins(name, record, best_by)]
         kept = {name: numbers.get(name) for name in (*results, "time", "rows_per_s")}
         if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
             del kept["rows_per_s"]
@@ -138,9 +162,20 @@ class History:
         for name, value in kept.items():
             if value is not None:
                 self.latest[name] = value, step
-                if name in results and not can_draw(value):
+                if name in self.results and not can_draw(value):
                     times, first = self.undrawable.get(name, (0, step))
                     self.undrawable[name] = times + 1, first
+
+    def _begins(self, name: str, record: dict[str, Any], best_by: str) -> bool:
+        """Return whether a name that no record had before is a result, and keep it if there is room."""
+        if not is_result(name, record, best_by):
+            return False
+        kept = len(self.results) < MAX_NAMES
+        if kept:
+            self.results[name] = None
+        else:
+            self.left_out.add(name)
+        return kept
 
     def add_ranks(self, record: dict[str, Any]) -> None:
         """Add a record with the numbers of each rank by name (`sunspot.run.history`)."""

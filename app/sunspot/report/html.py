@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sunspot.formatting import UNPRINTABLE, as_bytes
+from sunspot.run.size_limits import MAX_TABLE_CELLS, MAX_TABLE_COLUMNS, MAX_TABLE_ROWS, cut
 
 MAX_TEXT = 600
 """Characters shown of one text; the run's events and logs have the rest."""
@@ -58,7 +59,13 @@ def paragraph(*parts: Any, kind: str | None = None) -> Html:
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """Return a table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown."""
+    """Return a table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown.
+
+    Of a large table the first rows and columns are shown, with a line that says how many are not.
+    """
+    columns, more_columns = cut(columns, MAX_TABLE_COLUMNS, "columns")
+    rows, more_rows = cut(rows, min(MAX_TABLE_ROWS, max(1, MAX_TABLE_CELLS // len(columns))), "rows")
+    rows = [row[: len(columns)] for row in rows]
     numeric = [any(isinstance(row[place], (int, float, Number)) for row in rows) for place in range(len(columns))]
     kinds = ["number" if number else None for number in numeric]
 
@@ -72,7 +79,8 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -
     heads = join(element("th", name, scope="col", class_=kind) for name, kind in zip(names, kinds, strict=True))
     body = join(element("tr", join(cell(place, value) for place, value in enumerate(row))) for row in rows)
     whole = join([titled(caption), element("thead", element("tr", heads)), element("tbody", body)])
-    return scrolled(caption, element("table", whole))
+    left_out = [paragraph(f"{more}.", kind="note") for more in (more_rows, more_columns) if more]
+    return join([scrolled(caption, element("table", whole)), *left_out])
 
 
 def titled(caption: str) -> Html:

@@ -9,6 +9,7 @@ from sunspot.report.html import Html, Number, duration, element, join, moment, p
 from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
 from sunspot.run.incidents import Cause, Receipt
+from sunspot.run.size_limits import MAX_LISTED, cut
 
 MAX_ROWS = 100
 """Rows of a table; `sunspot events` has all."""
@@ -35,7 +36,8 @@ def show(report: Report) -> Html:
         parts.append(paragraph("Goodput ", share, ": the share of all worker-seconds that counts for the result."))
     if cost := report.spending.describe(report.step):
         parts.append(paragraph(f"Cost: {cost}."))
-    parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in report.gaps[:MAX_ROWS]]
+    gaps, more = cut(report.gaps, MAX_LISTED, "missing receipts")
+    parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in (*gaps, more) if gap]
     receipts = {receipt.attempt: receipt for receipt in report.receipts}
     shown = report.attempts[-MAX_ROWS:]
     of = f", the newest {len(shown)} of {len(report.attempts):,}" if len(shown) < len(report.attempts) else ""

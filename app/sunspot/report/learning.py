@@ -1,17 +1,20 @@
 """The learning curves, over steps and over the wall clock, and the numbers behind them."""
 
+from collections.abc import Sequence
+
 from sunspot.formatting import plural
 from sunspot.report.charts import BUCKETS, Line, chart, fitting_axis, over_steps, over_time, points_of
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, duration, element, join, paragraph, result, table
 from sunspot.report.model import Report
 from sunspot.run.history import HELD_OUT
+from sunspot.run.size_limits import MAX_NAMES, cut
 
 MAX_CURVES = 8
 """Metrics with curves of their own: a loss, an accuracy, and those a task adds."""
 
-MAX_NUMBERS = 40
-"""Rows of the table of numbers; `sunspot metrics` has all."""
+MAX_NUMBERS, MAX_COLUMNS = 40, 250
+"""Rows of the table of numbers, and metrics in it; `sunspot metrics` has all."""
 
 
 def show(report: Report) -> Html:
@@ -28,6 +31,9 @@ def show(report: Report) -> Html:
         parts.append(paragraph(f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ", command, " has them."))
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
         parts.append(paragraph("Nothing was evaluated on held-out rows so far.", kind="note"))
+    if history.left_out:
+        said = f"{len(history.left_out):,} more metrics are not shown: a report has {MAX_NAMES:,}."
+        parts.append(paragraph(said, kind="trouble"))
     records = len(history.series)
     if records > 2 * BUCKETS:
         drawn = f"Of {records:,} records, the lowest and the highest in each of {BUCKETS} stretches are drawn."
@@ -72,23 +78,21 @@ def _not_finite(name: str, times: int, first: int) -> Html:
 def _numbers(report: Report) -> Html:
     """Return the curves as numbers: at evaluations of held-out rows, or else anywhere."""
     history = report.history
-    names = sorted(history.results, key=results_first)
-    held_out = [name for name in names if name.startswith(HELD_OUT)]
-    columns = [history.series.column(name) for name in ("step", "epoch", "time", *names)]
-    lines = [
-        (step, epoch, time, values)
-        for step, epoch, time, *values in zip(*columns, strict=True)
-        if not held_out or any(v is not None for v, name in zip(values, names, strict=True) if name in held_out)
-    ]
+    results = sorted(history.results, key=results_first)
+    held_out = [name for name in results if name.startswith(HELD_OUT)]
+    names, more = cut(results, MAX_COLUMNS, "metrics")
+    lines: Sequence[int] = history.series.having(held_out) if held_out else range(len(history.series))
     shown = lines
     if len(lines) > MAX_NUMBERS:
         shown = [lines[round(n * (len(lines) - 1) / (MAX_NUMBERS - 1))] for n in range(MAX_NUMBERS)]
+    columns = [history.series.at(name, shown) for name in ("step", "epoch", "time", *names)]
     begun = report.begun
     rows = []
-    for step, epoch, time, values in shown:
+    for step, epoch, time, *values in zip(*columns, strict=True):
         passed = duration(time - begun) if time is not None and begun is not None else None
         rows.append([Number(f"{step:.0f}", step), epoch, passed, *map(result, names, values)])
     of = f", {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
     what = "Results where held-out rows were evaluated" if held_out else "Results"
     numbers = table(f"{what}{of}", ["step", "epoch", "time", *names], rows)
-    return element("details", join([element("summary", "The numbers as a table"), numbers]))
+    rest = paragraph(f"{more}.", kind="note") if more else ""
+    return element("details", join([element("summary", "The numbers as a table"), numbers, rest]))

@@ -1,13 +1,14 @@
 """The page of a report: self-contained HTML without scripts, the same offline and in ten years."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sunspot.formatting import money, plural
+from sunspot.formatting import as_bytes, money, plural
 from sunspot.report import checkpoints, incidents, learning, predictions, settings, speed
 from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
 from sunspot.report.model import Report
+from sunspot.run.size_limits import MAX_LISTED, MAX_PAGE_BYTES, cut
 from sunspot.run.status import RunState
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -44,9 +45,25 @@ def show(report: Report, sections: Sections) -> Html:
     begun = report.attempts or report.troubles
     shown = [(anchor, *section) for anchor, section in sections.items() if begun or anchor in ("incidents", "log")]
     contents = element("ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, name, _ in shown))
-    made = [element("section", join([element("h2", name), of(report)]), id=anchor) for anchor, name, of in shown]
+    parts = fitting(of(report) for _, _, of in shown)
+    made = [
+        element("section", join([element("h2", name), part]), id=anchor)
+        for (anchor, name, _), part in zip(shown, parts, strict=True)
+    ]
     nav = element("nav", contents, aria_label="Contents")
     return join([_header(report), nav, element("main", join(made)), footer(report.run.location, report.time)])
+
+
+def fitting(sections: Iterable[Html]) -> Iterator[Html]:
+    """Yield the sections of a page, and what takes the place of those that it has no room for."""
+    room = MAX_PAGE_BYTES
+    for section in sections:
+        if len(section) <= room:
+            room -= len(section)
+            yield section
+        else:
+            said = f"This section is not shown: it would have {as_bytes(len(section))}, of {as_bytes(MAX_PAGE_BYTES)} "
+            yield paragraph(f"{said}that a page may have.", kind="trouble")
 
 
 def whole_page(title: str, body: Html, head: str = "") -> bytes:
@@ -68,7 +85,8 @@ def _header(report: Report) -> Html:
         parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
     if report.status and report.status.place:
         parts.append(paragraph(f"Trained in {report.status.place}.", kind="note"))
-    parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in report.troubles]
+    troubles, more = cut(report.troubles, MAX_LISTED, "parts that cannot be read")
+    parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in (*troubles, more) if trouble]
     parts.append(element("dl", join(_figures(report)), class_="figures"))
     return element("header", join(parts))
 

@@ -1,5 +1,6 @@
 """The model's predictions of held-out rows, mistakes first, and what the task shows of the model."""
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 from sunspot.formatting import plural
@@ -17,7 +18,8 @@ from sunspot.report.html import (
     whole,
 )
 from sunspot.report.model import Report
-from sunspot.run.predictions import Example, Exhibit, Predictions
+from sunspot.run.predictions import MAX_IMAGES, MAX_PARTS, Example, Exhibit, Predictions
+from sunspot.run.size_limits import cut
 from sunspot.settings import PREFIX
 
 MAX_CLASSES = 20
@@ -106,15 +108,16 @@ def _confusion(found: Predictions) -> Html:
 
 
 def _pairs(found: Predictions) -> Html:
-    pairs = [
-        (times, label, said)
+    pairs = (
+        (-times, label, said)
         for label, row in enumerate(found.confusion)
         for said, times in enumerate(row)
         if label != said and times
-    ]
-    most = sorted(pairs, key=lambda pair: (-pair[0], *pair[1:]))[:MAX_PAIRS]
-    caption = f"The pairs that are confused most often, {len(most)} of {len(pairs):,}; {found.classes} classes"
-    rows = [[found.name(label), found.name(said), whole(times)] for times, label, said in most]
+    )
+    most = heapq.nsmallest(MAX_PAIRS, pairs)
+    confused = sum(len(row) - row.count(0) - bool(row[label]) for label, row in enumerate(found.confusion))
+    caption = f"The pairs that are confused most often, {len(most)} of {confused:,}; {found.classes} classes"
+    rows = [[found.name(label), found.name(said), whole(-times)] for times, label, said in most]
     return table(caption, ["label", "predicted", "rows"], rows)
 
 
@@ -140,14 +143,17 @@ def _exhibits(report: Report) -> Html:
         return Html("")
     gone_on = report.checkpoint and found.checkpoint != report.checkpoint.name
     older = [paragraph("The task has shown this of ", element("code", found.checkpoint), ".")] if gone_on else []
-    return join([*older, *(_exhibit(part) for part in found.parts)])
+    parts, more = cut(found.parts, MAX_PARTS, "parts")
+    return join([*older, *map(_exhibit, parts), paragraph(f"{more}.", kind="note") if more else ""])
 
 
 def _exhibit(part: Exhibit) -> Html:
     if part.images:
-        titles = [f"{part.title}: image {number}" for number in range(1, len(part.images) + 1)]
-        items = join(element("li", picture(*image)) for image in zip(part.images, titles, strict=True))
-        return join([element("h3", part.title), element("ul", items, class_="examples")])
+        images, more = cut(part.images, MAX_IMAGES, "images")
+        titles = [f"{part.title}: image {number}" for number in range(1, len(images) + 1)]
+        items = join(element("li", picture(*image)) for image in zip(images, titles, strict=True))
+        rest = paragraph(f"{more}.", kind="note") if more else ""
+        return join([element("h3", part.title), element("ul", items, class_="examples"), rest])
     if not part.columns:
         return join([element("h3", part.title), element("pre", part.text)])
     # A damaged file may have rows of any length.

@@ -10,13 +10,14 @@ from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure,
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, element, join, paragraph, result, table, whole
 from sunspot.report.model import gather
-from sunspot.report.page import footer, in_colour, render, whole_page
+from sunspot.report.page import fitting, footer, in_colour, render, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.history import each_record
 from sunspot.run.objects import read_or_default
 from sunspot.run.overview import read_state
 from sunspot.run.search import Results, Trial, read_results
+from sunspot.run.size_limits import MAX_LISTED, MAX_TRIALS, cut
 from sunspot.run.status import RunState
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
@@ -39,7 +40,7 @@ def gather_search(run: Run) -> tuple[Run, Results, Curves]:
     results = read_results(run)
     if results is None:
         raise NotFoundError(f"{run.location}: no search")
-    trials = {trial.run: Run(run.storage, trial.run) for trial in results.trials}
+    trials = {trial.run: Run(run.storage, trial.run) for trial in results.ranking[:MAX_TRIALS]}
     curves = {name: _curve(trial, results.metric) for name, trial in trials.items()}
     return run, results, curves
 
@@ -52,6 +53,7 @@ def render_search(run: Run, results: Results, curves: Curves, link: str = "") ->
 def show_search(run: Run, results: Results, curves: Curves, link: str = "") -> Html:
     """Return what is in the body of the page."""
     parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
+    parts = dict(zip(parts, fitting(parts.values()), strict=True))
     header = [paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)]
     main = [element("section", join([element("h2", name), part])) for name, part in parts.items()]
     return join([element("header", join(header)), element("main", join(main)), footer(run.location, results.time)])
@@ -98,10 +100,13 @@ def _trials(results: Results, link: str) -> Html:
 
 def _charts(results: Results, curves: Curves) -> Html:
     """Return the metric of each trial over its steps, and its best over each setting."""
-    measured = [trial for trial in results.trials if can_draw(trial.best)]
+    measured = [trial for trial in results.ranking[:MAX_TRIALS] if can_draw(trial.best)]
     y = linear_axis(float(trial.best or 0.0) for trial in measured)
-    scattered = [_scatter(results, name, measured, y) for name in results.space if measured]
-    return element("div", join([_learning(results, curves), *scattered]), class_="charts")
+    dimensions, more = cut([*results.space], MAX_LISTED, "settings")
+    scattered = [_scatter(results, name, measured, y) for name in dimensions if measured]
+    charts = element("div", join([_learning(results, curves), *scattered]), class_="charts")
+    _, more_trials = cut(results.trials, MAX_TRIALS, "trials")
+    return join([charts, *(paragraph(f"{said} in charts.", kind="note") for said in (more_trials, more) if said)])
 
 
 def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> Html:
@@ -130,8 +135,9 @@ def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]
         return (log_axis(numbers) if log else linear_axis(numbers)), numbers
     kinds = {_shown(value): value for value in values}
     in_order = sorted(kinds, key=lambda kind: (kinds[kind] if isinstance(kinds[kind], int | float) else math.inf, kind))
-    ticks = tuple((float(place), kind[:MAX_NAMED]) for place, kind in enumerate(in_order))
-    return Axis(-0.5, len(kinds) - 0.5, ticks), [float(in_order.index(_shown(value))) for value in values]
+    places = {kind: float(place) for place, kind in enumerate(in_order)}
+    ticks = tuple((place, kind[:MAX_NAMED]) for kind, place in places.items())
+    return Axis(-0.5, len(kinds) - 0.5, ticks), [places[_shown(value)] for value in values]
 
 
 def _learning(results: Results, curves: Curves) -> Html:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from sunspot.errors import DamageError, shorten
 from sunspot.run import Run
 from sunspot.run.attempts import Span
-from sunspot.run.streams import Segment, StreamWriter, list_all, read_segments, tidy, without_parts
+from sunspot.run.size_limits import MAX_AUDIT_ROWS
+from sunspot.run.streams import Segment, StreamWriter, list_all, read_segment, read_segments, tidy, without_parts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -55,7 +56,7 @@ def tidy_audit(run: Run, before: int) -> None:
     """Merge the small files that attempts older than `before` left; raises `StorageError`."""
 
     def read(segment: Segment) -> bytes:
-        content = run.storage.read(segment.entry.key)
+        content = read_segment(run.storage, segment)
         _parse(run, segment, content)  # or what is damaged would get a digest of its own
         return content
 
@@ -79,6 +80,8 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
 
     tables = []
     for segment, content, _ in read_segments(run.storage, run.key(FOLDER), find):
+        if isinstance(content, DamageError):
+            raise content
         if counted := _counted(segment, bounds):
             table = _parse(run, segment, content)
             first, last = counted
@@ -111,6 +114,9 @@ def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
     try:
         if name["digest"] != _digest(segment.stream, segment.first, segment.last, content):
             raise DamageError(f"{place} cannot be used: it was changed after it was written")
+        rows = pyarrow.parquet.read_metadata(io.BytesIO(content)).num_rows
+        if rows > MAX_AUDIT_ROWS:
+            raise DamageError(f"{place} cannot be used: it has {rows:,} rows, more than {MAX_AUDIT_ROWS:,}")
         table = pyarrow.parquet.read_table(io.BytesIO(content), columns=[*COLUMNS])
         table = table.cast(pyarrow.schema(list(COLUMNS.items())))
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:

@@ -7,17 +7,30 @@ and has the time and step of the last of them.
 """
 
 import contextlib
+import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 from sunspot.code_archive import CODE, code_in
 from sunspot.errors import DamageError, NotFoundError, StorageError
-from sunspot.formatting import plural
+from sunspot.formatting import as_bytes, plural
 from sunspot.run import Run, dump_json
 from sunspot.run.attempts import Attempt, Ended, Span, read_attempts
-from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, read_verified, tell_damage
+from sunspot.run.objects import (
+    Measure,
+    Whole,
+    adapter,
+    is_count,
+    is_moment,
+    read_or_default,
+    read_verified,
+    tell_damage,
+)
 from sunspot.run.owner import Owner
+from sunspot.run.size_limits import MAX_DAMAGED_LINES, MAX_JOURNAL_BYTES
 from sunspot.run.streams import (
     READ_TRIES,
     LineWriter,
@@ -25,6 +38,7 @@ from sunspot.run.streams import (
     list_again,
     list_segments,
     new_stream,
+    read_segment,
     read_segments,
     tidy_lines,
 )
@@ -122,14 +136,22 @@ def each_record(
 
     With `listed`, reads only those of `list_journal`; raises `StorageError` when one has been merged since.
     """
+    size = 0
     for segment, text, given in read_segments(
         run.storage, run.key(kind), lambda: list_journal(run, kind, spans), listed
     ):
-        lines, place = text.splitlines(), run.storage.locate(segment.entry.key)
-        whole = len(lines) == segment.last - segment.first + 1  # not downsampled
+        if isinstance(text, DamageError):
+            tell_damage(str(text), damaged)
+            continue
+        size += len(text)
+        if size > MAX_JOURNAL_BYTES:
+            tell_damage(f"{run.storage.locate(run.key(kind))}: it has more than {as_bytes(MAX_JOURNAL_BYTES)}", damaged)
+            return
+        place = run.storage.locate(segment.entry.key)
+        whole = _count_lines(text) == segment.last - segment.first + 1  # not downsampled
         missed = max(0, given - segment.first) if whole else 0
         own = None if spans is None else [span for span in spans if span.attempt == segment.attempt]
-        for record in _parse_lines(kind, lines[missed:], place, damaged):
+        for record in _parse_lines(kind, islice(io.BytesIO(text), missed, None), place, damaged):
             if own is None or any(span.reaches(record["attempt"], record["step"]) for span in own):
                 yield record
 
@@ -150,21 +172,34 @@ def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | N
 def _find_newest(run: Run, spans: Sequence[Span], segments: Sequence[Segment]) -> dict[str, Any] | None:
     for span in spans:
         for segment in reversed([each for each in segments if each.attempt == span.attempt]):
-            lines = run.storage.read(segment.entry.key).splitlines()
-            for record in _parse_lines("metrics", lines[::-1], run.storage.locate(segment.entry.key)):
+            text = read_or_default(partial(read_segment, run.storage, segment), b"")
+            for record in _parse_lines("metrics", _lines_backwards(text), run.storage.locate(segment.entry.key)):
                 if span.holds(record["attempt"], record["step"]):
                     return record
     return None
 
 
+def _count_lines(text: bytes) -> int:
+    return text.count(b"\n") + (not text.endswith(b"\n"))
+
+
+def _lines_backwards(text: bytes) -> Iterator[bytes]:
+    """Yield the lines of a text from its last one, without a list of all: they may be tiny, and many."""
+    end = len(text)
+    while end:
+        begin = text.rfind(b"\n", 0, end - 1) + 1
+        yield text[begin:end]
+        end = begin
+
+
 def _parse_lines(
-    kind: Kind, lines: Sequence[bytes], place: str, troubles: list[str] | None = None
+    kind: Kind, lines: Iterable[bytes], place: str, troubles: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a segment that are as they must be."""
     form, is_usable = FORMS[kind]
     validate = adapter(form).validate_json
-    damaged = 0
-    for line in lines:
+    total = damaged = 0
+    for total, line in enumerate(lines, 1):
         try:
             record: dict[str, Any] = validate(line, strict=True)  # takes no longer than json.loads
             usable = is_usable(record)
@@ -173,8 +208,11 @@ def _parse_lines(
         if usable:
             yield record
         damaged += not usable
+        if damaged > MAX_DAMAGED_LINES:
+            tell_damage(f"{place}: {damaged} of its first {total} lines cannot be used, and no more are read", troubles)
+            return
     if damaged:
-        tell_damage(f"{place}: {damaged} of {len(lines)} lines cannot be used", troubles)
+        tell_damage(f"{place}: {damaged} of {total} lines cannot be used", troubles)
 
 
 def _is_of_ranks(record: dict[str, Any]) -> bool:

@@ -17,10 +17,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from typing import Any, NamedTuple, TextIO, cast
 
 from sunspot.background import Background, TokenBucket
-from sunspot.errors import StorageError, SunspotError, format_trace
+from sunspot.errors import DamageError, StorageError, SunspotError, format_trace
 from sunspot.formatting import COLOUR, as_bytes
 from sunspot.run import Run
-from sunspot.run.streams import Segment, read_segments
+from sunspot.run.streams import Segment, read_segment, read_segments
 
 SHIP_EVERY_S = 5
 """Seconds of output that a killed process loses; shipping takes one small write, and none without output."""
@@ -239,8 +239,12 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
     for segment, text, _ in read_segments(run.storage, run.key("logs", stream), find_unread):
         begin = segment.first
         gap = _describe_gap(begin - offset, "of long output, the first and the newest part are kept")
-        data = (gap if begin > offset else b"") + text[max(0, offset - begin) :]
-        offset = begin + len(text)
+        if isinstance(text, DamageError):
+            end, new = segment.last + 1, _describe_gap(segment.entry.size, str(text))
+        else:
+            end, new = begin + len(text), text[max(0, offset - begin) :]
+        data = (gap if begin > offset else b"") + new
+        offset = end
         yield Piece(data, offset)
 
 
@@ -249,7 +253,10 @@ def read_tail(run: Run, stream: str, size: int) -> bytes:
     tail = b""
     for segment in reversed(_list_segments(run, stream)):
         if len(tail) < size:
-            tail = run.storage.read(segment.entry.key) + tail
+            try:
+                tail = read_segment(run.storage, segment) + tail
+            except DamageError as error:
+                tail = _describe_gap(segment.entry.size, str(error)) + tail
     return tail[-size:]
 
 

@@ -18,6 +18,7 @@ from annotated_types import Ge, Le, Lt, Predicate
 from sunspot.errors import ConflictError, DamageError, NotFoundError, OutsideStorageError
 from sunspot.log import warn_once
 from sunspot.run import Run, to_json
+from sunspot.run.size_limits import MAX_OBJECT_BYTES, spend
 from sunspot.storage.base import Storage
 
 log = logging.getLogger(__name__)
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Form = TypeVar("Form")
-
-MAX_BYTES = 64 << 20
-"""Size of the largest object that is read whole: far more than any that we write."""
 
 MAX_NUMBER = 10**15
 """Highest count and largest measure: sums and products of them stay far below what floats and 64 bits hold."""
@@ -86,16 +84,19 @@ def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
     return parse(form, content, place)
 
 
-def read_content(storage: Storage, key: str) -> bytes:
-    """Return the bytes of a small object; of a larger one, which `parse` refuses, no more than it takes to see that.
-
-    Raises `DamageError` for a link that leads out of the storage path.
+def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> bytes:
+    """Return the bytes of an object. Raises `DamageError` if it has more than `most`, of which no more are read, or if
+    it is a link that leads out of the storage path.
     """
     try:
         with storage.open(key) as stream:
-            return stream.read(MAX_BYTES + 1)
+            content = stream.read(most + 1)
     except OutsideStorageError as error:
         raise DamageError(str(error)) from error
+    spend(len(content))
+    if len(content) > most:
+        raise DamageError(f"{storage.locate(key)} cannot be used: it is larger than {most >> 20} MiB")
+    return content
 
 
 def parse(form: Any, content: bytes, place: str) -> Any:
@@ -105,8 +106,6 @@ def parse(form: Any, content: bytes, place: str) -> Any:
     """
     from pydantic import ValidationError
 
-    if len(content) > MAX_BYTES:
-        raise DamageError(f"{place} cannot be used: it is larger than {MAX_BYTES >> 20} MiB")
     try:
         return adapter(form).validate_json(content, strict=True)
     except ValidationError as error:

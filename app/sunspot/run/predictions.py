@@ -57,7 +57,7 @@ class Predictions:
     "Of the classes, where they have any."
 
     def __post_init__(self) -> None:
-        if [len(row) for row in self.confusion] != [self.classes] * self.classes:
+        if len(self.confusion) != self.classes or any(len(row) != self.classes for row in self.confusion):
             raise ValueError(f"the confusion matrix is none of {self.classes} classes")
 
     def name(self, label: int) -> str:

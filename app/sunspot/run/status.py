@@ -28,6 +28,7 @@ from sunspot.run.objects import (
     read_or_default,
 )
 from sunspot.run.owner import Owner
+from sunspot.run.size_limits import MAX_STATUS_BYTES
 from sunspot.storage.base import Entry, Storage
 
 FOLDER = "status"
@@ -226,7 +227,7 @@ def usable_status(storage: Storage, entry: Entry) -> Status | None:
 
 def load_status(storage: Storage, entry: Entry) -> Status:
     """Return the status in one object; raises `NotFoundError`, `StorageError` or `DamageError`."""
-    status: Status = parse(Status, read_content(storage, entry.key), storage.locate(entry.key))
+    status: Status = parse(Status, read_content(storage, entry.key, MAX_STATUS_BYTES), storage.locate(entry.key))
     return replace(status, stored=entry.modified - storage.ahead_s)
 
 

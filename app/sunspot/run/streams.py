@@ -10,14 +10,17 @@ import re
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
 
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.errors import DamageError, NotFoundError, StorageError
+from sunspot.formatting import as_bytes
 from sunspot.run.objects import read_if_there
+from sunspot.run.size_limits import MAX_BYTES_AT_ONCE, MAX_SEGMENT_BYTES, spend
 from sunspot.storage.base import Entry, Storage
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
@@ -73,29 +76,53 @@ def without_parts(segments: Iterable[Segment]) -> list[Segment]:
 
 def read_segments(
     storage: Storage, folder: str, find: Callable[[], list[Segment]], listed: Sequence[Segment] | None = None
-) -> Iterator[tuple[Segment, bytes, int]]:
+) -> Iterator[tuple[Segment, bytes | DamageError, int]]:
     """Yield the segments that `find` lists, each with its content and the line up to which others were given.
 
-    A few are read at a time, as a long stream need not fit into memory. When one was merged since it was listed, `find`
-    is asked again; with `listed`, only those are read. Raises `StorageError` when one is gone again and again.
+    One that is larger than any of ours has an error in place of its content. A few are read at a time, as a long stream
+    need not fit into memory. When one was merged since it was listed, `find` is asked again; with `listed`, only those
+    are read. Raises `StorageError` when one is gone again and again.
     """
-    todo = find() if listed is None else list(listed)
+    todo = deque(find() if listed is None else listed)
     tries, given = READ_TRIES, dict[str, int]()
     while todo:
-        part = todo[:AT_ONCE]
-        contents = map_parallel(lambda each: read_if_there(lambda: storage.read(each.entry.key)), part)
+        part = _first_few(todo)
+        contents = map_parallel(lambda each: read_if_there(lambda: _read_or_damage(storage, each)), part)
         for segment, content in zip(part, contents, strict=True):
             if content is None:  # merged, or deleted, since it was listed
                 break
             tries = READ_TRIES
             yield segment, content, given.get(segment.stream, segment.first)
             given[segment.stream] = segment.last + 1
-            todo.remove(segment)
+            todo.popleft()
         if None in contents:
             tries -= 1
             if listed is not None or not tries:
                 raise StorageError(f"{storage.locate(folder)}: it changes while it is read; try again")
-            todo = [each for each in list_again(storage, folder, find) if each.last >= given.get(each.stream, 0)]
+            todo = deque(each for each in list_again(storage, folder, find) if each.last >= given.get(each.stream, 0))
+
+
+def _first_few(segments: Iterable[Segment]) -> list[Segment]:
+    """Return the segments to read together: the first one, and those after it that fit beside it into memory."""
+    few = list(islice(segments, AT_ONCE))
+    sizes = accumulate(min(each.entry.size, MAX_SEGMENT_BYTES) for each in few)
+    return few[: max(1, sum(size <= MAX_BYTES_AT_ONCE for size in sizes))]
+
+
+def read_segment(storage: Storage, segment: Segment) -> bytes:
+    """Return the content of a segment; raises `DamageError`, without reading it, if it is larger than any of ours."""
+    if segment.entry.size > MAX_SEGMENT_BYTES:
+        place, size = storage.locate(segment.entry.key), as_bytes(segment.entry.size)
+        raise DamageError(f"{place} cannot be used: it has {size}, more than {MAX_SEGMENT_BYTES >> 20} MiB")
+    spend(segment.entry.size)
+    return storage.read(segment.entry.key)
+
+
+def _read_or_damage(storage: Storage, segment: Segment) -> bytes | DamageError:
+    try:
+        return read_segment(storage, segment)
+    except DamageError as error:
+        return error
 
 
 def list_again(storage: Storage, folder: str, find: Callable[[], list[Segment]]) -> list[Segment]:
@@ -228,7 +255,7 @@ def tidy(
     An attempt that has not ended yet, in a process that was frozen, may merge the same segments: then there is another
     segment with their lines. `read` gives the content of a segment, and raises `DamageError` if that cannot be used.
     """
-    read = read or (lambda segment: storage.read(segment.entry.key))
+    read = read or (lambda segment: read_segment(storage, segment))
     whole = without_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(whole)])
     for group in _neighbours(each for each in whole if each.entry.size < SIZES[-1]):

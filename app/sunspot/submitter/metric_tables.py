@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import each_rank_record, read_journal, to_rows
+from sunspot.run.size_limits import MAX_NAMES, cut
 from sunspot.submitter.printing import warn
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
     """Make a row of each record, nested values (`ranks`) as lists of structs, missing ones as nulls."""
     import pyarrow
 
-    names = dict.fromkeys(name for record in records for name in record)
+    names, more = cut([*dict.fromkeys(name for record in records for name in record)], MAX_NAMES, "columns")
+    if more:
+        warn(f"{more}; --json has all")
     columns = {}
     for name in names:
         try:

@@ -22,6 +22,7 @@ from sunspot.run.history import list_journal, newest_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.objects import MAX_NUMBER
+from sunspot.run.size_limits import MAX_EPOCHS
 from sunspot.submitter.printing import progress_note, warn
 
 if TYPE_CHECKING:
@@ -182,11 +183,14 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
 
     # One epoch at a time: its set of rows stays in the cache; a set of all (epoch, row) takes ten times as long.
     last = (end - 1) // data.steps_per_epoch + 1
+    if last > MAX_EPOCHS:
+        raise DamageError(
+            f"the newest checkpoint is of step {end:,}, in epoch {last:,}: at most {MAX_EPOCHS:,} epochs can be proved"
+        )
     consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, last + 1)}
     for table in tables:
-        of_row = pc.add(pc.divide(pc.subtract(table["step"], 1), data.steps_per_epoch), 1)
-        for epoch in pc.unique(of_row).to_pylist():
-            consumed[epoch] += table["row"].filter(pc.equal(of_row, epoch)).chunks
+        for epoch, rows in _split_by_epoch(table, data):
+            consumed[epoch] += rows.chunks
     for epoch, chunks in consumed.items():
         rows = pyarrow.chunked_array(chunks, pyarrow.int64())
         known = rows.filter(_in_data(rows, data))
@@ -195,15 +199,29 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
         yield Epoch(epoch, len(rows), data.rows - distinct if finished else 0, len(known) - distinct, finished)
 
 
-def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:
-    """Write a line for each row that is not in the data."""
+def _split_by_epoch(table: pyarrow.Table, data: Data) -> Iterator[tuple[int, pyarrow.ChunkedArray]]:
+    """Yield each epoch with the rows that it consumed, in a time that does not grow with the number of epochs."""
     import pyarrow.compute as pc
 
-    foreign: list[tuple[int, int]] = []
-    for table in tables:
-        found = table.filter(pc.invert(_in_data(table["row"], data)))
-        foreign += zip(found["step"].to_pylist(), found["row"].to_pylist(), strict=True)
-    return _shorten(f"step {step}: row {row} is not one of 0..{data.rows - 1}" for step, row in foreign)
+    epochs = pc.add(pc.divide(pc.subtract(table["step"], 1), data.steps_per_epoch), 1)
+    order = pc.sort_indices(epochs)
+    rows = table["row"].take(order)
+    begin = 0
+    for counted in pc.value_counts(epochs.take(order)).to_pylist():
+        yield counted["values"], rows.slice(begin, counted["counts"])
+        begin += counted["counts"]
+
+
+def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:
+    """Write a line for each row that is not in the data."""
+    import pyarrow
+    import pyarrow.compute as pc
+
+    foreign = pyarrow.concat_tables([table.filter(pc.invert(_in_data(table["row"], data))) for table in tables])
+    named = foreign.slice(0, MAX_NAMED).to_pylist()
+    lines = [f"step {each['step']}: row {each['row']} is not one of 0..{data.rows - 1}" for each in named]
+    more = len(foreign) - len(named)
+    return [*lines, f"and {more} more like it"] if more else lines
 
 
 def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[str]:

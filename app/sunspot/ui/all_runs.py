@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from sunspot.background import map_parallel
-from sunspot.errors import DamageError, NotFoundError, StorageError
+from sunspot.errors import DamageError, NotFoundError, StorageError, TooLargeError
 from sunspot.report.charts import Point
 from sunspot.report.history import can_draw
 from sunspot.run import Run
@@ -23,6 +23,7 @@ from sunspot.run.incidents import read_receipts
 from sunspot.run.objects import RUN, is_count
 from sunspot.run.overview import RunView, state_from_storage, summarize
 from sunspot.run.requests import DELETION, STOP
+from sunspot.run.size_limits import budget
 from sunspot.run.status import FOLDER, SILENT_S, RunState, Status, newest_status, usable_status
 from sunspot.run.streams import Segment, list_segments
 from sunspot.storage.base import Entry, Storage
@@ -36,6 +37,10 @@ CURVE_EVERY_S = 30.0
 
 PLACES, WINDOW = 24, 16 << 10
 """Of a long history, a curve reads so many places, and so many bytes at each."""
+
+MAX_LISTED_BYTES = 8 << 20
+"""Bytes of attempts and events that the list reads of a run, for its incidents and its cost: 20,000 events or more. Its
+own page has no such limit."""
 
 MAX_POINTS = 400
 """Points kept of a curve."""
@@ -119,10 +124,11 @@ class AllRuns:
         curve = self._curves.setdefault(row.name, Curve(Run(self._storage, row.name)))
         try:
             if row.state and curve.is_due(row):
-                view = curve.refresh(row, row.state)
+                with budget(MAX_LISTED_BYTES, row.name):
+                    view = curve.refresh(row, row.state)
                 found = replace(row, incidents=len(view.incidents), spending=view.spending)
                 self.rows[row.name] = replace(found, curve=curve.points(), held_out=curve.held_out)
-        except (StorageError, DamageError):
+        except (StorageError, DamageError, TooLargeError):
             refuse_if_given_up(row.name)  # of one run alone: the next refresh tries again
 
 

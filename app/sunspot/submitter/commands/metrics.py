@@ -10,9 +10,10 @@ from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import read_journal
+from sunspot.run.size_limits import MAX_NAMES, cut
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.metric_tables import MARK, to_table, with_ranks
-from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, write_file
+from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn, write_file
 from sunspot.submitter.runs import find_run
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
@@ -71,4 +72,7 @@ def _columns(records: list[dict[str, Any]]) -> list[str]:
     for record in records:
         for name, value in record.items():
             columns[name] = columns.get(name, True) and not isinstance(value, (list, dict))
-    return [name for name, plain in columns.items() if plain]
+    shown, more = cut([name for name, plain in columns.items() if plain], MAX_NAMES, "columns")
+    if more:
+        warn(f"{more}; --json has all")
+    return list(shown)
