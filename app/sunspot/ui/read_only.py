@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NoReturn
 from sunspot.errors import StorageError
 from sunspot.storage.base import Entry, Storage
 
-MAX_KEPT, MAX_ONE = 192 << 20, 16 << 20
-"""Bytes that are kept of all objects, and of one: the metric history of a month has 90 MB, in parts of 4 MiB."""
+MAX_ONE = 16 << 20
+"""Bytes of the largest object that is kept."""
 
 MAX_OPENED = 128 << 10
 """Size of the largest object that is kept when it is opened, perhaps for its beginning alone."""
@@ -28,7 +28,9 @@ class ReadOnlyStorage(Storage):
     It lets nobody write, not even the probe by which `refresh` has NFS look again.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, most: int = 16 << 20) -> None:
+        """Keep at most so many bytes of objects: by default, 10,000 statuses and their like."""
+        self._most = most
         self._storage, self.is_bucket = storage, storage.is_bucket
         self._listed: dict[str, Entry] = {}
         self._kept = OrderedDict[str, tuple[str, bytes]]()
@@ -67,7 +69,7 @@ class ReadOnlyStorage(Storage):
         with self._lock:
             self._bytes += len(content) - len(self._kept.pop(key, ("", b""))[1])
             self._kept[key] = entry.version, content
-            while self._bytes > MAX_KEPT:
+            while self._bytes > self._most:
                 self._bytes -= len(self._kept.popitem(last=False)[1][1])
         return content
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from sunspot.background import start_thread
@@ -42,8 +43,10 @@ class Reading(Generic[Value]):
 class Refreshed(Generic[Value]):
     """A value of storage, read in the background by one thread at a time, and only while somebody asks for it."""
 
-    def __init__(self, what: str, read: Callable[[], Value], every_s: float) -> None:
+    def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:
+        """Without `limited`, `read` ends by itself when storage does not answer."""
         self._what, self._read, self._every_s = what, read, every_s
+        self._limited = limited
         self._reading = Reading[Value](None)
         self._future: Future[None] | None = None
         self._due = -math.inf
@@ -60,16 +63,19 @@ class Refreshed(Generic[Value]):
         return self._reading
 
     def _refresh(self) -> None:
-        began, before, pause_s = time.monotonic(), self._reading.value, self._every_s
+        began, before = time.monotonic(), self._reading.value
         try:
             if threading.active_count() > MAX_THREADS:
                 raise SunspotError(f"{self._what}: {MAX_THREADS} threads still wait for storage that does not answer")
-            self._reading = Reading(with_deadline(DEADLINE_S, self._what, self._read))
-            pause_s = max(pause_s, PAUSE * (time.monotonic() - began))
+            read = partial(with_deadline, DEADLINE_S, self._what, self._read) if self._limited else self._read
+            self._reading = Reading(read())
         except SunspotError as error:
             self._reading = Reading(before, str(error), isinstance(error, NotFoundError))
         except Exception as error:
             log.exception("%s failed", self._what)
             self._reading = Reading(before, shorten(error))
         finally:
-            self._due = time.monotonic() + pause_s
+            now = time.monotonic()
+            # Storage that does not answer is asked again soon; a page that cannot be made has had its share of time.
+            pauses = not self._reading.trouble or not self._limited
+            self._due = now + max(self._every_s, PAUSE * (now - began) if pauses else 0.0)

@@ -1,6 +1,5 @@
 """What each address answers: the pages, as the newest readings of storage have them."""
 
-import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -8,24 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from sunspot.errors import NotFoundError
 from sunspot.formatting import visible
 from sunspot.report.html import Html, element, join, paragraph
-from sunspot.report.model import Report, gather
 from sunspot.report.page import STYLE, whole_page
-from sunspot.report.search import gather_search, show_search
 from sunspot.run import Run
 from sunspot.run.logs import STREAM, list_streams, read_tail
 from sunspot.run.objects import RUN
 from sunspot.storage.base import Storage
-from sunspot.ui.all_runs import AllRuns, read_row
+from sunspot.ui.all_runs import AllRuns
 from sunspot.ui.list_page import Query, show_all
+from sunspot.ui.pages import Read, RunPage, read_comparison, read_run
 from sunspot.ui.read_only import ReadOnlyStorage
 from sunspot.ui.refreshed import Reading, Refreshed
-from sunspot.ui.run_pages import BACK, LOG, Log, show_comparison, show_log, show_run
+from sunspot.ui.run_pages import BACK, LOG, Log, show_log
 
 EVERY_S = 10.0
 """Seconds between two reads of what a page shows: a run writes its status as often."""
@@ -65,8 +62,10 @@ class Answer:
 class Site:
     """The pages over the runs of a storage."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, read_page: Callable[[Read, Sequence[str]], RunPage] | None = None) -> None:
+        """`read_page` reads the pages of runs elsewhere (`PageProcess.read`)."""
         self._storage = ReadOnlyStorage(storage)
+        self._read_page = read_page or (lambda read, names: read(self._storage, names))
         self._runs = AllRuns(self._storage)
         self._all = Refreshed("reading the runs", self._runs.refresh, EVERY_S)
         self._kept = OrderedDict[str, Refreshed[Any]]()
@@ -103,41 +102,38 @@ class Site:
 
     def _run(self, name: str, stream: str) -> Answer:
         run, wanted = Run(self._storage, name), stream if STREAM.fullmatch(stream) else ""
-        pages = self._begin(f"run {name}", lambda: read_page(run))
+        pages = self._begin(f"run {name}", partial(self._read_page, read_run, [name]), limited=False)
         logs = self._begin(f"log {name} {wanted}", lambda: read_log(run, wanted))
         reading, printed = _await(pages), _await(logs)
         notes = [*_troubles(reading), *_troubles(printed)]
         title, status = name, HTTPStatus.OK
-        if reading.value is None:
+        page: RunPage | None = reading.value
+        if page is None:
             parts = [element("main", join([element("h1", name), *(notes or [paragraph("It is being read.")])]))]
             if reading.trouble:
                 status = HTTPStatus.NOT_FOUND if reading.missing else HTTPStatus.SERVICE_UNAVAILABLE
-        elif isinstance(reading.value, RunPage):
-            title = f"{name}: {reading.value.report.state}"
-            parts = [*notes, Html(reading.value.body.replace(LOG, show_log(name, printed.value)))]
         else:
-            parts = [*notes, reading.value]
+            title = page.title
+            parts = [*notes, Html(page.body.replace(LOG, show_log(name, printed.value)))]
         return _page(title, join([BACK, element("div", join(parts), id="run")]), status)
 
     def _compare(self, names: Sequence[str]) -> Answer:
-        pages = {n: self._begin(f"run {n}", partial(read_page, Run(self._storage, n))) for n in names[:MAX_COMPARED]}
-        reports, notes = list[Report](), list[Html]()
-        for name, page in pages.items():
-            reading = _await(page)
-            notes += _troubles(reading, f"{name}: ")
-            if isinstance(reading.value, RunPage):
-                reports.append(reading.value.report)
-            elif not reading.trouble:
-                waits = "is a search, and is not compared" if reading.value else "is being read"
-                notes.append(paragraph(f"{name} {waits}.", kind="note"))
-        if left := names[MAX_COMPARED:]:
+        chosen, left = names[:MAX_COMPARED], names[MAX_COMPARED:]
+        what = f"the comparison of {' '.join(chosen)}"
+        reading = _await(self._begin(what, partial(self._read_page, read_comparison, chosen), limited=False))
+        notes = _troubles(reading)
+        if left:
             notes.append(paragraph(f"{MAX_COMPARED} are compared at most, without {', '.join(left)}.", kind="note"))
-        return _page("Compare runs", show_comparison(reports, notes))
+        page: RunPage | None = reading.value
+        body = page.body if page else element("main", element("h1", "Compare runs"))
+        if page is None and not notes:
+            notes.append(paragraph("They are being read."))
+        return _page("Compare runs", join([*notes, body]))
 
-    def _begin(self, what: str, read: Callable[[], Any]) -> Refreshed[Any]:
+    def _begin(self, what: str, read: Callable[[], Any], limited: bool = True) -> Refreshed[Any]:
         """Begin a reading, if it is due; of several, none waits for another."""
         with self._lock:
-            found = self._kept.setdefault(what, Refreshed(f"reading {what}", read, EVERY_S))
+            found = self._kept.setdefault(what, Refreshed(f"reading {what}", read, EVERY_S, limited))
             self._kept.move_to_end(what)
             if len(self._kept) > MAX_PAGES:
                 self._kept.popitem(last=False)
@@ -147,24 +143,6 @@ class Site:
 
 def _await(pages: Refreshed[Any], known: bool = False) -> Reading[Any]:
     return pages.get(SOON_S if known or pages.get(0).value is not None else FIRST_S)
-
-
-class RunPage(NamedTuple):
-    """A run as it was read, and the body of its page."""
-
-    report: Report
-    body: Html
-
-
-def read_page(run: Run) -> RunPage | Html:
-    """Read the report of a run, without the bytes of its checkpoints, or the page of a search."""
-    row = read_row(run)
-    if row is None or row.state is None:
-        raise NotFoundError(f"{run.location}: no run is there")
-    with contextlib.suppress(NotFoundError):
-        return show_search(*gather_search(run), link="/run/{}")
-    report = gather(run, row.state, row.reason, read_bytes=False)
-    return RunPage(report, show_run(report))
 
 
 def read_log(run: Run, stream: str) -> Log | None:

@@ -6,6 +6,7 @@ import contextlib
 from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_storage
 from sunspot.ui.http_server import Server
+from sunspot.ui.page_process import PageProcess
 from sunspot.ui.site import Site
 
 PORT = 8321
@@ -27,7 +28,8 @@ def _port(text: str) -> int:
 def run(args: argparse.Namespace) -> None:
     """Serve the pages until Ctrl-C, and print where they are. Raises `SettingsError` when the port is taken."""
     storage = find_storage(args.storage)
-    with Server(args.address, args.port, Site(storage)) as server:
+    pages = PageProcess(storage.locate("").rstrip("/") or "/")
+    with contextlib.closing(pages), Server(args.address, args.port, Site(storage, pages.read)) as server:
         if args.json:
             print_json_line({"url": server.url, "storage": storage.locate("")})
         else:

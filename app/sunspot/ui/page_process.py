@@ -1,0 +1,137 @@
+"""A process that reads the pages of runs: one that would take all memory, or never end, takes its page away alone.
+
+Each limit in `sunspot.run.size_limits` is of one thing. What they allow together, and what nobody has thought of, ends
+here: the process may have so much memory and so much time, and the server begins another one for the next page.
+"""
+
+import logging
+import multiprocessing.connection
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+from sunspot.cgroup import memory_left
+from sunspot.errors import SunspotError, shorten
+from sunspot.log import print_logs
+from sunspot.storage import open_storage
+from sunspot.storage.limits import ProgressDeadline
+from sunspot.ui.pages import Read, RunPage
+from sunspot.ui.read_only import ReadOnlyStorage
+from sunspot.ui.refreshed import DEADLINE_S
+
+log = logging.getLogger(__name__)
+
+LEAST_BYTES, MOST_BYTES = 256 << 20, 2 << 30
+"""Memory that the process may have: half of what is left, within these. The page of a run with a history of 40 MB takes
+160 MiB, and a container of 512 MiB has room for the least beside the server."""
+
+READ_WITHIN_S = 120.0
+"""Seconds that a page may take. That of a run with a history of 40 MB takes 3 to 9."""
+
+STACK_BYTES = 1 << 20
+"""Of a thread: the usual 8 MiB count as memory, and up to 16 threads read at once."""
+
+
+class PageProcess:
+    """Reads pages in another process, one after the other."""
+
+    def __init__(self, storage_path: str) -> None:
+        self._storage_path = storage_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def read(self, read: Read, names: Sequence[str]) -> RunPage:
+        """Return what `read` returns in the process. Raises its `SunspotError`, or one that says why there is none."""
+        with self._lock:
+            process = self._process or self._start()
+            try:
+                self._pipe.send((read, names))
+                if not self._pipe.poll(READ_WITHIN_S):
+                    raise SunspotError(f"{_subject(names)}: not made within {READ_WITHIN_S:.0f} s")
+                outcome, ends = self._pipe.recv()
+            except (EOFError, OSError) as error:
+                raise SunspotError(f"{_subject(names)}: {self._describe_end(process)}") from error
+            except BaseException:
+                self.close()
+                raise
+            if ends:
+                self.close()
+        if isinstance(outcome, SunspotError):
+            raise outcome
+        page: RunPage = outcome
+        return page
+
+    def close(self) -> None:
+        """End the process; the next page has another one begun."""
+        process, self._process = self._process, None
+        if process:
+            process.kill()
+            process.wait()
+            self._pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._limit = min(max((memory_left() or 2 * MOST_BYTES) // 2, LEAST_BYTES), MOST_BYTES)
+        self._pipe, theirs = multiprocessing.connection.Pipe()
+        number = theirs.fileno()
+        command = [sys.executable, "-P", "-m", __name__, str(number), str(self._limit), self._storage_path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RUST_BACKTRACE": "0"}
+        # In a session of its own: Ctrl-C is for the server, and the end of the pipe ends this.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[number], env=environment, start_new_session=True
+        )
+        theirs.close()
+        return self._process
+
+    def _describe_end(self, process: subprocess.Popen[bytes]) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        code = process.returncode
+        self.close()
+        if code in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGKILL):
+            return f"making it takes more than {self._limit >> 20} MiB of memory"
+        return f"the process that made it has ended with {code}"
+
+
+def _subject(names: Sequence[str]) -> str:
+    return f"the page of {' and '.join(names)} cannot be shown"
+
+
+OUT_OF_MEMORY = 77
+"""The exit code of the process when it has not enough memory."""
+
+
+def main(pipe: int, limit: int, storage_path: str) -> None:
+    """Read the pages that the server asks for, until it has gone."""
+    print_logs("stderr")
+    threading.stack_size(STACK_BYTES)
+    with suppress(ValueError, OSError):  # not on macOS
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    storage = ReadOnlyStorage(open_storage(storage_path), limit // 4)
+    with multiprocessing.connection.Connection(pipe) as server, suppress(EOFError, OSError):
+        while True:
+            server.send(_read(storage, *server.recv()))
+
+
+def _read(storage: ReadOnlyStorage, read: Read, names: Sequence[str]) -> tuple[RunPage | SunspotError, bool]:
+    """Return the page or why there is none, and whether the process must end: its threads still work on the page."""
+    what = f"reading {' and '.join(names)}"
+    deadline = ProgressDeadline(DEADLINE_S, what)
+    try:
+        return deadline.run(lambda: read(storage, names)), False
+    except SunspotError as error:
+        return error, deadline.passed
+    except BaseException as error:
+        # Pydantic panics, which is no Exception, when it has no memory.
+        if isinstance(error, MemoryError) or not isinstance(error, Exception) or "start new thread" in str(error):
+            os._exit(OUT_OF_MEMORY)
+        log.exception("%s failed", what)
+        return SunspotError(shorten(error)), False
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,58 @@
+"""The pages of runs, as they are read from storage: by this process, or by one of their own (page_process.py)."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sunspot.errors import NotFoundError, SunspotError
+from sunspot.report.html import Html, element, paragraph
+from sunspot.report.model import Report, gather
+from sunspot.report.search import gather_search, show_search
+from sunspot.run import Run
+from sunspot.run.search import read_results
+from sunspot.storage.base import Storage
+from sunspot.ui.all_runs import read_row
+from sunspot.ui.run_pages import show_comparison, show_run
+
+
+class RunPage(NamedTuple):
+    """The page of a run, or of several, as it was read."""
+
+    title: str
+    body: Html
+
+
+Read = Callable[[Storage, Sequence[str]], RunPage]
+"""Reads the page of these runs."""
+
+
+def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
+    """Read the report of the one run, without the bytes of its checkpoints, or the page of a search."""
+    [name] = names
+    run = Run(storage, name)
+    with contextlib.suppress(NotFoundError):
+        return RunPage(name, show_search(*gather_search(run), link="/run/{}"))
+    report = _read_report(run)
+    return RunPage(f"{name}: {report.state}", show_run(report))
+
+
+def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
+    """Read the page of several runs beside each other; one that cannot be read is named above the others."""
+    reports, notes = list[Report](), list[Html]()
+    for name in names:
+        run = Run(storage, name)
+        try:
+            if read_results(run):
+                notes.append(paragraph(f"{name} is a search, and is not compared.", kind="note"))
+            else:
+                reports.append(_read_report(run))
+        except SunspotError as error:
+            notes.append(element("p", f"{name}: {error}.", class_="trouble", role="alert"))
+    return RunPage("Compare runs", show_comparison(reports, notes))
+
+
+def _read_report(run: Run) -> Report:
+    row = read_row(run)
+    if row is None or row.state is None:
+        raise NotFoundError(f"{run.location}: no run is there")
+    return gather(run, row.state, row.reason, read_bytes=False)
