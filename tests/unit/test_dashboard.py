@@ -26,7 +26,6 @@ import websocket
 from sunspot.errors import ClusterError, SettingsError
 from sunspot.run import Run
 from sunspot.run.status import RunState, Status, write_status
-from sunspot.submitter.cluster import port_forward
 from sunspot.submitter.cluster.port_forward import LocalPort, find_problem, rewrite
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
@@ -210,7 +209,7 @@ def test_a_decisive_header_may_come_once_only(name: str) -> None:
 
 
 def test_a_client_that_drips_has_a_deadline(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_forward, "HEAD_WITHIN_S", 0.5)
+    monkeypatch.setattr("sunspot.local_http.HEAD_WITHIN_S", 0.5)
     began = time.monotonic()
     with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
         while time.monotonic() - began < 5:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,16 +23,20 @@ from typing import Any
 
 import pytest
 
-from sunspot.errors import StorageError
+from sunspot.errors import NotFoundError, StorageError, SunspotError
+from sunspot.report.html import Html
 from sunspot.run import Run
 from sunspot.run.logs import LogWriter
 from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.run.streams import new_stream
 from sunspot.search_space import SEARCH_LABEL
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.local import LocalStorage
-from sunspot.ui import refreshed, site
+from sunspot.ui import page_process, refreshed, site
 from sunspot.ui.all_runs import MAX_ENDED, MAX_POINTS, PLACES, AllRuns
 from sunspot.ui.http_server import Server
+from sunspot.ui.page_process import PageProcess
+from sunspot.ui.pages import RunPage
 from sunspot.ui.read_only import ReadOnlyStorage
 from sunspot.ui.site import Site
 from tests.harness import REPOSITORY
@@ -78,13 +86,13 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def served(storage: Storage) -> Iterator[str]:
+def served(storage: Storage, address: str = "127.0.0.1", hosts: Sequence[str] = (), **options: Any) -> Iterator[str]:
     """The address of a server."""
-    with Server("127.0.0.1", 0, Site(storage)) as server:
+    with Server(address, 0, Site(storage, **options), hosts) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield server.url
+            yield server.url.replace("0.0.0.0", "127.0.0.1")
         finally:
             server.shutdown()
             thread.join()
@@ -319,8 +327,6 @@ def test_nothing_that_a_run_contains_becomes_markup(tmp_path: Path) -> None:
 
 def test_what_a_server_refuses(tmp_path: Path, sunspot: Command) -> None:
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url:
-        for name in ("evil.example", "[::1", ""):
-            assert fetch(url, Host=name)[0] == 403, "another site's name for this machine"
         assert fetch(f"{url}elsewhere")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):
             urllib.request.urlopen(url, data=b"write", timeout=10)
@@ -332,6 +338,154 @@ def test_what_a_server_refuses(tmp_path: Path, sunspot: Command) -> None:
     assert sunspot("ui", "--address", "no.such.host.invalid") == 2
 
 
+@pytest.mark.parametrize(
+    ("address", "hosts", "accepted", "refused"),
+    [
+        (
+            "127.0.0.1",
+            ["runs.example"],
+            ["localhost", "LOCALHOST:1", "127.0.0.1:80", "127.9.9.9", "[::1]:8321", "runs.example", "Runs.Example:443"],
+            ["rebind.example", "10.0.0.7", "runs.example.evil", "localhost.evil", "[::1", "", "localhost@evil.example"],
+        ),
+        (
+            "0.0.0.0",
+            ["sunspot-ui", "sunspot-ui.sunspot.svc"],
+            ["localhost:8321", "127.0.0.1", "10.0.0.7:8321", "[fd00::7]:80", "sunspot-ui", "sunspot-ui.sunspot.svc:80"],
+            ["rebind.example", "sunspot-ui.evil.example", ""],
+        ),
+    ],
+)
+def test_a_server_answers_to_addresses_and_its_own_names_alone(
+    tmp_path: Path, address: str, hosts: list[str], accepted: list[str], refused: list[str]
+) -> None:
+    ended(LocalStorage(str(tmp_path)), "digits")
+    with served(LocalStorage(str(tmp_path)), address, hosts) as url:
+        statuses = {host: fetch(f"{url}run/digits", Host=host)[:2] for host in (*accepted, *refused)}
+    assert [host for host in accepted if statuses[host][0] != 200] == []
+    assert [host for host in refused if statuses[host][0] != 403 or "digits" in statuses[host][1]] == []
+    assert "--host NAME" in statuses["rebind.example"][1]
+
+
+def ask(url: str, request: bytes) -> bytes:
+    """What a server answers to these bytes."""
+    place = urllib.parse.urlsplit(url)
+    with socket.create_connection((str(place.hostname), place.port), timeout=30) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize(
+    ("status", "request_"),
+    [
+        (b"501", b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        (b"400", b"GET / HTTP/9x\r\nHost: localhost\r\n\r\n"),
+        (b"431", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n"),
+        (b"403", b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"),
+        (b"404", b"GET /elsewhere HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ],
+)
+def test_refusals_have_the_policy_of_every_page(tmp_path: Path, status: bytes, request_: bytes) -> None:
+    with served(LocalStorage(str(tmp_path))) as url:
+        head = ask(url, request_).partition(b"\r\n\r\n")[0]
+    assert head.split()[1] == status
+    for name in (b"Content-Security-Policy: default-src 'none'", b"X-Content-Type-Options: nosniff"):
+        assert head.count(name) == 1
+
+
+def test_clients_that_send_no_request_keep_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sunspot.local_http.MAX_WAITING", 20)
+    monkeypatch.setattr("sunspot.local_http.HEAD_WITHIN_S", 5.0)
+    with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url, contextlib.ExitStack() as open_ones:
+        place = urllib.parse.urlsplit(url)
+        began = time.monotonic()
+        slow = []
+        for _ in range(60):
+            connection = socket.create_connection((str(place.hostname), place.port), timeout=30)
+            slow.append(open_ones.enter_context(connection))
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert [fetch(f"{url}style.css")[0] for _ in range(10)] == [200] * 10
+        assert slow[0].recv(1) == b"", "the one that has waited longest had to go"
+        for connection in slow[-5:]:  # a byte now and then is no whole request either
+            with contextlib.suppress(OSError):
+                connection.sendall(b"l")
+        assert slow[-1].recv(1) == b""
+        assert 4 < time.monotonic() - began < 25
+
+
+# ------------------------------------------------------------------------------------------- a process that reads pages
+
+
+def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
+    """A page, or what comes instead of it, as the name of the run says."""
+    [name] = names
+    if name == "too-large":
+        return RunPage("", Html("x" * (400 << 20)))
+    if name == "without-end":
+        time.sleep(600)
+    if name == "killed":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if name == "missing":
+        raise NotFoundError("missing: no run is there")
+    if name == "defect":
+        raise KeyError("of the program")
+    return RunPage(name, Html(f"process {os.getpid()} of {storage.locate('')}"))
+
+
+def test_a_run_whose_page_takes_too_much_takes_no_other_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
+    monkeypatch.setattr(page_process, "READ_WITHIN_S", 20.0)
+    with contextlib.closing(PageProcess(str(tmp_path))) as pages:
+        one = pages.read(read_as_told, ["digits"])
+        assert str(tmp_path) in one.body
+        assert str(os.getpid()) not in one.body
+        assert pages.read(read_as_told, ["digits"]) == one, "by the same process"
+        with pytest.raises(NotFoundError, match="missing: no run is there"):
+            pages.read(read_as_told, ["missing"])
+        with pytest.raises(SunspotError, match="of the program"):
+            pages.read(read_as_told, ["defect"])
+        assert pages.read(read_as_told, ["digits"]) == one
+        with pytest.raises(SunspotError, match="page of too-large cannot be shown: making it takes more than 256 MiB"):
+            pages.read(read_as_told, ["too-large"])
+        other = pages.read(read_as_told, ["digits"])
+        assert other != one, "another process"
+        with pytest.raises(SunspotError, match=r"page of killed cannot be shown: .* ended with -15"):
+            pages.read(read_as_told, ["killed"])
+        assert pages.read(read_as_told, ["digits"]) != other
+        monkeypatch.setattr(page_process, "READ_WITHIN_S", 0.2)
+        with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: not made within 0 s"):
+            pages.read(read_as_told, ["without-end"])
+
+
+def test_the_server_shows_other_runs_and_why_one_cannot_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
+    monkeypatch.setattr(site, "FIRST_S", 60.0)
+    storage = LocalStorage(str(tmp_path))
+    trained(Run(storage, "digits"))
+    trained(Run(storage, "hostile"))
+    deep = b'{"checkpoint":"step-00000188-attempt-0002","step":188,"parts":[{"title":"","columns":["a"],"rows":['
+    storage.write("hostile/shown.json", deep + b"[]," * 5_000_000 + b"[]]}]}")
+    with contextlib.closing(PageProcess(str(tmp_path))) as pages, served(storage, read_page=pages.read) as url:
+        status, page, _ = fetch(f"{url}run/hostile")
+        assert (status, "hostile cannot be shown: making it takes more than 256 MiB of memory" in page) == (503, True)
+        assert "Loss over steps" in fetch(f"{url}run/digits")[1]
+        assert "/run/hostile" in fetch(url)[1]
+
+
+def test_the_list_does_not_read_all_of_a_run_for_its_incidents(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    for name in ("digits", "large"):
+        trained(Run(storage, name))
+    line = json.dumps({"attempt": 1, "step": 5, "time": BEGUN + 20, "event": "note", "detail": "x" * 100_000}) + "\n"
+    storage.write(f"large/events/{new_stream(1)}-0000000000-0000000099.jsonl", (line * 100).encode())
+    runs = AllRuns(ReadOnlyStorage(storage))
+    runs.refresh()
+    runs.read_curves(["digits", "large"])
+    incidents = {row.name: row.incidents for row in runs.known}
+    assert incidents == {"digits": 1, "large": None}
+
+
 def test_the_verb_prints_where_it_listens_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     ended(LocalStorage(str(tmp_path)), "digits")
     [words] = find_commands("sh ui")
@@ -341,6 +495,7 @@ def test_the_verb_prints_where_it_listens_and_ends_with_ctrl_c(tmp_path: Path) -
         told = json.loads(process.stdout.readline())
         try:
             assert "/run/digits" in fetch(told["url"])[1]
+            assert "<h2>Incidents</h2>" in fetch(f"{told['url']}run/digits")[1]
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0

@@ -1,23 +1,30 @@
 """Serves a site by HTTP, for reading alone."""
 
 import hashlib
-import ipaddress
+import io
 import logging
 import socket
-import socketserver
 import threading
+from collections.abc import Collection
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
-from urllib.parse import urlsplit
 
 from sunspot.errors import SettingsError, shorten
+from sunspot.formatting import visible
+from sunspot.local_http import LocalServer, as_address, host_name, is_loopback
 from sunspot.ui.site import Answer, Site
 
 log = logging.getLogger(__name__)
 
-MAX_REQUESTS = 32
-"""Requests that are answered at once; others are refused."""
+MAX_REQUESTS, BUSY_S = 32, 10.0
+"""Requests that are answered at once; others wait for so many seconds, and then are refused."""
+
+MAX_HOST = 255
+"""Characters of a host's name, at most."""
+
+SEND_WITHIN_S = 15.0
+"""Seconds in which a browser must take the answer."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
@@ -34,18 +41,15 @@ HEADERS = {
 }
 
 
-class Server(socketserver.ThreadingTCPServer):
-    """Serves a site by HTTP, a thread for each request, and so many at once."""
+class Server(LocalServer):
+    """Serves a site over HTTP, to those who ask for this machine by its address or by one of its names."""
 
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 64
-
-    def __init__(self, address: str, port: int, site: Site) -> None:
-        """Listen; raises `SettingsError` when that cannot be."""
+    def __init__(self, address: str, port: int, site: Site, hosts: Collection[str] = ()) -> None:
+        """Listen, and answer to the names `hosts` too. Raises `SettingsError` if the address cannot be used."""
         self.site = site
-        self.loopback = _is_loopback(address)
-        self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+        self.loopback = is_loopback(address)
+        self.free = threading.BoundedSemaphore(MAX_REQUESTS)
+        self._address, self._names = address, {name.lower() for name in (address, *hosts)}
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             super().__init__((address, port), _Handler)
@@ -54,17 +58,14 @@ class Server(socketserver.ThreadingTCPServer):
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self.server_address[1]}/"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def answers_to(self, host: str) -> bool:
+        """Return whether a Host header names this server, and not the site of a page that had the browser come here.
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+        Such a site has a name of its own. So any address will do where the server listens on all of them.
+        """
+        name = host_name(host)
+        everywhere = (listens := as_address(self._address)) is not None and listens.is_unspecified
+        return is_loopback(name) or name in self._names or (everywhere and as_address(name) is not None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a request failed", exc_info=True)  # most often, the browser has gone
@@ -74,16 +75,30 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD; anything else is refused, as nothing here can be changed."""
 
     server: Server
-    timeout = 15
     server_version, sys_version = "sunspot", ""
+    default_request_version = "HTTP/1.0"  # with headers, also when it is not understood
+
+    def setup(self) -> None:
+        super().setup()
+        head, _ = self.server.read_head(self.connection)
+        self.rfile.close()
+        self.rfile = io.BufferedReader(io.BytesIO(head))  # type: ignore[arg-type]
+        self.connection.settimeout(SEND_WITHIN_S)
+
+    def handle(self) -> None:
+        if self.server.free.acquire(timeout=BUSY_S):
+            try:
+                super().handle()
+            finally:
+                self.server.free.release()
 
     def do_GET(self) -> None:
         answer = self._make()
         tag = f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'
         same = answer.status is HTTPStatus.OK and self.headers.get("If-None-Match") == tag
         self.send_response(HTTPStatus.NOT_MODIFIED if same else answer.status)
-        for name, value in {**HEADERS, "ETag": tag, "Content-Type": answer.kind}.items():
-            self.send_header(name, value)
+        self.send_header("ETag", tag)
+        self.send_header("Content-Type", answer.kind)
         if not same:
             self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
@@ -92,10 +107,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():  # of refusals, too
+            self.send_header(name, value)
+        super().end_headers()
+
     def _make(self) -> Answer:
         try:
-            if self.server.loopback and not _is_loopback(_host_in(self.headers.get("Host", ""))):
-                return Answer(b"this is for this machine alone\n", HTTPStatus.FORBIDDEN, "text/plain")
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or not self.server.answers_to(hosts[0]):
+                asked = visible(" and ".join(hosts))[:MAX_HOST]
+                said = f"asked for as {asked!r}, which is no name of this server: `sunspot ui --host NAME` adds one\n"
+                return Answer(said.encode(), HTTPStatus.FORBIDDEN, "text/plain; charset=utf-8")
             return self.server.site.answer(self.path)
         except Exception as error:
             log.exception("%s failed", self.path)
@@ -103,18 +126,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
-
-
-def _host_in(place: str) -> str:
-    """Return the name before the port. A page of another site may reach this machine by a name of its own."""
-    try:
-        return urlsplit(f"//{place}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import time
 from collections.abc import Callable, Mapping
-from socketserver import BaseRequestHandler, ThreadingTCPServer
+from socketserver import BaseRequestHandler
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from sunspot.errors import SettingsError, SunspotError
+from sunspot.local_http import CHUNK, LocalServer, host_name
 
 if TYPE_CHECKING:
     from websocket import WebSocket
@@ -36,13 +35,6 @@ HERE = "127.0.0.1"
 
 NAMES = (HERE, "localhost")
 """What browsers call it, on this machine or through a tunnel to it."""
-
-CHUNK = 64 << 10
-
-MAX_HEAD = 64 << 10
-
-HEAD_WITHIN_S = 60.0
-"""Browsers open connections in advance; one that has sent no whole head within this time is closed."""
 
 DECISIVE = ("host", "origin", "sec-fetch-site")
 """Headers that say whose request it is."""
@@ -103,16 +95,11 @@ class PodConnection:
             self._websocket.shutdown()
 
 
-class LocalPort(ThreadingTCPServer):
+class LocalPort(LocalServer):
     """Listens on this machine only, and serves only its own pages: no other site can use the added headers.
 
     `dial` connects to the other side, or raises `SunspotError`. Raises `SettingsError` if the port is taken.
     """
-
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    request_queue_size = 64
 
     def __init__(self, port: int, dial: Callable[[], PodConnection], headers: Mapping[str, str]) -> None:
         self.dial, self.headers = dial, headers
@@ -133,7 +120,7 @@ class _Exchange(BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        head, rest = _read_head(self.request)
+        head, rest = self.server.read_head(self.request)
         self.request.settimeout(STALL_S)
         if not head:
             return
@@ -170,20 +157,13 @@ def find_problem(head: bytes) -> str:
     headers = dict(_headers(head))
     host = headers.get("host", "")
     origin = headers.get("origin")
-    if _host_name(host) not in NAMES:
+    if host_name(host) not in NAMES:
         return f"this is for {' and '.join(NAMES)} alone, and was asked for as {host or 'nobody'}"
     if origin is not None and origin != f"http://{host}":
         return f"a page of {origin} has no business here"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # browsers send Origin with some requests
         return "another site led here; type the address into the browser instead"
     return ""
-
-
-def _host_name(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
 
 
 def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
@@ -201,21 +181,6 @@ def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
 def _headers(head: bytes) -> list[tuple[str, str]]:
     fields = (line.partition(b":") for line in head.split(b"\r\n")[1:])
     return [(name.strip().lower().decode("latin-1"), value.strip().decode("latin-1")) for name, _, value in fields]
-
-
-def _read_head(near: socket.socket) -> tuple[bytes, bytes]:
-    """Read the head of a request and the bytes after it; both empty if there is none within HEAD_WITHIN_S."""
-    data = b""
-    deadline = time.monotonic() + HEAD_WITHIN_S
-    with contextlib.suppress(OSError):
-        while b"\r\n\r\n" not in data and len(data) < MAX_HEAD and (left := deadline - time.monotonic()) > 0:
-            near.settimeout(left)
-            chunk = near.recv(CHUNK)
-            if not chunk:
-                break
-            data += chunk
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return (head + end, rest) if end else (b"", b"")
 
 
 def _relay(near: socket.socket, far: PodConnection) -> bool:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 
+from sunspot.local_http import host_name
 from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_storage
 from sunspot.ui.http_server import Server
@@ -16,6 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", metavar="HOST", default="127.0.0.1", help="where to listen; default: 127.0.0.1, this machine alone"
     )
+    parser.add_argument(
+        "--host",
+        metavar="NAME",
+        type=_host,
+        action="append",
+        default=[],
+        help="a name that browsers reach it by, such as an ingress's, besides localhost and its address; repeatable",
+    )
     parser.add_argument("--port", metavar="N", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
 
 
@@ -25,11 +34,17 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _host(text: str) -> str:
+    if host_name(text) != text.lower():
+        raise argparse.ArgumentTypeError(f"{text}: give the name of a host, without a scheme or a port")
+    return text
+
+
 def run(args: argparse.Namespace) -> None:
     """Serve the pages until Ctrl-C, and print where they are. Raises `SettingsError` when the port is taken."""
     storage = find_storage(args.storage)
     pages = PageProcess(storage.locate("").rstrip("/") or "/")
-    with contextlib.closing(pages), Server(args.address, args.port, Site(storage, pages.read)) as server:
+    with contextlib.closing(pages), Server(args.address, args.port, Site(storage, pages.read), args.host) as server:
         if args.json:
             print_json_line({"url": server.url, "storage": storage.locate("")})
         else:
