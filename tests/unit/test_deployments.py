@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is 
 
 DEPLOYMENTS = ["ui", "gitops/wait"]
 
+BASE_NETWORK = manifests() / "base/network.yaml"
+
 
 def find(folder: str, kind: str) -> dict[str, Any]:
     [found] = [item for item in build(manifests() / folder) if item["kind"] == kind]
@@ -31,7 +33,7 @@ def template(folder: str) -> dict[str, Any]:
 
 def base_policies(labels: dict[str, str]) -> Iterator[str]:
     """The policies of k8s/base that select such pods."""
-    for policy in yaml.safe_load_all((manifests() / "base/network.yaml").read_text()):
+    for policy in yaml.safe_load_all(BASE_NETWORK.read_text()):
         if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items():
             yield policy["metadata"]["name"]
 
@@ -55,13 +57,51 @@ def test_a_pod_runs_a_command_there_is_and_writes_nothing_but_its_tmp(folder: st
     assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
 
 
-@pytest.mark.parametrize("folder", DEPLOYMENTS)
-def test_the_policies_of_the_base_let_a_pod_reach_storage(folder: str) -> None:
-    labels = template(folder)["metadata"]["labels"]
+def policies(folder: str) -> dict[str, dict[str, Any]]:
+    """The specs of a folder's policies, by name."""
+    found = [item for item in build(manifests() / folder) if item["kind"] == "NetworkPolicy"]
+    return {item["metadata"]["name"]: item["spec"] for item in found}
+
+
+def test_the_policies_of_the_base_let_a_pod_that_waits_reach_storage() -> None:
+    labels = template("gitops/wait")["metadata"]["labels"]
     everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-tracking", "to-workload-identity"}
     assert set(base_policies(labels)) == everyone
-    for kind, selector in (("Deployment", "selector"), ("NetworkPolicy", "podSelector")):
-        assert find(folder, kind)["spec"][selector]["matchLabels"].items() <= labels.items()
+    selectors = [find("gitops/wait", "Deployment")["spec"]["selector"]]
+    selectors += [spec["podSelector"] for spec in policies("gitops/wait").values()]
+    for selector in selectors:
+        assert selector["matchLabels"].items() <= labels.items()
+
+
+def test_the_page_reaches_storage_alone_and_no_run_reaches_the_page() -> None:
+    labels = template("ui")["metadata"]["labels"]
+    assert list(base_policies(labels)) == [], "or it might open every port of a run, and every run its own"
+    assert find("ui", "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    own = policies("ui")
+    assert {name: spec["policyTypes"] for name, spec in own.items()} == {"to-ui": ["Ingress"], "from-ui": ["Egress"]}
+    for spec in own.values():
+        assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+    base = {spec["metadata"]["name"]: spec["spec"] for spec in yaml.safe_load_all(BASE_NETWORK.read_text())}
+    allowed = [rule for name in ("to-dns", "to-storage", "to-workload-identity") for rule in base[name]["egress"]]
+    assert own["from-ui"]["egress"] == allowed
+
+
+def test_the_page_reads_with_keys_of_its_own() -> None:
+    [container] = template("ui")["spec"]["containers"]
+    secrets = [source["secretRef"] for source in container["envFrom"] if "secretRef" in source]
+    assert secrets == [{"name": "sunspot-storage-read", "optional": True}], "those of the runs may write"
+
+
+def test_the_page_answers_to_the_names_of_its_service() -> None:
+    [container] = template("ui")["spec"]["containers"]
+    arguments = make_parser().parse_args(container["command"][3:])
+    service = find("ui", "Service")["metadata"]
+    name, namespace = service["name"], service["namespace"]
+    full = f"{name}.{namespace}.svc.cluster.local"
+    assert set(arguments.host) == {
+        *(name, f"{name}.{namespace}", f"{name}.{namespace}.svc", full),
+        "sunspot.example.com",
+    }
 
 
 def test_the_page_has_no_token_and_is_reached_by_the_ingress_alone() -> None:
@@ -71,7 +111,7 @@ def test_the_page_has_no_token_and_is_reached_by_the_ingress_alone() -> None:
     [port] = container["ports"]
     arguments = make_parser().parse_args(container["command"][3:])
     assert (arguments.address, arguments.port) == ("0.0.0.0", port["containerPort"])
-    [rule] = find("ui", "NetworkPolicy")["spec"]["ingress"]
+    [rule] = policies("ui")["to-ui"]["ingress"]
     assert rule["ports"] == [{"protocol": "TCP", "port": port["containerPort"]}]
     assert [list(peer) for peer in rule["from"]] == [["namespaceSelector"]]
     service = find("ui", "Service")["spec"]
