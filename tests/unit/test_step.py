@@ -208,7 +208,15 @@ class Recorded(Worker):
     def restart_group(self) -> Any:
         self.calls.append("restart")
 
-    def _save(self, step: int, metrics: dict[str, Any], *, evaluated: bool = True, to_storage: bool = True) -> None:
+    def _save(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        *,
+        evaluated: bool = True,
+        to_storage: bool = True,
+        needed: bool = False,
+    ) -> None:
         self.calls.append(("save", step, evaluated, to_storage))
         self.records.append(metrics)
 
@@ -234,6 +242,17 @@ def test_an_epochs_end_is_kept_before_its_evaluation(
     outlived = worker.leave()
     assert outlived
     assert outlived[1].metrics.items() >= record.items(), "an evaluation that is made up adds to this record"
+
+
+def test_an_epoch_whose_end_a_loss_interrupts_is_still_evaluated(group: dist.ProcessGroup) -> None:
+    """The group ends before its members have agreed on what is due after the step."""
+    worker = Recorded(evaluating(group, 1), Command())
+    worker._decisions = Mock(agree=Mock(side_effect=RuntimeError("Connection closed by peer")))
+    with pytest.raises(RuntimeError):
+        worker.take_step(25)
+    outlived = worker.leave()
+    assert outlived
+    assert not outlived[0].evaluated
 
 
 @pytest.mark.parametrize(

@@ -125,14 +125,14 @@ def test_a_gpu_takes_no_step_by_sums_of_a_group_that_was_broken_off(
 def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Path) -> None:
     """No collective of a group of one waits for anybody, so none fails."""
 
-    def act(group: Any) -> tuple[int, bool]:
+    def act(group: Any) -> int:
         worker = make_worker(plan_without_evaluation(Settings(max_steps=8)), group)
         worker.beginning = replace(worker.beginning, is_closed=lambda: worker.step == 3)
         with pytest.raises(RegroupError):
             loop.train(worker)
-        return worker.step, worker._changing
+        return worker.step
 
-    assert in_processes(tmp_path, 1, act) == [(3, False)]
+    assert in_processes(tmp_path, 1, act) == [3]
 
 
 def test_an_evaluation_stops_when_the_group_is_closed() -> None:

@@ -158,6 +158,7 @@ class Worker:
                 warn_once(log, text)
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
         epoch_ends = not has_more or step % plan.steps.per_epoch == 0
+        self._evaluated, self._record = not (epoch_ends and plan.test), {}
         self._record_step(taken, epoch_ends)
 
         # Decide: what rank 0 wants, and what every rank knows of the step's number.
@@ -166,7 +167,6 @@ class Worker:
         parts_move = regroup and is_fsdp(self.learner.model)
         by_interval = agreed.save or (every > 0 and step % every == 0)
         save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
-        self._evaluated = not (epoch_ends and plan.test)
         self._leave_closed_group()
 
         # Measure and evaluate.
