@@ -24,7 +24,7 @@ from sunspot.ui.pages import Read, RunPage
 from sunspot.ui.read_only import ReadOnlyStorage
 from sunspot.ui.refreshed import DEADLINE_S
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("sunspot.ui.page_process")
 
 LEAST_BYTES, MOST_BYTES = 256 << 20, 2 << 30
 """Memory that the process may have: half of what is left, within these. The page of a run with a history of 40 MB takes
