@@ -50,7 +50,8 @@ def only_job(cluster: FakeCluster) -> str:
 
 def owner(cluster: FakeCluster) -> str:
     """The owner that a driver of the only RayJob claims for, as far as the manifest says."""
-    return settings_of(cluster.jobs[only_job(cluster)])["SUNSPOT_JOB_ID"]
+    name = only_job(cluster)
+    return settings_of(cluster.jobs[name]).get("SUNSPOT_JOB_ID") or name
 
 
 def end(cluster: FakeCluster, run: Run, state: RunState, **more: Any) -> None:
