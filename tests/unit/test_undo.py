@@ -121,6 +121,25 @@ def test_what_an_evaluation_and_a_loop_have_changed_between_two_steps_stays() ->
     assert torch.equal(model["teacher"].weight, moved)
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["in place", "replaced"])
+def test_what_a_loop_has_changed_in_buffers_between_two_steps_stays(replaced: bool) -> None:
+    """As an average of the weights that is kept in buffers, and follows them after `run.step()`."""
+    model: Any = torch.nn.Linear(2, 2)
+    model.register_buffer("average", torch.zeros(2, 2))
+    undo = StepUndo(model, torch.optim.SGD(model.parameters(), 0.1))
+    undo.keep()
+    undo.begin_step()
+    undo.accept()
+    if replaced:
+        model.average = model.average + 1
+    else:
+        model.average += 1
+    undo.begin_step()
+    model.average *= 2
+    assert undo.put_back()
+    assert torch.equal(model.average, torch.ones(2, 2))
+
+
 def test_a_teacher_that_moves_in_each_pass_is_named_once_a_step_has_more_passes() -> None:
     """As it has when fewer workers are left."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})

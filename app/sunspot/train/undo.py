@@ -51,6 +51,8 @@ class StepUndo:
         "Buffers and moving parameters, as the newest step has left them."
         self._versions: list[int] = []
         "Each parameter's count of changes in place after the newest step."
+        self._buffers: list[tuple[torch.Tensor, int]] = []
+        "The buffers after the newest step, and the same count of each."
         self._turns = OptimizerTurns()
         self._in_step = False
         self.early = set[str]()
@@ -64,6 +66,7 @@ class StepUndo:
         """Keep the state as the one to go back to."""
         self._copies.take(self._changeable())
         self._versions = self._count_changes()
+        self._buffers = [(each, count_changes(each)) for each in self._held_buffers().values()]
         self._turns.end_step()
         self._in_step = False
 
@@ -82,7 +85,8 @@ class StepUndo:
 
     def begin_step(self) -> None:
         """Note that a step begins."""
-        if self._changed():  # by what the loop did since the last step, or as DDP sent rank 0's parameters
+        # By what the loop did since the last step, or as DDP sent rank 0's parameters.
+        if self._changed() or self._have_buffers_changed():
             self.keep()
         self._in_step = True
 
@@ -145,11 +149,22 @@ class StepUndo:
         )
 
     def _changeable(self) -> dict[Any, torch.Tensor]:
-        """Return the buffers, by module and name, and the moving parameters. A forward pass may replace a buffer."""
+        """Return the buffers, by module and name, and the moving parameters."""
+        return {**self._held_buffers(), **{each: each.detach() for each in self._moving}}
+
+    def _held_buffers(self) -> dict[Any, torch.Tensor]:
+        """Return the buffers, by module and name. A forward pass may replace a buffer."""
         # The public `buffers()` takes ten times as long (torch 2.15).
         held = ((module, module._buffers) for module in self._modules if module._buffers)
-        buffers = {(module, name): each for module, named in held for name, each in named.items() if each is not None}
-        return {**buffers, **{each: each.detach() for each in self._moving}}
+        return {(module, name): each for module, named in held for name, each in named.items() if each is not None}
+
+    def _have_buffers_changed(self) -> bool:
+        """Return whether a buffer was replaced or has changed in place since the state was kept."""
+        now = self._held_buffers().values()
+        return len(now) != len(self._buffers) or any(
+            each is not before or count_changes(each) != count
+            for each, (before, count) in zip(now, self._buffers, strict=True)
+        )
 
     def _count_changes(self) -> list[int]:
         return [each._version for each in self._parameters.values()]
@@ -298,6 +313,11 @@ class Copies:
         held = self._held
         lacking = held.keys() ^ tensors.keys()
         return lacking | {key for key, each in tensors.items() if key in held and not are_alike(each, held[key])}
+
+
+def count_changes(tensor: torch.Tensor) -> int:
+    """Return PyTorch's count of a tensor's changes in place; 0 for one made in inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
