@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from sunspot.elastic.copies import Holders, LiveState
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import MembershipAddress
 from sunspot.elastic.restore import Position, TrainingState, hand_over
-from sunspot.errors import DataError, SunspotError, SupersededError
+from sunspot.errors import DamageError, DataError, SunspotError, SupersededError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.run import open_run
 from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, claim
@@ -159,6 +159,30 @@ def test_only_a_group_of_another_driver_ends_the_run(driver: str, fatal: bool, t
     joined: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=SimpleNamespace(attempt=ours))
     join.record_end(SupersededError("attempt 2 owns the run"), joined)
     assert bool(control.channel.group_end().fatal) is fatal
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False)])
+def test_a_replacement_tells_what_ends_the_run_if_nobody_is_left_that_trained(
+    rank: int, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or else the run would end with MAX_FAILURES lost workers, and not with the exit code of the error."""
+    control = LocalControl()
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    monkeypatch.setattr(survivor, "form", lambda: WorkerPlace(None, rank, 2, nodes=["node", "node"]))
+    monkeypatch.setattr(survivor, "prepare", lambda build: None)
+    for name in ("print_logs", "find_code", "enter_folder", "quiet_ray_train", "Watchdog", "listening_to_rounds"):
+        monkeypatch.setattr(join, name, MagicMock())
+    for name in ("open_memory", "round_products"):
+        monkeypatch.setattr(join, name, Mock(return_value=None))
+    monkeypatch.setattr(join.ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(join.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(join.torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(join, "agree_on_start", Mock(side_effect=DamageError("no checkpoint is whole")))
+    config: Any = Mock(control=control, plan=plan_without_evaluation(Settings()))
+    config.claimant = lambda: Mock(run=open_run(str(tmp_path), "run"))
+    with pytest.raises(DamageError), join.join_run(config, survivor):
+        pass
+    assert bool(control.channel.group_end().fatal) is told
 
 
 @pytest.mark.parametrize("others_train", [True, False])

@@ -142,7 +142,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         try:
             start, found = agree_on_start(claimant, settings, group, live)
         except SunspotError as error:
-            tell_fatal(error, control, survivor)
+            tell_fatal(error, control, survivor if ends_alone(survivor, place.rank) else None)
             raise
         if start is None:
             yield None
@@ -187,9 +187,17 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
             if survivor and survivor.outlives(error):
                 survivor.close(outputs)
                 raise RegroupError from error
-            if not (survivor and survivor.replaces):  # then it ends alone, and the others train on
+            if not ends_alone(survivor, place.rank):
                 record_end(error, joined)
             raise
+
+
+def ends_alone(survivor: Survivor | None, rank: int) -> bool:
+    """Return True if a process ends without ending its group, as a replacement that has not trained yet.
+
+    Rank 0 never does: the processes of the group before come first (`Membership`), so none of them is left to train.
+    """
+    return bool(survivor and survivor.replaces and rank)
 
 
 def tell_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
