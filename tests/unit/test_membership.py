@@ -65,6 +65,8 @@ class Process:
     frozen: bool = False
     cut: bool = False
     "Whether the decider has taken it for lost, which it has not noticed."
+    breaks_off: bool = False
+    "Whether it has connected again, and its step of the group before is not broken off yet."
 
     @property
     def uid(self) -> str:
@@ -160,6 +162,14 @@ class Decisions(RuleBasedStateMachine):
             process.cut = True
             self.membership.lose(process.uid, self.now)
 
+    @precondition(lambda self: any(process.cut and not process.frozen for process in self.processes.values()))
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        """A process finds that it was taken for lost, and connects again in the middle of its step."""
+        cut = [name for name, process in self.processes.items() if process.cut and not process.frozen]
+        process = self.processes[data.draw(st.sampled_from(sorted(cut)))]
+        self.connect(process, stands=False)
+
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
     def thaw(self, data: st.DataObject) -> None:
@@ -251,15 +261,18 @@ class Decisions(RuleBasedStateMachine):
         while self.unheard and not self.stopped:
             self.unheard.pop(0)()
 
-    def connect(self, process: Process) -> None:
+    def connect(self, process: Process, stands: bool = True) -> None:
         process.connected += 1
         process.cut, process.inbox = False, []
-        member = Member(process.uid, process.node)
+        member = Member(process.uid, process.node, process.name)
         self.tell(lambda: self.membership.enter(member))
-        self.stand(process)
+        if stands:
+            self.stand(process)
+        else:
+            process.trains_in, process.stands, process.breaks_off = 0, False, True
 
     def stand(self, process: Process) -> None:
-        process.trains_in, process.stands, process.changes = 0, True, False
+        process.trains_in, process.stands, process.changes, process.breaks_off = 0, True, False, False
         uid, step = process.uid, None if process.steps is None or not process.attempt else len(process.steps)
         self.tell(lambda: self.membership.stand(uid, self.now, step))
 
@@ -270,7 +283,7 @@ class Decisions(RuleBasedStateMachine):
             self.tell(lambda: self.membership.lose(uid, self.now))
 
     def read_all(self, process: Process) -> None:
-        while not process.frozen and (process.inbox or process.cut):
+        while not process.frozen and (process.inbox or process.cut or process.breaks_off):
             self.read_word(process)
 
     def read_word(self, process: Process) -> None:
@@ -279,6 +292,9 @@ class Decisions(RuleBasedStateMachine):
             return
         if process.cut:
             self.connect(process)
+            return
+        if process.breaks_off:
+            self.stand(process)
             return
         if not process.inbox:
             return
@@ -334,6 +350,9 @@ class Decisions(RuleBasedStateMachine):
             members
         )
         assert {by_uid[uid].node for uid in left_out} <= self.draining, "a member that lives is waited for"
+        back = [process for process in self.processes.values() if process.breaks_off and not process.cut]
+        known = {name for name in (process.name for process in back) if any(m.process == name for m in last.members)}
+        assert self.unheard or not known, "a member that has come back is waited for"
         stay_in = [process for process in group if last.place_of(process.uid) is not None]
         leaving = [process for process in stay_in if process.node in self.draining]
         if any(self.has_newest(process) for process in stay_in if process not in leaving):
@@ -466,3 +485,31 @@ def test_the_model_notices_if_the_state_of_a_process_counts_that_missed_a_group(
     monkeypatch.setattr(copies, "was_in_all", lambda *_: True)
     with pytest.raises(AssertionError, match="a newer copy in memory is passed over"):
         bring_back_a_stale_process(Decisions())
+
+
+def test_who_comes_back_in_the_middle_of_a_step_is_waited_for() -> None:
+    """It has the newest state; the group of two newcomers would go back to a copy."""
+    membership = Membership(2)
+    for name in ("first", "second"):
+        membership.enter(Member(f"{name}-1", "node", name))
+        membership.stand(f"{name}-1", 0.0)
+    assert membership.decide(1.0)
+    membership.lose("second-1", 2.0)
+    membership.stand("first-1", 2.0, 5)
+    assert membership.decide(3.0)
+    for name in ("third", "fourth"):
+        membership.enter(Member(f"{name}-1", "another node", name))
+        membership.stand(f"{name}-1", 4.0)
+    membership.lose("first-1", 5.0)
+    membership.enter(Member("first-2", "node", "first"))
+    membership.decide(5.0 + NEXT_WAIT_S)
+    assert membership.generation.number == 2
+    membership.stand("first-2", 30.0, 6)
+    membership.decide(31.0)
+    processes = [member.process for member in membership.generation.members]
+    assert processes == ["first", "third", "fourth"], "it stays rank 0, and completes its commits"
+
+
+def test_the_model_notices_if_who_comes_back_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "_returned", lambda self: set())
+    expect_counterexample(Decisions, "a member that has come back is waited for")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -158,6 +159,23 @@ def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done(se
     assert formed[0].number == 2
     assert not client.closed(0.0)
     client.close()
+
+
+def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
+    server: MembershipServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group would wait for it to stand."""
+    client = MembershipClient(server.address, Member("one", "node"), lambda: None)
+
+    def open_and_leave(*given: Any) -> Connection:
+        client.close()
+        return member_connections.open_connection(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(membership_channel, "open_connection", open_and_leave)
+        client.connect()
+    assert client.connections == 1
+    wait_until(lambda: ask_living(server.address) == [], seconds=0.9)
 
 
 def test_a_process_that_builds_may_be_silent_for_longer(server: MembershipServer) -> None:

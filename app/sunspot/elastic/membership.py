@@ -33,6 +33,8 @@ class Member:
     uid: str
     node: str
     "Ray's id of its node."
+    process: str = ""
+    "Its name, which stays the same if it connects again; empty: it never does."
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,11 @@ class Membership:
     def _living(self) -> set[str]:
         return {member.uid for member in self.generation.members if member.uid in self._members}
 
+    def _returned(self) -> set[str]:
+        """Return the uids of processes of the newest generation that were taken for lost, and have connected again."""
+        processes = {member.process for member in self.generation.members if member.process}
+        return {uid for uid, member in self._members.items() if member.process in processes}
+
     def _is_member(self, uid: str) -> bool:
         return self.generation.place_of(uid) is not None
 
@@ -183,10 +190,10 @@ class Membership:
         return [(uid, word) for uid in self._living()]
 
     def _form(self, now: float) -> list[tuple[str, Word]]:
-        """Form the next generation, once all who live of the last one stand for it."""
+        """Form the next generation, once all who live of the last one stand for it, also under another uid."""
         living = self._living()
         chosen = self._choose(self._standing)
-        if now < self._settled_at or living - self._standing.keys() or not chosen:
+        if now < self._settled_at or (living | self._returned()) - self._standing.keys() or not chosen:
             return []
         wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
         if not living and len(chosen) < self.size and now < self._first_stood + wait_s:
@@ -203,11 +210,11 @@ class Membership:
         A candidate on a draining node is left out if a member that stays has as new a state, or if others stay and the
         candidate has none. A newcomer's state does not count for this: members may have trained since it was away.
         """
-        order = {member.uid: place for place, member in enumerate(self.generation.members)}
+        order = {member.process or member.uid: place for place, member in enumerate(self.generation.members)}
         living = [self._members[uid] for uid in self._members if uid in set(candidates)]
-        living.sort(key=lambda member: order.get(member.uid, len(order)))
+        living.sort(key=lambda member: order.get(member.process or member.uid, len(order)))
         staying = [member for member in living if member.node not in self._draining]
-        held = [self._step_of(member) if member.uid in order else NO_STATE for member in staying]
+        held = [self._step_of(member) if self._is_member(member.uid) else NO_STATE for member in staying]
         newest = max(held, default=-math.inf)
         return tuple(member for member in living if member in staying or self._step_of(member) > newest)
 

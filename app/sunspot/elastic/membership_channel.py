@@ -3,8 +3,8 @@
 A connection that ends is a loss, known at once. A node that goes closes none, but its kernel no longer answers, as one
 does while it is busy; both sides send heartbeats, so MACHINE_LIMIT_S are enough. A process that stands still has a
 kernel that answers: it is lost when no heartbeat has come for PROCESS_LIMIT_S, or for longer while it builds what it
-trains with. A process that was taken for lost, and is not, finds its connection closed. It reconnects at once, as a
-newcomer, and joins the next group when its step is done.
+trains with. A process that was taken for lost, and is not, finds its connection closed. It reconnects at once, under
+another uid. If the others have not formed a group by then, they wait until it stands; else it joins them later.
 """
 
 import contextlib
@@ -285,7 +285,7 @@ class MembershipClient:
             uid = f"{self._identity.uid}-{self.connections + 1}"
             try:
                 connection = open_connection(address.host, address.port, address.key, ANSWER_S)
-                connection.send(Member(uid, self._identity.node))
+                connection.send(Member(uid, self._identity.node, self._identity.uid))
                 self._others_train = connection.recv()
                 expect_answers(connection)
                 connection.send(Patience(self._patience_s))
@@ -301,6 +301,8 @@ class MembershipClient:
                 time.sleep(RETRY_S)
         self.connections += 1
         link = self._link = Link(connection, uid)
+        if self._left:  # meanwhile: the others would wait for it
+            connection.close()
         start_thread(lambda: self._stay_connected(link), "membership")
         start_thread(lambda: self._beat(link), "heartbeat")
 
