@@ -44,7 +44,7 @@ from sunspot.run.incidents import Cause
 log = logging.getLogger(__name__)
 
 HEARTBEAT_EVERY_S = 0.1
-BEAT = "beat"
+BEAT, END = "beat", "end"
 
 ASK_LIVING = "living"
 """First word of a connection that asks which processes live."""
@@ -161,21 +161,17 @@ class MembershipServer:
             self._connections[member.uid] = connection
             self.state.enter(member)
             connection.send(self.state.trains)
-        acts: dict[str, Callable[[], None]] = {
-            "end": lambda: self.state.end(member.uid),
-            BEAT: lambda: None,
-        }
         limit_s = PROCESS_LIMIT_S
         while connection.poll(None if limit_s == math.inf else limit_s):
             word: Patience | Standing | str = connection.recv()
             if isinstance(word, Patience):
                 limit_s = word.limit_s
-                continue
-            with self._lock:
-                if isinstance(word, Standing):
+            elif isinstance(word, Standing):
+                with self._lock:
                     self.state.stand(member.uid, time.monotonic(), word.step)
-                else:
-                    acts[word]()
+            elif word == END:
+                with self._lock:
+                    self.state.end(member.uid)
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
         """Tell why the present group ends, unless its member has gone when it was to go.
@@ -364,7 +360,7 @@ class MembershipClient:
 
     def end(self) -> None:
         """Tell that the group ends as a whole: no other follows."""
-        self._send("end")
+        self._send(END)
 
     def close(self) -> None:
         """Leave for good."""
