@@ -18,7 +18,7 @@ from sunspot.run.cost import cost_of_loss
 from sunspot.run.incidents import Cause, Receipt, worker_seconds
 from sunspot.run.overview import LOST_S
 from sunspot.run.owner import Owner
-from sunspot.run.status import SILENT_S
+from sunspot.run.status import is_alive
 
 MAX_DETAIL = 500
 """Characters kept of all workers' errors."""
@@ -100,7 +100,7 @@ def first_incident(start: StartPoint) -> Incident:
         return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=other.step)
     new_owner, old_owner = Owner.parse(start.attempt.owner), Owner.parse(other.owner)
     lived_on = own and own.began < other.seen
-    lived_elsewhere = new_owner.place != old_owner.place and start.attempt.time - other.seen <= SILENT_S
+    lived_elsewhere = new_owner.place != old_owner.place and is_alive(other, start.attempt.time)
     if new_owner != old_owner and (lived_on or lived_elsewhere):
         taken = f"by {new_owner.describe()}, from {old_owner.describe()} at step {other.step}"
         return Incident(Cause.TAKEN_OVER, taken, last_step=other.step)

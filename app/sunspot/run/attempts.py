@@ -346,6 +346,12 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
         raise _deleted(run, attempt)
 
 
+def is_of_newest_driver(run: Run, attempt: Attempt) -> bool:
+    """Return True if the run's newest attempt is of the driver that made `attempt`: another group of its workers."""
+    newest = read_attempts(run)[-1:]
+    return any((each.owner, each.driver) == (attempt.owner, attempt.driver) for each in newest)
+
+
 @dataclass(frozen=True)
 class Ended:
     """The error that ended an attempt for good."""

@@ -37,7 +37,7 @@ from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_internals.workers import launch_time
 from sunspot.ray_session import enter_folder
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import Attempt, read_attempts, record_error
+from sunspot.run.attempts import is_of_newest_driver, record_error
 from sunspot.run.failures import Hang, record_failure
 from sunspot.run.logs import shipped_worker_output
 from sunspot.settings import Settings
@@ -224,14 +224,6 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
     return memory
 
 
-def is_of_same_driver(run: Run, attempt: Attempt) -> bool:
-    """Return True if the run's newest attempt is of the driver that made `attempt`: another group of its workers."""
-    with suppress(StorageError):
-        newest = read_attempts(run)[-1]
-        return (newest.owner, newest.driver) == (attempt.owner, attempt.driver)
-    return False
-
-
 def record_end(error: Exception, joined: Joined) -> None:
     """Record the error that ends this worker, unless another process owns the run.
 
@@ -239,13 +231,16 @@ def record_end(error: Exception, joined: Joined) -> None:
     next driver.
     """
     run, control, place = joined.run, joined.control, joined.place
-    fatal = find_in(error)
+    fatal, attempt = find_in(error), joined.start.attempt
     superseded = isinstance(fatal, SupersededError)
-    if fatal and not (superseded and is_of_same_driver(run, joined.start.attempt)):
+    by_next_group = False
+    if superseded:
+        with suppress(StorageError):
+            by_next_group = is_of_newest_driver(run, attempt)
+    if fatal and not by_next_group:
         control.try_ask(ControlChannel.set_fatal_error, fatal)
     if superseded:
         return
-    attempt = joined.start.attempt
     end = describe_end(error, attempt, place.rank, joined.watchdog.step, place.nodes[place.rank])
     control.tell(ControlChannel.add_rank_error, end)
 

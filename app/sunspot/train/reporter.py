@@ -25,7 +25,7 @@ from sunspot.observe.ranks import RankHistory
 from sunspot.parallel.nccl_log import own_log, read_network
 from sunspot.plan import Plan
 from sunspot.run import Run
-from sunspot.run.attempts import IN_PLACE, ensure_owner, read_attempts, step_of
+from sunspot.run.attempts import IN_PLACE, ensure_owner, is_of_newest_driver, step_of
 from sunspot.run.audit import tidy_audit
 from sunspot.run.history import Columns, Journals, tidy_journals
 from sunspot.run.incidents import Cause, describe, goodput
@@ -177,7 +177,7 @@ class Reporter:
             ensure_owner(self._run, self._start.attempt)
         except SupersededError as error:
             # A newer attempt of this driver is of the next group: the membership says whether this process is in it.
-            if not any(newer.driver == self._start.attempt.driver for newer in read_attempts(self._run)[-1:]):
+            if not is_of_newest_driver(self._run, self._start.attempt):
                 self._superseded = error  # in this thread nobody hears of it
             raise
         refuse_if_ended(self._run, self._status)
