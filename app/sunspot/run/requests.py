@@ -141,10 +141,16 @@ def newest_submission(run: Run) -> SubmissionRecord | None:
     if not keys:
         return None
     file = keys[-1].rpartition("/")[2]
-    known = SubmissionRecord(file.partition("-")[2].rpartition(".")[0])
+    known = SubmissionRecord(submitted_job(keys[-1]))
     if file.endswith(".yaml"):
         return known
     return read_if_there(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
+
+
+def submitted_job(key: str) -> str:
+    """Return the name of the RayJob whose submission has this storage key."""
+    file = key.rpartition("/")[2]
+    return file.partition("-")[2].rpartition(".")[0]
 
 
 def list_submissions(run: Run) -> list[str]:

@@ -30,7 +30,7 @@ from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.identity import read_identity
 from sunspot.run.objects import CHECKPOINT
 from sunspot.run.overview import holds_run
-from sunspot.run.requests import DELETION, clear_deletion, deletion_begun, mark_deletion
+from sunspot.run.requests import DELETION, clear_deletion, deletion_begun, mark_deletion, submitted_job
 from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
@@ -73,8 +73,7 @@ class RunContents:
     @property
     def not_submitted(self) -> list[str]:
         """RayJobs that `sunspot submit` did not apply."""
-        files = [entry.key.rpartition("/")[2] for entry in self.entries]
-        submitted = {file.partition("-")[2].rpartition(".")[0] for file in files}
+        submitted = {submitted_job(entry.key) for entry in self.entries}
         return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
     def name_foreign(self) -> str:
