@@ -357,6 +357,11 @@ def takes(name: str) -> str:
     return extra["takes"]
 
 
+def variable_of(name: str) -> str:
+    """Return the variable of a setting that is named with or without the prefix, in whichever case."""
+    return PREFIX + name.upper().removeprefix(PREFIX)
+
+
 def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     """Read the settings from the environment; `overrides` wins (by variable name, with or without the prefix).
 
@@ -364,7 +369,7 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     """
     given = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     for name, value in (overrides or {}).items():
-        given[PREFIX + name.upper().removeprefix(PREFIX)] = value
+        given[variable_of(name)] = value
     values = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if value != ""}
 
     problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in Settings.model_fields]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sunspot.errors import SettingsError
-from sunspot.settings import PREFIX, setting_text
+from sunspot.settings import PREFIX, setting_text, variable_of
 
 FILE = Path("sunspot.toml")
 
@@ -27,7 +27,7 @@ def read_settings_file(file: Path) -> dict[str, str]:
 
 def as_variables(settings: Mapping[str, str]) -> dict[str, str]:
     """Return settings by the names of their variables."""
-    return {PREFIX + name.upper().removeprefix(PREFIX): value for name, value in settings.items()}
+    return {variable_of(name): value for name, value in settings.items()}
 
 
 def find_task() -> str:

@@ -8,16 +8,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sunspot.code_archive import CODE, code_in
 from sunspot.errors import SettingsError, StorageError, is_credential, shorten
 from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
-from sunspot.settings import PREFIX, Settings, refuse
+from sunspot.settings import PREFIX, Settings, refuse, variable_of
 from sunspot.submitter.code_files import CodeArchive
 from sunspot.submitter.manifest.merge import SHOWN, merge_job
 from sunspot.submitter.manifest.pods import (
@@ -69,8 +69,6 @@ BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
 
 MAX_PODS = 2**31 - 1
 
-Given = TypeVar("Given")
-
 SEARCH = "python -m sunspot.tune"
 """The entrypoint of a job whose settings contain a search space."""
 
@@ -95,11 +93,12 @@ class JobRequest:
 
     def arguments(self) -> tuple[str, ...]:
         """Return the arguments of `sunspot submit` that ask for the same without the environment, in any namespace."""
-        settings = dict(sorted(_by_variable([*_of_environment(), *self.settings.items()]).items()))
+        given = [*_of_environment(), *self.settings.items()]
+        settings = dict(sorted({variable_of(name): value for name, value in given}.items()))
         places = {"--run": settings.pop(PREFIX + "RUN_NAME", None), "--storage": settings.pop(STORAGE_PATH, None)}
         options = {name: getattr(self, name) for name in ("image", "code", "queue", "cluster")}
-        given = {"--profile": self.profile, **places, **{f"--{name}": value for name, value in options.items()}}
-        words = [word for name, value in given.items() if value is not None for word in (name, value)]
+        chosen = {"--profile": self.profile, **places, **{f"--{name}": value for name, value in options.items()}}
+        words = [word for name, value in chosen.items() if value is not None for word in (name, value)]
         words += ["--generation", str(self.generation)] if self.generation != 1 else []
         return (*words, *(word for name, value in settings.items() for word in ("--set", f"{name}={value}")))
 
@@ -274,17 +273,12 @@ def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -
         *((variable, value, "the environment") for variable, value in _of_environment()),
         *((variable, value, "given") for variable, value in request.settings.items()),
     ]
-    return _by_variable((variable, (value, source)) for variable, value, source in every)
+    return {variable_of(name): (value, source) for name, value, source in every}
 
 
 def _of_environment() -> Iterator[tuple[str, str]]:
     """Yield the settings in this process's environment: variable and value."""
     return ((name, value) for name, value in os.environ.items() if name.startswith(PREFIX) and value)
-
-
-def _by_variable(settings: Iterable[tuple[str, Given]]) -> dict[str, Given]:
-    """Return settings by the names of their variables; of several with one name, the last."""
-    return {PREFIX + name.upper().removeprefix(PREFIX): value for name, value in settings}
 
 
 def _resolve(
