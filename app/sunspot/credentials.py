@@ -9,6 +9,15 @@ from typing import Any, NamedTuple
 URL_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]+@")
 """A password in a URL."""
 
+CREDENTIAL = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING)$"
+    r"|[A-Z0-9]_(PASS|PW|PWD|PAT|AUTH|SAS|DSN|CREDS|WEBHOOK|WEBHOOK_URL)$"
+)
+"""Names of environment variables that hold a secret. PWD and OLDPWD are the shell's, and hold none."""
+
+NO_SECRETS = {"0", "1", "true", "false", "yes", "no", "on", "off"}
+"""Values of switches, such as DISABLE_AUTH."""
+
 ARGUMENT = r"""(^|_)(
         PASSWORD | PASSWD | PASSPHRASE | PWD | SECRET | DSN | SAS | CONNECTION_STRING | WEBHOOK(_URL)?
       | (ACCESS|ACCOUNT|ADMIN|API|AUTH|CLIENT|DATABASE|DB|ENCRYPTION|LICENSE|MASTER|PRIVATE|SECRET|SERVICE|SIGNING
@@ -100,6 +109,12 @@ class Found(NamedTuple):
     form: str
     line: int
     "Counted from 1."
+
+
+def is_credential(name: str, value: str) -> bool:
+    """Return True if an environment variable holds a secret, by its name or by the form of its value."""
+    named = CREDENTIAL.search(name.upper()) and value.lower() not in NO_SECRETS
+    return bool(value and (named or URL_PASSWORD.search(value) or find_credential(value)))
 
 
 def find_credential(text: str) -> Found | None:

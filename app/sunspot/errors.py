@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import NoReturn
 
-from sunspot.credentials import URL_PASSWORD, find_credential
+from sunspot.credentials import CREDENTIAL
 from sunspot.formatting import visible
 
 MAX_FOREIGN_TEXT = 400
@@ -20,15 +20,6 @@ MAX_MESSAGE = 10_000
 """Characters of an error's message: a value that it names may be of any length."""
 
 HIDDEN = "***"
-
-CREDENTIAL = re.compile(
-    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING)$"
-    r"|[A-Z0-9]_(PASS|PW|PWD|PAT|AUTH|SAS|DSN|CREDS|WEBHOOK|WEBHOOK_URL)$"
-)
-"""Names of environment variables that hold a secret. PWD and OLDPWD are the shell's, and hold none."""
-
-NO_SECRETS = {"0", "1", "true", "false", "yes", "no", "on", "off"}
-"""Values of switches, such as DISABLE_AUTH."""
 
 MIN_SECRET = 8
 """Characters of the shortest secret that is looked for: less would be found in ordinary words."""
@@ -153,12 +144,6 @@ def without_secrets(text: str) -> str:
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
-
-
-def is_credential(name: str, value: str) -> bool:
-    """Return True if an environment variable holds a secret, by its name or by the form of its value."""
-    named = CREDENTIAL.search(name.upper()) and value.lower() not in NO_SECRETS
-    return bool(value and (named or URL_PASSWORD.search(value) or find_credential(value)))
 
 
 def _secrets() -> list[str]:

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from sunspot.errors import ConflictError, EndAtOnceError, SunspotError, is_credential, shorten
+from sunspot.credentials import is_credential
+from sunspot.errors import ConflictError, EndAtOnceError, SunspotError, shorten
 from sunspot.storage import open_storage
 from tests.harness import REPOSITORY
 

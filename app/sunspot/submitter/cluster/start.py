@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sunspot.code_archive import code_in
+from sunspot.credentials import is_credential
 from sunspot.errors import (
     HIDDEN,
     ClusterError,
@@ -17,7 +18,6 @@ from sunspot.errors import (
     GaveUpError,
     NotFoundError,
     StorageError,
-    is_credential,
 )
 from sunspot.formatting import in_words
 from sunspot.run import Run, open_run

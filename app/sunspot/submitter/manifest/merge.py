@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sunspot.errors import is_credential
+from sunspot.credentials import is_credential
 from sunspot.settings import cut
 from sunspot.submitter.manifest.profile import RESERVED
 

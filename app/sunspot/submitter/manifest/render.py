@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sunspot.code_archive import CODE, code_in
-from sunspot.errors import SettingsError, StorageError, is_credential, shorten
+from sunspot.credentials import is_credential
+from sunspot.errors import SettingsError, StorageError, shorten
 from sunspot.formatting import plural
 from sunspot.search_space import Search, load_search
 from sunspot.settings import PREFIX, Settings, refuse, variable_of
