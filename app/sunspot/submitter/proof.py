@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from sunspot.background import map_parallel
@@ -219,9 +219,8 @@ def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:
 
     foreign = pyarrow.concat_tables([table.filter(pc.invert(_in_data(table["row"], data))) for table in tables])
     named = foreign.slice(0, MAX_NAMED).to_pylist()
-    lines = [f"step {each['step']}: row {each['row']} is not one of 0..{data.rows - 1}" for each in named]
-    more = len(foreign) - len(named)
-    return [*lines, f"and {more} more like it"] if more else lines
+    lines = (f"step {each['step']}: row {each['row']} is not one of 0..{data.rows - 1}" for each in named)
+    return _shorten(lines, len(foreign))
 
 
 def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[str]:
@@ -234,8 +233,8 @@ def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[
     gaps = [(before + 1, step - 1) for before, step in pairwise([0, *known, end + 1]) if step > before + 1]
     wrong = [step for step in sorted(found) if found[step] != data.rows_of(step)]
     return [
-        *_shorten(f"steps {first}..{last}: not recorded" for first, last in gaps),
-        *_shorten(f"step {step}: {found[step]} rows instead of {data.rows_of(step)}" for step in wrong),
+        *_shorten((f"steps {first}..{last}: not recorded" for first, last in gaps), len(gaps)),
+        *_shorten((f"step {step}: {found[step]} rows instead of {data.rows_of(step)}" for step in wrong), len(wrong)),
     ]
 
 
@@ -245,7 +244,8 @@ def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:
     return pc.and_(pc.greater_equal(rows, 0), pc.less(rows, data.rows))
 
 
-def _shorten(lines: Iterable[str]) -> list[str]:
-    named = list(lines)
-    more = len(named) - MAX_NAMED
-    return named if more <= 0 else [*named[:MAX_NAMED], f"and {more} more like it"]
+def _shorten(lines: Iterable[str], total: int) -> list[str]:
+    """Return the first lines of `total`, of which no more than those are made."""
+    named = [*islice(lines, MAX_NAMED)]
+    more = total - len(named)
+    return [*named, f"and {more} more like it"] if more else named
