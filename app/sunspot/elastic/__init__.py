@@ -4,14 +4,15 @@ Where workers outlive each other, a loss, from the last packet of a process to t
 
  1. membership_channel.MembershipServer   notices it, and tells the others that their group (a generation) is closed
  2. parallel.process_group.ProcessGroups  ends the collectives of each: the step that cannot end raises an error
- 3. train.survivor.Survivor.leave         keeps the state as it was before that step, and stands for the next group
- 4. membership.Membership.decide          names its members, once all that live stand -> Survivor.form
+ 3. train.survivor.Survivor.leave         puts back the state as it was before that step (train.undo.StepUndo)
+ 4. membership.Membership.decide          names the next group's members, once all that live stand -> Survivor.form
  5. claim.agree_on_start                  finds out who has the newest state, and claims an attempt from it
  6. restore.hand_over                     gives that state to who lacks it; the step is taken again
  7. receipts.make_receipt                 says what that cost (train.reporter.Reporter.took_step)
 
 With a notice, `MembershipServer.drain` asks for another group, and `Worker.finish_step` raises RegroupError in place
-of 1 and 2; so it does when another worker is ready to join.
+of 1 and 2; so it does when another worker is ready to join. One that cannot train ends alone:
+train.replacement.end_replacement. The server hears of members by member_connections.MemberListener.
 
 A restart of all of them, from the notice to the first step of the new worker group:
 
