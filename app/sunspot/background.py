@@ -130,7 +130,7 @@ class Timer:
     """True once per interval."""
 
     def __init__(self, since: float | None = None) -> None:
-        """The first interval began `since` a time, by the monotonic clock in seconds; None: it begins now."""
+        """`since` is the beginning of the first interval, in seconds of the monotonic clock; by default that is now."""
         self._last = time.monotonic() if since is None else since
 
     def due(self, every_s: float) -> bool:

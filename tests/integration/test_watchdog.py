@@ -249,7 +249,7 @@ def test_what_a_run_long_gone_has_left_is_removed_by_any_other(run: Run) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "link", "of another user", "huge", "deep"])
-def test_a_dump_that_is_not_ours_is_neither_waited_for_nor_believed(run: Run, kind: str, tmp_path: Path) -> None:
+def test_a_dump_of_another_user_is_neither_waited_for_nor_believed(run: Run, kind: str, tmp_path: Path) -> None:
     path = Path(f"{_folder()}/{_prefix(run)}x")
     header = {"attempt": 1, "rank": 0, "world_size": 2, "step": 3, "beat": 0.0, "thread": 1}
     stacks = "\nThread 0x1 (most recent call first):\n"
@@ -461,8 +461,8 @@ def test_ranks_have_journals_of_their_own(run: Run) -> None:
     assert [(record["attempt"], record["step"]) for record in read_journal(run, "events")] == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_what_has_no_step_yet_has_a_limit_too() -> None:
-    """Forming a group, for instance, which no other rank can end for this one."""
+def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
+    """Forming a group is an example: no other rank can end it for this process."""
     program = """
         import ctypes, sys, time
         from sunspot.elastic import watchdog
@@ -478,10 +478,10 @@ def test_what_has_no_step_yet_has_a_limit_too() -> None:
         ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
         assert ended.returncode == 1
         assert 'File "<string>"' in ended.stderr, "it tells where it stood"
-    assert "this process ends itself, as it waited 1 s until a group of 3 formed" in ended.stderr
+    assert "this process ends itself, because it waited 1 s until a group of 3 formed" in ended.stderr
 
 
-def test_what_surrounds_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:
+def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:
     pauses = list[str]()
 
     @contextlib.contextmanager
@@ -497,7 +497,7 @@ def test_what_surrounds_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:
 
 
 def test_a_process_cancels_its_timer_at_a_fork_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its groups has a watchdog, and what is called at a fork stays to the end of the process."""
+    """Each group of the process has a watchdog, but a fork hook stays registered until the process ends."""
     registered = list[object]()
     monkeypatch.setattr(os, "register_at_fork", lambda before: registered.append(before))
     hang._cancel_timers_at_fork.cache_clear()

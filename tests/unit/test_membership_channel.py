@@ -42,7 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MembershipServer]:
 
 
 def enter(server: MembershipServer, uid: str, node: str = "node", step: int | None = None) -> Connection:
-    """Connect a process that stands, with a state at `step`."""
+    """Connect a process with a state at `step`, which asks to be in the next generation."""
     address = server.address
     connection = Client((address.host, address.port), authkey=address.key)
     connection.send(Member(uid, node))
@@ -81,7 +81,7 @@ def test_a_stranger_is_not_heard(server: MembershipServer) -> None:
 
 
 def test_the_decider_hears_which_state_a_process_has(server: MembershipServer) -> None:
-    """Or it would prefer a newcomer that stays to the only member that has the state."""
+    """Otherwise the decider would prefer a newcomer that stays to the only member that has the state."""
     leaving, staying = enter(server, "leaving", node="old", step=7), enter(server, "staying")
     for connection in (leaving, staying):
         assert isinstance(next_word(connection), Generation)
@@ -137,7 +137,7 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
 
 
 def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done(server: MembershipServer) -> None:
-    """Alone in its group, it may stay in a step for long; the driver gives up when nobody is left.
+    """Alone in its group, it may stay in a step for long, and the driver gives up when no process is left.
 
     It does so even if its collectives could not be ended.
     """
@@ -188,8 +188,8 @@ def test_a_process_that_builds_may_be_silent_for_longer(server: MembershipServer
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
-def test_a_stopped_driver_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel accepts the connection, and nothing ever answers."""
+def test_a_process_waits_for_a_stopped_driver_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's kernel accepts the connection, but the driver never answers."""
     monkeypatch.setattr(membership_channel, "RECONNECT_S", 0.3)
     monkeypatch.setattr(membership_channel, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
@@ -201,14 +201,16 @@ def test_a_stopped_driver_is_not_waited_for_without_end(monkeypatch: pytest.Monk
         assert time.monotonic() - began < 10
 
 
-def test_strangers_are_few_and_do_not_stay(server: MembershipServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_connections_are_few_and_closed_in_time(
+    server: MembershipServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(member_connections, "AUTHENTICATE_S", 0.5)
     address = (server.address.host, server.address.port)
     strangers = [socket.create_connection(address) for _ in range(30)]
     with enter(server, "one"):
         assert ask_living(server.address) == ["one"], "they keep nobody out"
-        assert len(server._listener._strangers) <= 2 * 2 + 16
-        wait_until(lambda: not server._listener._strangers, seconds=5)
+        assert len(server._listener._unauthenticated) <= 2 * 2 + 16
+        wait_until(lambda: not server._listener._unauthenticated, seconds=5)
     for stranger in strangers:
         stranger.settimeout(5)
         with suppress(ConnectionError):
@@ -218,7 +220,7 @@ def test_strangers_are_few_and_do_not_stay(server: MembershipServer, monkeypatch
 
 
 def test_failures_to_accept_a_connection_are_not_repeated_without_a_pause() -> None:
-    """A process that can open no more files fails at once, each time."""
+    """Each attempt to accept fails at once if the process can open no more files."""
     tried = list[float]()
 
     def accept() -> None:
@@ -285,7 +287,7 @@ def test_a_machine_that_does_not_answer_is_a_lost_node(
     assert [incident.cause for incident in incidents][:1] == [cause]
 
 
-def test_a_change_for_a_node_that_goes_is_told_as_such(server: MembershipServer) -> None:
+def test_a_change_for_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying"):
         assert isinstance(next_word(leaving), Generation)
         server.drain({"old"})

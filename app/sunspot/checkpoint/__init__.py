@@ -13,7 +13,7 @@ commit thread     `CheckpointCommitter` (commit.py), on rank 0, or under FSDP on
                   snapshot. It checks that this process may still commit (`ensure_committer`), has a `SnapshotWriter`
                   upload and verify its files (`WholeState` in files.py; under FSDP `ShardWriter` in parts.py), checks
                   again, and writes the manifest: now the checkpoint exists. Then it deletes what has expired, and
-                  releases the slot. A process that outlives its group completes the commit beside the next group.
+                  releases the slot. A process that outlives its group completes its commit while the next group trains.
 
 The way back: node_state.py reads what a node has in memory, or a checkpoint, for all workers of the node.
 """

@@ -4,8 +4,8 @@ A checkpoint exists once its manifest is written, which comes after all of its f
 is committed at a time; when storage is slower than the interval, a newer copy replaces one that still waits. Under
 PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (parts.py).
 
-A process that outlives its group completes the commit that is under way beside the next group, whose first commit waits
-for it (docs/decisions/0010-commits-outlive-changes-in-place.md).
+A process that outlives its group completes the commit that is under way while the next group trains, and the next
+group's first commit waits for it (docs/decisions/0010-commits-outlive-changes-in-place.md).
 """
 
 import logging
@@ -51,7 +51,7 @@ POLL_S = 0.1
 """Time between two looks at what rank 0 has begun, while there is a snapshot to begin."""
 
 REMOVAL_S = 30.0
-"""How long a commit that was given up may take to remove what it has uploaded; the next one removes what is left."""
+"""Seconds that a commit that was given up may take to remove its uploads; the next commit removes the rest."""
 
 BEGUN, WRITTEN = "sunspot-commit", "sunspot-written-{}"
 """Keys of the group's store: the step of the snapshot that rank 0 has begun, and the checkpoint all parts of which are
@@ -111,7 +111,7 @@ class Commit(NamedTuple):
 
     checkpoint: Checkpoint
     seconds: float
-    "How long the commit took."
+    "Duration of the commit."
 
 
 class CheckpointCommitter:
@@ -132,8 +132,8 @@ class CheckpointCommitter:
         """
         self._run, self._attempt, self._settings = run, attempt, settings
         self._writer, self._order, self._journals, self._ledger = writer, order, journals, ledger
-        self._before: CheckpointCommitter | None = None
-        "The one of the group before, in this process, until it has ended."
+        self._previous: CheckpointCommitter | None = None
+        "This process's committer for the previous group, until its commits have ended."
         self._waiting: list[Snapshot] = []
         "The snapshots not begun yet, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
         self._committing: Snapshot | None = None
@@ -146,38 +146,39 @@ class CheckpointCommitter:
         "Failed tries since the last commit."
         self._flush_requested = False
         self._stopped = False
-        "Whether the commit that is under way is to end, as it would not count any more."
+        "True once the commit that is under way must end, because its checkpoint would no longer count."
         self._sent = ""
         "The newest checkpoint whose manifest may be in storage."
         self._newest: Commit | None = None
         self.begun_at = -math.inf
-        "When the newest commit began, by the monotonic clock in seconds."
+        "Beginning of the newest commit, in seconds of the monotonic clock."
         self._thread = threading.Thread(target=self._commit_all, name="checkpoint-commit", daemon=True)
 
     # ---------------------------------------------------------------------------------------- in the training thread
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is not committed yet, of this group or of the one before."""
-        return not self._idle or bool(self._before and self._before.busy)
+        """True while a snapshot of this group or of the previous one is not committed yet."""
+        return not self._idle or bool(self._previous and self._previous.busy)
 
     @property
     def newest(self) -> Commit | None:
-        """The newest checkpoint that was committed, by this group or by one before in this process."""
-        return self._before.newest if self._before else self._newest
+        """The newest checkpoint that this process has committed, in this group or in an earlier one."""
+        return self._previous.newest if self._previous else self._newest
 
     @property
     def _idle(self) -> bool:
         return not (self._committing or self._waiting)
 
-    def follow(self, before: "CheckpointCommitter") -> None:
-        """Begin no commit until that of the group `before`, in this process, has ended."""
-        self._before = before
+    def follow(self, previous: "CheckpointCommitter") -> None:
+        """Begin no commit until those of `previous`, this process's committer for the previous group, have ended."""
+        self._previous = previous
 
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
-        """Stop the commit that is under way if it may not be completed after these attempts; returns whether it is.
+        """Stop the commit that is under way if `attempts` no longer allow it, and return True if it was stopped.
 
-        One in parts needs all processes of its group. Waits for nothing.
+        `attempts` are all of the run. A commit of a state in parts needs all processes of its group. This method does
+        not wait for the commit to end.
         """
         snapshot = self._committing
         if not snapshot:
@@ -227,7 +228,7 @@ class CheckpointCommitter:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Begin no commit any more, as the group has ended; the one that is under way goes on. Waits for nothing."""
+        """Begin no further commit, because the group has ended, and return while the one that is under way goes on."""
         with self._changed:
             while self._waiting:
                 self._waiting.pop().release()
@@ -257,7 +258,7 @@ class CheckpointCommitter:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
                     return None
-            self._await_group_before()
+            self._await_previous_group()
             limit = self._order.limit()
             with self._changed:
                 begun = self._waiting_up_to(limit)
@@ -271,30 +272,30 @@ class CheckpointCommitter:
                     return begun[-1]
                 self._changed.wait(POLL_S)
 
-    def _await_group_before(self) -> None:
-        """Return once the commits of the group before have ended: copies and uploads of a process are bounded."""
-        before = self._before
-        if before:
-            if before._thread.ident:
-                before._thread.join()
-            if not before._stopped:  # an outage of storage lasts until a commit succeeds, in whatever group
-                self._outage = before._outage
-            self._newest = before.newest
-            self._before = None
+    def _await_previous_group(self) -> None:
+        """Wait until the commits of the previous group have ended, so that one process uploads one state at a time."""
+        previous = self._previous
+        if previous:
+            if previous._thread.ident:
+                previous._thread.join()
+            if not previous._stopped:  # an outage of storage lasts until a commit of any group succeeds
+                self._outage = previous._outage
+            self._newest = previous.newest
+            self._previous = None
 
     def _waiting_up_to(self, limit: float) -> list[Snapshot]:
         return [snapshot for snapshot in self._waiting if snapshot.manifest.step <= limit]
 
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
-        """Try until it is committed, a newer snapshot may be begun, or storage has failed for `storage_timeout_s`.
+        """Try until the snapshot is committed, a newer one may begin, or storage has failed for `storage_timeout_s`.
 
-        Raises `SupersededError`, once what was uploaded is removed, when the checkpoint may not be committed any more.
+        If the checkpoint may no longer be committed, removes what was uploaded and raises `SupersededError`.
         """
         try:
             self._try_to_commit(snapshot)
         except SupersededError:
             name = snapshot.manifest.name
-            if self._order.leads and self._sent != name:  # or else another attempt may start from it
+            if self._order.leads and self._sent != name:  # another attempt may start from a manifest that was sent
                 with suppress(StorageError):
                     with_deadline(REMOVAL_S, f"removing {name}", lambda: delete_checkpoint(self._run, name))
             raise
@@ -348,7 +349,7 @@ class CheckpointCommitter:
             committed = replace(snapshot.manifest, files=files, time=time.time())
             self._sent = name
             write_manifest(self._run, committed)
-        # Taken over in between, it is outside the lineage and does not count.
+        # If the run was taken over in between, the checkpoint is outside the lineage and does not count.
         ensure_committer(self._run, self._attempt, name)
         self._newest = Commit(committed, time.monotonic() - began)
         self._delete_expired(committed)
@@ -391,10 +392,10 @@ class CheckpointCommitter:
         directories = list_directories(self._run)
         attempts = read_attempts(self._run)
         if not attempts:
-            return []  # the run has just been deleted: the next commit ends by it
+            return []  # the run has just been deleted; the next commit notices that and ends
         abandoned, committed = list[str](), dict[str, Mapping[str, Entry]]()
         for name, files in directories.items():
-            # A manifest that was on its way for long may arrive after its files have been removed.
+            # A manifest that was delayed on its way to storage may arrive after its files were removed.
             late = files.keys() == {MANIFEST} and step_of(name) < newest.step
             if MANIFEST in files and not late:
                 committed[name] = files

@@ -201,10 +201,10 @@ def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO |
 
 
 def unpack(source: BinaryIO | str) -> Any:
-    """Return what `torch.save` wrote, on the CPU; raises `ValueError` for anything but tensors and plain values.
+    """Load what `torch.save` wrote, on the CPU. Raises `ValueError` for anything but tensors and plain values.
 
-    No code in it is run, and nothing is decompressed. Of a file given by its path, the tensors are its pages, which
-    change for this process alone; one that cannot be mapped is read.
+    No code in `source` is run, and nothing is decompressed. If `source` is a path, the tensors are private mappings of
+    the file's pages; a file that cannot be mapped is read.
     """
     try:
         refuse_compressed(source)
@@ -219,9 +219,10 @@ def unpack(source: BinaryIO | str) -> Any:
 
 
 def refuse_compressed(source: BinaryIO | str) -> None:
-    """Raise `ValueError` for an archive that holds more bytes than it has: `torch.save` compresses nothing.
+    """Raise `ValueError` for a ZIP archive whose members are compressed or overlap.
 
-    A few kilobytes would fill any memory otherwise. A file that is no archive passes.
+    `torch.save` does not compress. An archive of a few kilobytes could otherwise fill any memory. A file that is not an
+    archive passes.
     """
     with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
         if zipfile.is_zipfile(file):

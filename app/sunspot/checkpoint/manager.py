@@ -32,8 +32,8 @@ from sunspot.run.attempts import IN_PLACE, Attempt, checkpoint_name
 from sunspot.run.checkpoints import Checkpoint, is_out_of_patience
 from sunspot.run.history import Journals
 
-BEHIND = ("memory", IN_PLACE)
-"""The tiers of attempts whose first state storage does not have yet."""
+AHEAD_OF_STORAGE = ("memory", IN_PLACE)
+"""Tiers of the attempts that start from a state which is newer than storage's newest checkpoint."""
 
 COPIES_MEASURED = 3
 """Copies in memory after which their cost is reported."""
@@ -82,12 +82,12 @@ class CheckpointManager:
         "Whether the state has been found to be what a restart can load."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
-        self._timer = Timer(-math.inf if attempt.metadata.tier in BEHIND else None)
+        self._timer = Timer(-math.inf if attempt.metadata.tier in AHEAD_OF_STORAGE else None)
         self._committer: CheckpointCommitter | None = None
-        self._before: CheckpointCommitter | None = None
-        "The one of the group before, in this process."
+        self._previous: CheckpointCommitter | None = None
+        "This process's committer of an earlier group."
         self._await_sums: Callable[[], None] | None = None
-        "Returns once collectives on the device have ended (`outlive`)."
+        "Waits until the collectives on the device have ended (`outlive`)."
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
         if place.rank == 0 or self._sharded:
@@ -99,28 +99,28 @@ class CheckpointManager:
 
     def outlive(
         self,
-        before: CheckpointCommitter | None,
+        previous: CheckpointCommitter | None,
         attempts: list[Attempt],
         committed: float | None,
         await_sums: Callable[[], None],
     ) -> None:
-        """Go on from the groups before, of a process that outlives them; call it before the first `save`.
+        """Continue the commits of a process that outlives its groups; call this before the first `save`.
 
-        `before` has the newest commit of this process (None: it has made none). `attempts` are those of the run so far,
-        with this one as the last, and `committed` says when storage got its newest checkpoint, in seconds since the
-        epoch (None: it is not known). `await_sums` returns when collectives on the device have ended, and raises if
-        they were broken off.
+        `previous` is the committer that began this process's newest commit, or None if there was no commit. `attempts`
+        are all of the run so far, with the current one as the last. `committed` is the time at which storage got its
+        newest checkpoint, in seconds since the epoch, or None if that is not known. `await_sums` returns when the
+        collectives on the device have ended, and raises if they were broken off.
         """
         self._await_sums = await_sums
-        self._before = before
-        if before and self._committer:
-            self._committer.follow(before)
+        self._previous = previous
+        if previous and self._committer:
+            self._committer.follow(previous)
         since: float | None = None
-        if before and not before.stop_if_overtaken(attempts):
-            since = before.begun_at
+        if previous and not previous.stop_if_overtaken(attempts):
+            since = previous.begun_at
         elif committed is not None:
             since = time.monotonic() - max(0.0, time.time() - committed)
-        if since is not None and self._attempt.metadata.tier in BEHIND:
+        if since is not None and self._attempt.metadata.tier in AHEAD_OF_STORAGE:
             self._timer = Timer(since)
 
     def name_at(self, step: int) -> str:
@@ -135,8 +135,8 @@ class CheckpointManager:
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it.
 
-        Raises `SettingsError`, after the first step, for a state that could not be loaded again, and the error that
-        ended commits for good, if there was one: some loops never call `wait_for_copy`.
+        Raises `SettingsError`, after the first step, for a state that could not be loaded again. If commits have failed
+        for good, raises their error here too, because some loops never call `wait_for_copy`.
         """
         if self._committer:
             self._committer.raise_if_failed()
@@ -172,13 +172,14 @@ class CheckpointManager:
     ) -> None:
         """Begin to copy the state at `step` to memory; with `to_storage` it becomes a checkpoint.
 
-        `evaluated` is false when an epoch ends here unevaluated. A copy for storage, or one that is `needed`, waits for
-        the one before; others are left out while that is on its way. Call `wait_for_copy` before parameters change.
+        `evaluated` is False if an epoch ends here without an evaluation. A copy for storage, or one that is `needed`,
+        waits for the previous copy; any other copy is skipped while the previous one is under way. Call `wait_for_copy`
+        before parameters change.
         """
         began = time.thread_time()  # waiting for slower workers is no cost: the next gradients would
         if self._place.group and self._settings.snapshot_cost:
             sync_buffers(self._saved.model)
-            # NCCL leaves anything in buffers when it is aborted, and a copy with those would be marked as complete.
+            # An aborted NCCL collective leaves arbitrary values in buffers, but their copy would be marked as complete.
             if self._await_sums and next(self._saved.model.buffers(), None) is not None:
                 self._await_sums()
         windows = self._ledger.gather(step)
@@ -234,9 +235,9 @@ class CheckpointManager:
 
     @property
     def committer(self) -> CheckpointCommitter | None:
-        """The committer that began the newest commit of this process, in this group or one before; None: none has."""
+        """The committer that began this process's newest commit, in this group or in an earlier one."""
         own = self._committer
-        return own if own and own.begun_at > -math.inf else self._before
+        return own if own and own.begun_at > -math.inf else self._previous
 
     @property
     def newest(self) -> Checkpoint | None:

@@ -67,7 +67,7 @@ class SavedObjects:
     "Saved in the place of the weights."
     more_files: MoreFiles | None = None
     stepped: "OptimizerOnlyParameters | None" = None
-    "What earlier groups have found out about the parameters, in a process that outlives them."
+    "The parameters that only the optimizer changes, as this process found in earlier groups."
 
     def state(self) -> dict[str, Any]:
         """Return the state_dicts of `model` and `optimizer`, with the very tensors that are trained."""
@@ -115,10 +115,10 @@ class OptimizerOnlyParameters:
         self.ids: set[int] | None = None
         "Their `id`; None: not known yet."
         self.moved = set[int]()
-        "The `id` of each parameter that the second step has changed before the optimizer did, uncounted by PyTorch."
+        "The `id` of each parameter that the second step changed before the optimizer did, without PyTorch counting it."
 
     def begin_group(self) -> None:
-        """Forget the first step, unless the second one has been compared: the values may be another worker's now."""
+        """Forget the values after the first step if they were not compared yet, as they may now be another worker's."""
         if self.ids is None:
             self._after_first = []
 

@@ -72,14 +72,14 @@ NODE_GROUP = "RAY_NODE_TYPE_NAME"
 
 
 class Readers(NamedTuple):
-    """Functions that read what a group may start from."""
+    """Functions that read the checkpoints and copies from which a group may start."""
 
     checkpoint: Callable[[Checkpoint], list[str]] | None = None
-    "Returns the faults that it saw on this rank; None: every byte is compared."
+    "Loads a checkpoint on this rank and returns its faults. If it is None, every byte is compared with the manifest."
     parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
-    "Returns the damaged ones among these copies, which this rank reads."
+    "Reads the copies of parts that this rank needs, and returns the damaged ones."
     copies: Callable[[list[NodeInventory]], list[NodeInventory]] = lambda inventories: inventories
-    "Adds the copies in memory to the inventories. All workers call it together, if no live state counts."
+    "Adds the copies in memory to the inventories. All workers call it together if no live state can be used."
 
 
 ANY_READERS = Readers()
@@ -175,12 +175,12 @@ def begin_attempt(
 ) -> StartPoint | None:
     """Claim the next attempt, given what is on each rank's node, and choose its start; None if this job may not train.
 
-    A live state is looked for first: if one counts, the copies in memory are not needed. A checkpoint is chosen by its
-    manifest and the listing, and found to be whole or damaged by whoever loads it: the `readers`. One that any rank
-    finds damaged is passed over by all of them, and so is a damaged copy of a part. All workers of `group` (None: one
-    alone) call this together. Rank 0 raises `StorageError` when storage refuses for longer than `storage_timeout_s`,
-    `ConflictError` when the run was begun anew with other settings meanwhile, and `DamageError` like
-    `refuse_to_begin_anew`.
+    This looks for a live state first. If a live state can be used, the copies in memory are not needed. Otherwise a
+    checkpoint is chosen by its manifest and the listing, and the `readers` that load it find out whether it is intact.
+    If any rank finds a checkpoint or a copy of a part damaged, all ranks pass over it. All workers of `group` (None: a
+    worker alone) call this together. Rank 0 raises `StorageError` if storage refuses for longer than
+    `storage_timeout_s`, `ConflictError` if the run was begun again with other settings meanwhile, and `DamageError`
+    like `refuse_to_begin_anew`.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 

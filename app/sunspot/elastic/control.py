@@ -53,8 +53,8 @@ class ControlChannel:
         "Nodes on which processes were lost that others outlive, since a judge was asked."
         self._free_memory: dict[str, int] = {}
         "Of each GPU, as the newest group began on it."
-        self._unfit: Counter[str] = Counter()
-        "Replacements that could not train, by node."
+        self._failed_replacements: Counter[str] = Counter()
+        "Number of replacements that could not train, by node."
         self._left_out: list[LeftOut] = []
         "Nodes left out since the newest group began."
 
@@ -109,10 +109,10 @@ class ControlChannel:
             noticed = self._incident.noticed or hang.time
             self._incident = replace(self._incident, noticed=noticed, cause=cause, detail=detail)
 
-    def count_unfit(self, node: str) -> int:
-        """Count a replacement that could not train, and return how many there were on its node."""
-        self._unfit[node] += 1
-        return self._unfit[node]
+    def count_failed_replacement(self, node: str) -> int:
+        """Count a replacement that could not train, and return how many of them its node has had."""
+        self._failed_replacements[node] += 1
+        return self._failed_replacements[node]
 
     def set_progress(self, progress: Progress) -> None:
         """Keep how far the group is."""

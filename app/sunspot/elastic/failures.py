@@ -86,10 +86,10 @@ class FailureJudge:
     """Decides whether a worker group is followed by another.
 
     At most `max_failures` are, in a row without a new checkpoint, or a new step where the others train on, besides
-    MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. Where the others train on, as
-    many workers as the group had may be lost in one step: those of a zone go within seconds of each other. The control
-    channel keeps the counts, as each of Ray's trainers has a judge of its own. `leave_out` is called before each group;
-    what it raises as `SunspotError` ends the run.
+    MAX_STARVED that got no rows, and RESTORES that came to no step from a copy in memory. Where the others train on,
+    the losses within one step end the run only if they are as many as the group had workers, because a zone's workers
+    are lost within seconds of each other. The control channel keeps the counts, as each of Ray's trainers has a judge
+    of its own. `leave_out` is called before each group; what it raises as `SunspotError` ends the run.
     """
 
     def __init__(
@@ -120,9 +120,10 @@ class FailureJudge:
         return goes_on
 
     def _judge(self, end: GroupEnd, lost: int, alone: bool) -> tuple[bool, str, FailureCounts]:
-        """Decide whether another group starts, say why not, or how often one still may, and count this one.
+        """Decide whether another group starts, and count the end of this one.
 
-        `lost` is the number of workers that were lost.
+        `lost` is the number of workers that were lost. Returns the decision, its reason (or how many failures are left)
+        and the new counts.
         """
         alike = in_user_code_alike(end.errors)
         counts = end.counts.since(end.progress.step if alone else end.progress.committed)

@@ -21,31 +21,33 @@ MACHINE_LIMIT_S = 1.0
 AUTHENTICATE_S = 5.0
 """Seconds that a process has to prove that it belongs to this training."""
 
-SPARE_STRANGERS = 16
-"""Unauthenticated connections that are kept besides two for each worker."""
+EXTRA_UNAUTHENTICATED = 16
+"""Unauthenticated connections that are kept in addition to two for each worker."""
 
 LOOK_EVERY_S = 0.5
-"""Interval at which the listener looks for connections that have taken too long to authenticate."""
+"""Interval in seconds at which the listener looks for connections that have taken too long to authenticate."""
 
 PAUSE_S = 0.1
-"""Pause after a connection could not be accepted, for example because the process can open no more files."""
+"""Pause in seconds after a connection could not be accepted, for example because too many files are open."""
 
 CONNECTION_ERRORS = (EOFError, OSError, AuthenticationError)
-"""What reading and writing may raise when the other process is gone, silent, or a stranger."""
+"""Errors of reading and writing if the other process is gone, silent, or does not know the key."""
 
 
 class MemberListener:
-    """Listens on one address while the context lasts, and serves each process that knows the key in its own thread."""
+    """Listens on one address while the context lasts, with a thread for each process that knows the key."""
 
     def __init__(self, host: str, key: bytes, size: int, serve: Callable[[Connection], None]) -> None:
-        """`size` workers are expected. `serve` may raise one of CONNECTION_ERRORS, which ends the connection, too."""
-        self._key, self._serve, self._most = key, serve, 2 * size + SPARE_STRANGERS
+        """`size` workers are expected. `serve` ends the connection if it returns or raises one of CONNECTION_ERRORS."""
+        self._key = key
+        self._serve = serve
+        self._most = 2 * size + EXTRA_UNAUTHENTICATED
         self._socket = create_server(host)
         self._socket.settimeout(LOOK_EVERY_S)
         self.port: int = self._socket.getsockname()[1]
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, float] = {}
-        "Unauthenticated connections, oldest first, and when the time of each is over (`monotonic`)."
+        self._unauthenticated: dict[socket.socket, float] = {}
+        "Unauthenticated connections, oldest first, with the deadline of each (`monotonic`)."
         self._closing = False
 
     def __enter__(self) -> Self:
@@ -71,7 +73,7 @@ class MemberListener:
                 accepted.settimeout(None)
                 self._end_overdue(most=self._most - 1)
                 with self._lock:
-                    self._strangers[accepted] = time.monotonic() + AUTHENTICATE_S
+                    self._unauthenticated[accepted] = time.monotonic() + AUTHENTICATE_S
                 try:
                     start_thread(partial(self._admit, accepted), "member")
                 except RuntimeError:  # no more threads can be started
@@ -79,18 +81,18 @@ class MemberListener:
                     time.sleep(PAUSE_S)
 
     def _end_overdue(self, most: int = sys.maxsize) -> None:
-        """End the unauthenticated connections whose time is over, and the oldest ones beyond `most`."""
+        """End the unauthenticated connections whose deadline has passed, and the oldest ones beyond `most`."""
         with self._lock:
-            excess = len(self._strangers) - most
-            for number, (stranger, until) in enumerate(list(self._strangers.items())):
+            excess = len(self._unauthenticated) - most
+            for number, (pending, until) in enumerate(list(self._unauthenticated.items())):
                 if number < excess or time.monotonic() > until:
-                    del self._strangers[stranger]
+                    del self._unauthenticated[pending]
                     with contextlib.suppress(OSError):
-                        stranger.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+                        pending.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
 
     def _forget(self, accepted: socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(accepted, None)
+            self._unauthenticated.pop(accepted, None)
         accepted.close()
 
     def _admit(self, accepted: socket.socket) -> None:
@@ -115,15 +117,15 @@ class MemberListener:
 
 
 def create_server(host: str) -> socket.socket:
-    """Return a socket that listens on `host` alone, at a free port."""
+    """Return a socket that listens on a free port of `host` alone."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=128)
 
 
 def open_connection(host: str, port: int, key: bytes, limit_s: float) -> Connection:
-    """Open an authenticated connection to the driver, each of whose answers may take `limit_s`.
+    """Open an authenticated connection to the driver.
 
-    Raises one of CONNECTION_ERRORS. The limit holds until `expect_answers` is called.
+    Each answer of the driver may take `limit_s`, until `expect_answers` is called. Raises one of CONNECTION_ERRORS.
     """
     with socket.create_connection((host, port), limit_s) as opened:
         opened.settimeout(None)
@@ -151,7 +153,7 @@ def expect_answers(connection: Connection) -> None:
 
 
 def _limit_reads(own: socket.socket, limit_s: float) -> None:
-    """Have each read of a socket fail that waits for longer than `limit_s` (0: no limit); see socket(7)."""
+    """Make each read of a socket fail after `limit_s` seconds (0: no limit); see SO_RCVTIMEO in socket(7)."""
     seconds = int(limit_s)
     own.setsockopt(
         socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, int(1_000_000 * (limit_s - seconds)))

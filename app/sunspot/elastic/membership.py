@@ -7,8 +7,8 @@ whose nodes are to go, change it too, but between two steps: the members are tol
 No two open generations exist, and only members of the newest one are told to form a group: whoever is cut off from the
 decider is in none, and ends.
 
-The newest state is never left behind: while the only members that have it are on draining nodes, they stay in the
-group, hand the state over, and leave at the next change.
+The newest state is never left behind. While only members on draining nodes have it, they stay in the group, hand the
+state over, and leave at the next change.
 """
 
 import math
@@ -23,7 +23,8 @@ FIRST_WAIT_S, NEXT_WAIT_S = 60.0, 15.0
 comes then may have the newer copy of the state, but nodes come when they come, and join."""
 
 ONLY_COPIES, NO_STATE = -1, -2
-"""Stand for the step of a member without a usable state, whose node may have a copy in memory, and of a newcomer."""
+"""Placeholders for the step of a process without a usable state: a member, whose node may have a copy in memory, and a
+newcomer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         "All that live, by uid, in the order in which they came."
         self._standing: dict[str, int | None] = {}
-        "The step of the state of each process that stands, by uid; None if it has no usable state."
+        "Step of the state of each process that asks to be in the next generation, by uid; None without a usable state."
         self._draining: frozenset[str] = frozenset()
         self.generation = Generation(0, ())
         "The newest one."
@@ -101,9 +102,9 @@ class Membership:
         self._members[member.uid] = member
 
     def stand(self, uid: str, now: float, step: int | None = None) -> None:
-        """Note that a process wants to be in the next generation; a member's word closes the present one.
+        """Note that a process asks to be in the next generation. If it is a member, this closes the present one.
 
-        `step` is that of the process's state; None if it has no usable state.
+        `step` is the step of the process's state, or None if it has no usable state.
         """
         if uid not in self._members:
             return
@@ -127,7 +128,7 @@ class Membership:
                 self._first_stood = now
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Note which nodes are to go: generations do without them once others have the state.
+        """Note which nodes will go away: generations leave them out once others have the state.
 
         None is ever to stay again: one that has just gone may not have closed its members' connections yet.
         """
@@ -147,7 +148,7 @@ class Membership:
 
     @property
     def leavers(self) -> list[Member]:
-        """The members that are to leave the newest generation, as others have the state."""
+        """The members that the next generation will leave out, because others have the state."""
         wanted = self._wanted() if self._open else self._inside()
         return [member for member in self.generation.members if member.uid not in wanted]
 
@@ -175,7 +176,7 @@ class Membership:
         return {member.uid for member in self.generation.members}
 
     def _wanted(self) -> set[str]:
-        """Return who would be in the next generation if it formed now, with the members' states equally new."""
+        """Return the uids of the next generation if it formed now and all members had equally new states."""
         return {member.uid for member in self._choose([*self._standing, *self._inside()])}
 
     def _ask_for_change(self) -> list[tuple[str, Word]]:
@@ -207,8 +208,9 @@ class Membership:
     def _choose(self, candidates: Collection[str]) -> tuple[Member, ...]:
         """Choose the next members: those of the last generation keep their order, and newcomers follow.
 
-        A candidate on a draining node is left out if a member that stays has as new a state, or if others stay and the
-        candidate has none. A newcomer's state does not count for this: members may have trained since it was away.
+        A candidate on a draining node is left out if a member on a staying node has a state at least as new. A newcomer
+        without a state is left out there, too, if others stay. The state of a newcomer on a staying node does not
+        count, because the members may have trained since it left.
         """
         order = {member.process or member.uid: place for place, member in enumerate(self.generation.members)}
         living = [self._members[uid] for uid in self._members if uid in set(candidates)]
@@ -219,7 +221,7 @@ class Membership:
         return tuple(member for member in living if member in staying or self._step_of(member) > newest)
 
     def _step_of(self, member: Member) -> float:
-        """Return the step of a process's state; a member that trains has the newest one."""
+        """Return the step of a process's state; a member that trains has the newest state."""
         is_member = self._is_member(member.uid)
         if self._open and is_member:
             return math.inf

@@ -47,10 +47,10 @@ HEARTBEAT_EVERY_S = 0.1
 BEAT, END = "beat", "end"
 
 ASK_LIVING = "living"
-"""First word of a connection that asks which processes live."""
+"""First message on a connection that asks which processes live."""
 
 MACHINE_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors of a connection whose other machine does not answer; a process that ends closes its connection instead."""
+"""Errors of a connection to a machine that does not answer. A process that ends closes its connection instead."""
 
 PROCESS_LIMIT_S = 10.0
 """For which a member may send no heartbeat: one that is starved, or keeps Python's lock, sends none for seconds."""
@@ -60,12 +60,14 @@ DECIDE_EVERY_S = 0.02
 STORE_TIMEOUT_S = 60
 
 RECONNECT_S = 60.0
-"""Seconds for which a process tries to reach the driver; if the driver is gone, Ray ends the process sooner."""
+"""Seconds for which a process tries to reach the driver. If the driver is gone, Ray ends the process sooner."""
 
 ANSWER_S = 10.0
-"""Seconds that a driver may take for each answer while a connection is opened: a stopped one accepts, and is silent."""
+"""Seconds that the driver may take for each answer while a connection is opened. The kernel of a stopped driver accepts
+connections, but the driver never answers."""
 
 RETRY_S = 0.2
+"""Pause in seconds between two tries to reach the driver."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,17 @@ class MembershipAddress:
 
 @dataclass(frozen=True)
 class Patience:
-    """Tells the decider for how many seconds the sender may send no heartbeat."""
+    """Tells the decider how many seconds without a heartbeat to allow the sender."""
 
     limit_s: float
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Tells the decider that the sender stands for the next generation."""
+    """Tells the decider that the sender asks to be in the next generation."""
 
     step: int | None
-    "The step of its state; None if it has no usable state."
+    "Step of the sender's state; None if it has no usable state."
 
 
 class MembershipServer:
@@ -108,8 +110,9 @@ class MembershipServer:
         host = LOOPBACK if is_own_session() else ray.util.get_node_ip_address()
         key = secrets.token_bytes(16)
         self._listener = MemberListener(host, key, size, self._serve)
-        # The driver has the store, because one of a member would be gone with it. torch (2.15) would listen on all
-        # interfaces. It takes no store that is written in Python (`Store.clone`), so this one cannot authenticate.
+        # The store is in the driver, because a store in a member would be lost with it. By itself torch (2.15) listens
+        # on all interfaces. It accepts no store that is written in Python (`Store.clone`), so the store cannot ask for
+        # the key.
         listening = create_server(host)
         store_port: int = listening.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -174,9 +177,9 @@ class MembershipServer:
                     self.state.end(member.uid)
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
-        """Tell why the present group ends, unless its member has gone when it was to go.
+        """Report why the present group ends, unless the member left when it was meant to.
 
-        `error` ended the connection; None if the member was silent for too long.
+        `error` is what ended the connection; None if the member was silent for too long.
         """
         place = self.state.generation.place_of(member.uid)
         if place is None or self.state.ended:
@@ -219,7 +222,7 @@ class MembershipServer:
 
 
 def ask_living(address: MembershipAddress) -> list[str]:
-    """Return the uids of the processes that the decider takes for living. Raises one of CONNECTION_ERRORS."""
+    """Return the uids of the processes that are alive, as far as the decider knows. Raises one of CONNECTION_ERRORS."""
     with open_connection(address.host, address.port, address.key, ANSWER_S) as connection:
         connection.send(ASK_LIVING)
         living: list[str] = connection.recv()
@@ -232,11 +235,11 @@ class DeciderLostError(ConnectionError):
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A connection to the decider, and what has come over it."""
+    """A connection to the decider, and the generations that it has announced."""
 
     connection: Connection
     uid: str
-    "How the decider knows this process as long as the connection lasts."
+    "The decider's name for this process while the connection lasts."
     formed: queue.Queue[Generation | None] = field(default_factory=queue.Queue)
 
 
@@ -249,9 +252,9 @@ class MembershipClient:
         self._connecting, self._sending = threading.Lock(), threading.Lock()
         self._link: Link | None = None
         self._left = False
-        "Whether this process has left for good."
+        "True once this process has left for good."
         self.connections = 0
-        "How often it has connected: once, and once more each time that it was taken for lost."
+        "Number of connections so far: one, and one more each time that this process was taken for lost."
         self._others_train = False
         self._patience_s = PROCESS_LIMIT_S
         self._generation = 0
@@ -264,7 +267,7 @@ class MembershipClient:
         "Number of the newest generation that is to change once a step is done."
 
     def connect(self) -> bool:
-        """Enter the decider's list as a newcomer, if this process is not in it, and return whether others train.
+        """Enter the decider's list as a newcomer, if this process is not in it, and return True if others train.
 
         Raises `DeciderLostError`.
         """
@@ -305,7 +308,7 @@ class MembershipClient:
     def stand(self, step: int | None) -> tuple[Generation, int] | None:
         """Leave the present generation, and return the next one and the rank in it, however long that takes.
 
-        `step` is that of this process's state; None if it has no usable state. Returns None if there is no next
+        `step` is the step of this process's state, or None if it has no usable state. Returns None if there is no next
         generation. Raises `DeciderLostError`.
         """
         self._leave()
@@ -343,9 +346,9 @@ class MembershipClient:
 
     @contextlib.contextmanager
     def patience(self, limit_s: float) -> Iterator[None]:
-        """Have the decider wait up to `limit_s` for a heartbeat in this context: code may keep Python's lock for long.
+        """Make the decider wait up to `limit_s` (0: without a limit) for a heartbeat while this context lasts.
 
-        0: without a limit.
+        Use it around code that may hold the GIL for long.
         """
         before = self._patience_s
         self._set_patience(max(before, limit_s or math.inf))
@@ -386,10 +389,10 @@ class MembershipClient:
             time.sleep(HEARTBEAT_EVERY_S)
 
     def _stay_connected(self, link: Link) -> None:
-        """Listen until the connection ends, and open the next one at once, so that the decider knows who lives."""
+        """Listen until the connection ends, and open the next one at once, so that this process counts as living."""
         self._listen(link)
         if not self._left:
-            with contextlib.suppress(DeciderLostError):  # `stand` tries again, and raises it
+            with contextlib.suppress(DeciderLostError):  # `stand` tries again, and raises the error
                 self.connect()
 
     def _listen(self, link: Link) -> None:

@@ -108,9 +108,9 @@ class FailureCounts:
     kept: int = -1
     "Step of the newest checkpoint then; of the newest step, where the others trained on."
     lost: int = 0
-    "Workers lost since the newest step, where the others trained on."
+    "Workers lost since the newest step, if the others trained on."
     workers: int = 0
-    "Size of the group when the first of these was lost."
+    "Size of the group when the first of these workers was lost."
     error: tuple[object, ...] | None = None
     "What the newest one failed with, if all of its ranks did so alike."
 

@@ -85,8 +85,8 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 def first_incident(start: StartPoint) -> Incident:
     """Say why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
 
-    Another start of the run was alive if storage took a status of its after this driver had begun, or in another place
-    shortly before the claim. One of the same job is a driver that was lost: its workers may outlive it for a minute.
+    Another start of the run was alive if it wrote a status after this driver had begun, or, in another place, shortly
+    before the claim. A start of the same job is a driver that was lost; its workers may outlive it for a minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:

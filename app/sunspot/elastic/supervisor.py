@@ -91,7 +91,7 @@ class Supervisor:
         trains on until the head takes everything with it.
         """
         group, draining = self._control.ask(ControlChannel.group), draining_nodes()
-        if self._membership:  # which may have formed a group that the control channel does not know yet
+        if self._membership:  # it may have formed a group that the control channel does not know yet
             self._membership.drain(draining)
         if self._membership and group:  # lost workers are replaced: only room for more is news
             group = replace(group, world_size=max(group.world_size, self._membership.state.size))

@@ -57,7 +57,7 @@ SPARED_S = 10
 on in the next (train/survivor.py)."""
 
 STDERR = 2
-"""Descriptor of the process's own stderr, which `sys.stderr` may stand in front of."""
+"""Descriptor of the process's own stderr, even if `sys.stderr` is another stream."""
 
 FILES = "sunspot-hang-"
 """How the name of the file of each process begins."""
@@ -69,7 +69,7 @@ MAX_STACKS = 20_000
 """Characters of stacks kept in an event, so that the journal stays small; the training thread comes first."""
 
 MAX_DUMP_BYTES = 1 << 20
-"""Bytes read of a dump: `faulthandler` writes at most 100 frames of each of 100 threads."""
+"""Largest number of bytes that are read of a dump. `faulthandler` writes at most 100 frames of each of 100 threads."""
 
 COLLECTIVES = (
     "/torch/distributed/",
@@ -107,7 +107,7 @@ class Watchdog:
         on_hang: OnHang,
         around_pauses: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """`around_pauses` makes a context for each time that no heartbeat is expected."""
+        """`around_pauses` makes a context in which the watchdog is paused, each time that no heartbeat is expected."""
         self._around_pauses = around_pauses
         self._run, self._rank, self._world_size = run, rank, world_size
         self._timeout_s, self._on_hang = timeout_s, on_hang
@@ -214,7 +214,7 @@ class Watchdog:
 
 @functools.cache
 def _cancel_timers_at_fork() -> None:
-    """Have no fork copy a timer, once for this process: the child has its lock but not its thread, and would wait."""
+    """Cancel the timer before each fork: a child would have the timer's lock without its thread, and hang."""
     os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
 
 
@@ -222,13 +222,13 @@ def _cancel_timers_at_fork() -> None:
 def ended_after(limit_s: float, until: str) -> Iterator[None]:
     """End this process, with its stacks on stderr, if the context lasts for `limit_s` seconds.
 
-    The message says that the process waited `until` something happened. No watchdog may be at work meanwhile: there is
-    one timer in a process that needs no Python.
+    The message says that the process waited `until` something happened. No watchdog may be active meanwhile, because a
+    process has only one timer that works without the GIL (`faulthandler`).
     """
     _cancel_timers_at_fork()
 
     def end() -> None:
-        print(f"this process ends itself, as it waited {limit_s:.0f} s until {until}", file=sys.stderr, flush=True)
+        print(f"this process ends itself, because it waited {limit_s:.0f} s until {until}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(STDERR)
         os._exit(1)
 
@@ -302,7 +302,7 @@ def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
 
 
 def _read_own(path: Path) -> str:
-    """Read a dump, of at most MAX_DUMP_BYTES. Raises `OSError` for a link and for what another user left there."""
+    """Read at most MAX_DUMP_BYTES of a dump. Raises `OSError` for a link and for a file of another user."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not S_ISREG(found.st_mode) or found.st_uid != os.getuid():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @functools.cache
 def own_log() -> Path:
-    """Return where NCCL logs in this process, if it is to: in a folder of its own, which goes with the process."""
+    """Return the path of NCCL's log in this process, in a folder of its own that is removed when the process exits."""
     folder = tempfile.mkdtemp(prefix="sunspot-nccl-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder, "log")

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 FORM_LIMIT_S = 20
-"""Seconds in which the members of a group must meet and connect; the loss of a member ends that sooner."""
+"""Seconds in which the members of a group must meet and connect. The loss of a member ends their wait sooner."""
 
 NCCL_LIMIT_S = 120
-"""Seconds that the first collective of NCCL may take: it looks for all paths between the GPUs, and connects them."""
+"""Seconds that NCCL's first collective may take, which finds all paths between the GPUs and connects them."""
 
 LOOPBACK = "127.0.0.1"
 
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Keeps gloo and NCCL from listening on other interfaces, if the environment names none."""
+"""Environment variables that make gloo and NCCL listen on the loopback interface alone, unless they are set already."""
 
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # or torch ends the process when a member is gone
@@ -43,22 +43,24 @@ class ProcessGroups:
     def __init__(self, device: torch.device, limit_s: float, decider: tuple[str, int] = ("", 0)) -> None:
         """Gradients are summed on `device`; no collective on the CPU waits for longer than `limit_s`.
 
-        Connections to the `decider`, which may open while a group forms, are never cut.
+        Connections to the address of the `decider`, which may open while a group forms, are never cut.
         """
-        self._device, self._limit, self._decider = device, timedelta(seconds=limit_s), decider
+        self._device = device
+        self._limit = timedelta(seconds=limit_s)
+        self._decider = decider
         self._ending = threading.Lock()
         self._before: set[str] | None = None
         "The sockets there were before a group began to form; None: none does."
         self._own: set[str] = set()
         "The sockets of those that have formed."
         self._of_gloo: set[str] = set()
-        "Those among them that NCCL has no part in."
+        "The sockets among them that belong to gloo."
         self._form_by = math.inf
-        "When the groups that form now must have formed (`monotonic`)."
+        "Deadline of the groups that are forming (`monotonic`)."
 
     @property
     def overdue(self) -> bool:
-        """Whether groups have been forming for too long."""
+        """True if groups have been forming for too long."""
         return time.monotonic() > self._form_by
 
     def form(
@@ -66,8 +68,9 @@ class ProcessGroups:
     ) -> dist.ProcessGroup:
         """Form both in a store, and return that for agreements. Raises `RuntimeError` when a member is lost meanwhile.
 
-        Call it in the context of `forming`. The store is opened here as its connection, too, is cut. torch's own limits
-        are those of later collectives, so after `limit_s` the groups are `overdue`, and who sees that cuts them.
+        Call it in the context of `forming`. The store is opened here, so that `cut` closes its connection, too. torch's
+        own limits are those of later collectives. So after `limit_s` the groups are `overdue`, and the caller cuts
+        them.
         """
         self._form_by = time.monotonic() + limit_s
         if self._decider[0] == LOOPBACK:
@@ -85,7 +88,7 @@ class ProcessGroups:
             self._form_by = time.monotonic() + NCCL_LIMIT_S
             dist.all_reduce(torch.zeros(1, device=self._device))
             await_device(self._device)
-            if self.overdue:  # it was aborted, and raises nothing
+            if self.overdue:  # an aborted collective raises nothing
                 raise RuntimeError(f"NCCL did not connect within {NCCL_LIMIT_S} s")
         self._form_by = math.inf
         return cast(dist.ProcessGroup, agreements)
@@ -112,7 +115,7 @@ class ProcessGroups:
     def leave(self) -> None:
         """Forget them, as their generation has ended."""
         with self._ending:
-            # Or the destructor would wait for a collective that is under way, for as long as a peer stands still.
+            # Otherwise the destructor would wait for a collective that is under way, as long as a peer stands still.
             _shut_down(self._of_gloo, self._decider)
             self._own, self._of_gloo = set(), set()
             if dist.is_initialized():
@@ -126,7 +129,7 @@ def await_device(device: torch.device) -> None:
 
 
 def _shut_down(names: set[str], spared: tuple[str, int]) -> None:
-    """Shut down the connections among these sockets, but those to one address, which ends what waits for them."""
+    """Shut down the connections among these sockets, which ends what waits for them; `spared` is an address to keep."""
     for descriptor, name in list(_sockets()):
         if name not in names:
             continue

@@ -9,7 +9,7 @@ ray._raylet.PlacementGroupID       to give back what a failed controller had res
                                    groups that one has made oneself
 ray._private.state.actors          to find controllers: the public ray.util.state asks the dashboard, which local
                                    sessions do not have
-an actor handle's _actor_id        to tell which of the training's processes a worker of the group is
+an actor handle's _actor_id        to find the membership's entry of a worker
 core_worker.kill_actor             to end one that waits for a node: the public `ray.kill` wants its handle, which the
                                    trainer keeps to itself
 """
@@ -29,13 +29,14 @@ from sunspot.log import warn_once
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""Seconds between two looks whether workers that have not answered still live."""
+"""Interval in seconds at which workers that have not answered are checked again."""
 
 ANSWER_S = 10.0
-"""Seconds that a worker may take to answer if nobody else knows that it lives: as long as it may send no heartbeat."""
+"""Seconds that a worker may take to answer if it is not known to live; the membership allows as much between
+heartbeats."""
 
 LIVING_S = 600.0
-"""The same, in seconds, for a worker that is known to live: it is busy, or the network to it is slow."""
+"""Seconds that a worker may take to answer if it is known to live, because it may be busy or its network slow."""
 
 
 class GroupRestartError(RayActorError):
@@ -90,7 +91,7 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
     To replace one, Ray asks all others to forget what they have reported, and fails when one of these is dead, too
     (`_replace_replica_group_impl`, 2.60). So it learns of all that are dead first. Where one dies meanwhile, Ray would
     replace again also those that it had replaced before, or fail; it only is to find out at its next look.
-    `find_living` returns names that begin with the actor ids of the workers that are known to live.
+    `find_living` returns the names of the workers that are known to live, each of which begins with an actor id.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -145,8 +146,8 @@ def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) ->
 def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str]:
     try:
         return find_living()
-    except Exception as error:  # without an answer nobody is known to live
-        log.debug("who lives is not known: %s", error)
+    except Exception as error:  # without an answer, no worker is known to live
+        log.debug("it is not known which workers live: %s", error)
         return ()
 
 
@@ -170,7 +171,7 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
         return
 
     def unwrap(error: Exception) -> Exception:
-        """Return what a health check found; a worker that does not answer it is lost, like one that has ended."""
+        """Return the error that a health check found; a worker that does not answer counts as lost."""
         if isinstance(error, WorkerHealthCheckTimeoutError):
             return RayActorError(error_msg=str(error))
         found: Exception = getattr(error, "health_check_failure", error)

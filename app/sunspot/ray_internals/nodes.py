@@ -1,9 +1,10 @@
 """Nodes as Ray sees them: which were told to go, which still answer, and how to send one away.
 
 ray._private.state.state.get_draining_nodes   which nodes are preempted, and until when: no public API tells
-ray._private.worker._global_node              whether this process has started the cluster: the public API does not
-                                              tell a session of one's own from a cluster's
-node:__internal_head__                        the resource that marks the head's node, which no public name does
+ray._private.worker._global_node              whether this process has started Ray itself: the public API does not
+                                              distinguish a local session from a cluster
+node:__internal_head__                        the resource of the head's node: the public API does not say which node
+                                              that is
 ray._raylet.GcsClient.drain_node              to give back nodes of a group that better ones have come for: of the
                                               public API, only `ray start` drains, and its own node
 """
@@ -28,7 +29,7 @@ CONNECTIONS = 32
 
 
 def is_own_session() -> bool:
-    """Return True if this process started Ray itself: then all of the session's processes are on this machine."""
+    """Return True if this process started Ray itself, so that all of the session's processes are on this machine."""
     import ray._private.worker
 
     node = getattr(ray._private.worker, "_global_node", None)
@@ -36,7 +37,7 @@ def is_own_session() -> bool:
 
 
 def head_nodes() -> set[str]:
-    """Return Ray's ids of the nodes that run the cluster's head."""
+    """Return Ray's ids of the nodes on which the cluster's head runs."""
     return {str(node["NodeID"]) for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
 
 

@@ -19,16 +19,19 @@ from sunspot.run.failures import describe_failure, record_failure
 from sunspot.train.join import FAILURE_S, WorkerConfig
 
 TRIES_ON_NODE = 2
-"""Replacements that may fail on one node before the node is left out."""
+"""Number of replacements that may fail on one node before the node is left out."""
 
-PAUSE_S, MOST_DOUBLINGS = 10.0, 6
-"""Pause before the end of a replacement whose node cannot be left out, and how often the pause doubles: to 640 s."""
+PAUSE_S = 10.0
+"""Pause in seconds before the end of a replacement whose node cannot be left out. It doubles with each replacement."""
+
+MAX_DOUBLINGS = 6
+"""Largest number of times that the pause doubles, to 640 s."""
 
 
 def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
     """Report why this process cannot train, and end it, so that Ray replaces it as it replaces any lost process.
 
-    Raising the error instead would end all workers, because Ray Train takes it for an error of the training.
+    Raising the error instead would end all workers, because Ray Train would take it for an error of the whole training.
     """
     try:
         report(error, config)
@@ -41,20 +44,20 @@ def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
 
 
 def report(error: Exception, config: WorkerConfig) -> None:
-    """Tell the driver and storage of the error, and have further replacements start elsewhere, or less often."""
+    """Report the error to the driver and to storage, and make further replacements start elsewhere or less often."""
     print(format_trace(error), file=sys.stderr)
     control, node = config.control, ray.get_runtime_context().get_node_id()
-    tries = control.try_ask(ControlChannel.count_unfit, node) or 1
+    tries = control.try_ask(ControlChannel.count_failed_replacement, node) or 1
     line = f"a replacement on node {node[:12]} could not train, and ends: {type(error).__name__}: {shorten(error)}"
     control.tell(ControlChannel.log, f"{line}; the others train on")
     with suppress(TimeoutError, StorageError):
         start_thread(lambda: _record(error, config.run, control), "record-end").result(FAILURE_S)
     if tries >= TRIES_ON_NODE and not leave_out(node, control, f"{tries} replacements could not train on it"):
-        time.sleep(PAUSE_S * 2 ** min(tries - TRIES_ON_NODE, MOST_DOUBLINGS))
+        time.sleep(PAUSE_S * 2 ** min(tries - TRIES_ON_NODE, MAX_DOUBLINGS))
 
 
 def leave_out(node: str, control: ControlClient, why: str) -> bool:
-    """Drain a node, and return True, unless it is the head's or a worker trains there."""
+    """Drain a node and return True, unless the head or a training worker is on it."""
     group = control.try_ask(ControlChannel.group)
     if node in head_nodes() or (group and node in group.nodes.values()):
         return False
