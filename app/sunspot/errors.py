@@ -67,7 +67,7 @@ class StorageError(SunspotError):
 
 
 class OutsideStorageError(StorageError):
-    """A link in a directory leads out of the storage path; it is not followed."""
+    """A link in a directory leads out of the storage path, and is not followed."""
 
 
 class ClusterError(SunspotError):
@@ -105,7 +105,7 @@ class DamageError(SunspotError):
 
 
 class TooLargeError(SunspotError):
-    """More would have to be read than a reader has room for; nothing is known to be damaged."""
+    """A reader would have to read more bytes than its budget allows; nothing is known to be damaged."""
 
     exit_code = 7
 
@@ -193,7 +193,7 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         _mute()
         return 0
     except Exception as error:
-        # Python forgets what a full disk did not take: only another line tells whether that was the error.
+        # Python drops output that a full disk did not take. Only another write shows whether that was the error.
         failure = _flush_output("\n") if isinstance(error, OSError) else None
         if failure:
             return _refuse_output(failure)
@@ -202,17 +202,17 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
 
 
 def _prepare_streams() -> None:
-    """Replace standard streams that are closed; the others print characters that they cannot encode as escapes."""
+    """Replace closed standard streams, and make the others print characters that they cannot encode as escapes."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the rest of the process
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # stays open until the process ends
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _flush_output(more: str = "") -> OSError | None:
-    """Print what waits for stdout, and `more`; returns the error of a stream that takes no more, and gives that up."""
+    """Print `more` and flush stdout. If stdout cannot be written, give it up and return the error."""
     try:
         print(more, end="", flush=True)
     except OSError as error:
@@ -222,12 +222,12 @@ def _flush_output(more: str = "") -> OSError | None:
 
 
 def _refuse_output(failure: OSError) -> int:
-    _complain(f"error: standard output cannot be written: {failure.strerror}; give it room, or send it elsewhere\n")
+    _complain(f"error: standard output cannot be written: {failure.strerror}; free some space, or redirect it\n")
     return StorageError.exit_code
 
 
 def _complain(text: str) -> None:
-    """Print on stderr, as long as that takes it."""
+    """Print on stderr, unless it cannot be written."""
     with contextlib.suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)
 

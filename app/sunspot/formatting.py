@@ -10,12 +10,12 @@ UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     r"\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-"""Characters that command a terminal, that change the direction of the text around them, that cannot be seen, or that
-cannot be encoded. Tabs and ends of lines are none of them, nor are the joiners that Persian and emoji need."""
+"""Characters that control a terminal, change the direction of the text around them, are invisible, or cannot be
+encoded. Tabs and line ends do not match, and neither do the joiners that Persian and emoji need."""
 
 
 def visible(text: str) -> str:
-    """Return text of others for a terminal: without colours, with UNPRINTABLE as escapes such as `\\x1b`."""
+    """Return foreign text for a terminal, without colours and with UNPRINTABLE as escapes such as `\\x1b`."""
     plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)
 

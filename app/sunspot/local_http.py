@@ -1,8 +1,8 @@
-"""What the two HTTP servers have in common, the page over all runs and the way to a run's Ray dashboard.
+"""The base of the two HTTP servers: the live page over all runs, and the proxy of a run's Ray dashboard.
 
-Anybody who reaches such a server can open connections and send nothing, and any page that its user visits can have the
-browser ask it under a name of that page's site (DNS rebinding). So the head of a request must arrive within a time,
-connections that have sent none make room for new ones, and the name that was asked for is looked at.
+Anybody who reaches such a server can open connections and send nothing. So the head of a request must arrive in time,
+and connections that have sent none make room for new ones. Any page that a user visits can make the browser send
+requests here under a name of that page's site (DNS rebinding). So the servers check the Host header.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 HEAD_WITHIN_S = 60.0
-"""Browsers open connections in advance; one that has sent no whole head within this time is closed."""
+"""Seconds in which a connection must send a whole head, or it is closed. Browsers open connections in advance."""
 
 MAX_HEAD = 64 << 10
-"""Bytes of the largest head of a request."""
+"""Largest head of a request, in bytes."""
 
 MAX_WAITING = 128
-"""Connections that have sent no whole head yet. With one more, the one that has waited longest is closed."""
+"""Largest number of connections that have not sent a whole head. For another one, the oldest of them is closed."""
 
 MAX_CONNECTIONS = 512
-"""All connections, each with a thread. Further ones are closed at once."""
+"""Largest number of connections, each of which has a thread. Further connections are closed at once."""
 
 CHUNK = 64 << 10
+"""Bytes that are read from a socket at a time."""
 
 
 class LocalServer(ThreadingTCPServer):
-    """Serves HTTP, with a thread for each connection, which calls `read_head` first."""
+    """A server with a thread for each connection. The handler of a connection calls `read_head` first."""
 
     daemon_threads = True
     block_on_close = False
@@ -41,7 +42,7 @@ class LocalServer(ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self._waiting: dict[socket.socket, None] = {}
-        "Connections that have sent no whole head, the oldest first."
+        "Connections that have not sent a whole head, oldest first."
         self._lock = threading.Lock()
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, handler)
@@ -54,7 +55,7 @@ class LocalServer(ThreadingTCPServer):
             if len(self._waiting) >= MAX_WAITING:
                 oldest = next(iter(self._waiting))
                 del self._waiting[oldest]
-                with contextlib.suppress(OSError):  # it has gone
+                with contextlib.suppress(OSError):  # its client has gone
                     oldest.shutdown(socket.SHUT_RDWR)
             self._waiting[request] = None
         super().process_request(request, client_address)
@@ -70,11 +71,14 @@ class LocalServer(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def read_head(self, connection: socket.socket) -> tuple[bytes, bytes]:
-        """Return the head of a request and the bytes after it; both empty if there is none within HEAD_WITHIN_S."""
+        """Return the head of a request and the bytes after it, both empty if no head comes within HEAD_WITHIN_S."""
         data = b""
         deadline = time.monotonic() + HEAD_WITHIN_S
         with contextlib.suppress(OSError):
-            while b"\r\n\r\n" not in data and len(data) < MAX_HEAD and (left := deadline - time.monotonic()) > 0:
+            while b"\r\n\r\n" not in data and len(data) < MAX_HEAD:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
                 connection.settimeout(left)
                 chunk = connection.recv(CHUNK)
                 if not chunk:
@@ -98,13 +102,13 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a name or address stands for the machine that uses it."""
+    """Return True if a name or address stands for the local machine."""
     address = as_address(name)
     return name == "localhost" or bool(address and address.is_loopback)
 
 
 def as_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address that `name` is; None if it is a name."""
+    """Parse an IP address; returns None if `name` is not an address."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:

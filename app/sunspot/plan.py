@@ -36,7 +36,7 @@ class Plan:
 
     @property
     def pass_limit(self) -> int:
-        """The most rows in one forward pass of a worker: MICRO_BATCH_SIZE, or its share when all workers train.
+        """Largest number of rows in one forward pass: MICRO_BATCH_SIZE, or a worker's share when all workers train.
 
         When workers are lost, the others get larger shares, and accumulate gradients. So they need no more memory.
         """
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def pass_rows(self) -> int:
-        """The rows of every forward pass under COMPILE, on any number of workers; 0: passes differ."""
+        """Number of rows in every forward pass under COMPILE, on any number of workers; 0 if the passes differ."""
         return 0 if self.settings.compile == "off" else self.pass_limit
 
     def find_order(self) -> str:

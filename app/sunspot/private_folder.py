@@ -1,4 +1,4 @@
-"""The folder of one user on a machine: other users may write to the folder above it, but cannot enter this one."""
+"""A private folder for each user of a machine, in a folder to which all users may write."""
 
 import contextlib
 import os
@@ -10,9 +10,9 @@ from sunspot.errors import SettingsError
 
 
 def private_folder(parent: Path | None = None) -> Path:
-    """Return this user's private folder below `parent`, by default the folder for temporary files; make it if needed.
+    """Return this user's private folder below `parent`, by default the folder for temporary files.
 
-    Raises `SettingsError` if it cannot be made, or belongs to another user.
+    The folder is made if it does not exist. Raises `SettingsError` if that fails or if it belongs to another user.
     """
     try:
         return make_private_folder(parent or Path(tempfile.gettempdir()))
@@ -41,7 +41,7 @@ def private_path(parent: Path) -> Path:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return True if `path` is a folder of this user, and not a link."""
+    """Return True if `path` is a folder that belongs to this user, and not a link."""
     with contextlib.suppress(OSError):
         found = path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -42,7 +42,7 @@ MAX_SOCKET_PATH_BYTES = 103
 """Longest path of a Unix socket: `sun_path` has 104 bytes on macOS and 108 on Linux, one of them for the end."""
 
 TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
-"""Words with which Ray says that its own processes were too slow to start."""
+"""Words in Ray's errors if its own processes were too slow to start."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Runs that hold more than any of ours: what is too large is told or cut, and takes neither memory nor time."""
+"""Runs that are larger than any real one: what is too large is reported or cut, and costs neither memory nor time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_lines(run: Run, kind: str, content: bytes, first: int = 0, last: int =
 
 
 def sparse(path: Path, size: int) -> None:
-    """Give a file this size without its bytes on disk."""
+    """Make a file of this size that takes no space on the disk."""
     with open(path, "ab") as file:
         file.truncate(size)
 
@@ -69,7 +69,7 @@ def page_of(run: Run) -> str:
 # ------------------------------------------------------------------------------------------------------------- segments
 
 
-def test_a_segment_larger_than_any_of_ours_is_damage_and_is_not_read(run: Run) -> None:
+def test_a_segment_that_is_too_large_counts_as_damage_and_is_not_read(run: Run) -> None:
     trained(run)
     sparse(write_lines(run, "metrics", b""), MAX_SEGMENT_BYTES + 1)
     sparse(write_lines(run, "events", b""), 700 << 30)
@@ -82,7 +82,7 @@ def test_a_segment_larger_than_any_of_ours_is_damage_and_is_not_read(run: Run) -
     assert "Loss over steps" in page, "the rest is shown"
 
 
-def test_a_merged_segment_of_ours_is_never_too_large(run: Run) -> None:
+def test_merging_never_makes_a_segment_too_large(run: Run) -> None:
     journal = Journal(run, "events", 1)
     for number in range(40):
         for _ in range(20):
@@ -104,7 +104,7 @@ def test_large_segments_are_not_read_all_at_once(run: Run) -> None:
     assert groups == [3, 1, 1]
 
 
-def test_output_larger_than_any_of_ours_is_left_out_with_a_note(run: Run, sunspot: Command) -> None:
+def test_output_that_is_too_large_is_left_out_with_a_note(run: Run, sunspot: Command) -> None:
     begin(run)
     for stream in ("driver-20261125T000000000Z", "driver-20261126T000000000Z"):
         writer = LogWriter(run, stream)
@@ -145,7 +145,7 @@ def test_the_newest_record_is_found_from_the_end(run: Run) -> None:
     assert found["step"] == 199
 
 
-def test_a_budget_is_one_for_all_threads_of_a_reading() -> None:
+def test_all_threads_of_a_reader_share_its_budget() -> None:
     with budget(10, "reading it"):
         spend(10)
         with pytest.raises(TooLargeError, match="reading it: more than"):
@@ -163,7 +163,7 @@ def test_thousands_of_metrics_take_no_time_and_are_counted(run: Run, sunspot: Co
     lines = [json.dumps({**one, **{f"{n}_{m}_loss": 1.0 for m in range(50)}}) for n in range(600)]
     write_lines(run, "metrics", "\n".join([*lines, ""]).encode(), 1, 600)
     page = page_of(run)
-    assert "more metrics are not shown: a report has 1,000" in page
+    assert "more metrics are not shown, because a report has at most 1,000" in page
     assert "750 more metrics are not shown" in page, "in the table of numbers"
     assert page.count("<th") < 3000
     began = time.monotonic()
@@ -181,10 +181,10 @@ def test_a_series_takes_memory_for_its_numbers_alone() -> None:
     sizes = [len(numbers) for numbers, _ in series._columns.values()]
     assert sum(sizes) == 2000 * 21
     assert series.column("7_0")[5:9] == [None, None, 1.0, None]
-    assert series.at("step", [0, 1999]) == [0.0, 1999.0]
-    assert series.at("7_0", [6, 7, 8]) == [None, 1.0, None]
-    assert series.at("none", [0]) == [None]
-    assert series.having(["7_0", "5_3", "none"]) == [5, 7]
+    assert series.values_at("step", [0, 1999]) == [0.0, 1999.0]
+    assert series.values_at("7_0", [6, 7, 8]) == [None, 1.0, None]
+    assert series.values_at("none", [0]) == [None]
+    assert series.indexes_with(["7_0", "5_3", "none"]) == [5, 7]
 
 
 def test_two_hundred_metrics_of_five_thousand_epochs_are_all_there() -> None:
@@ -200,7 +200,7 @@ def test_two_hundred_metrics_of_five_thousand_epochs_are_all_there() -> None:
 # ---------------------------------------------------------------------------------------------------------------- audit
 
 
-def test_a_checkpoint_of_an_impossible_step_is_told_and_not_counted_to(run: Run) -> None:
+def test_a_checkpoint_of_an_impossible_step_is_reported_at_once(run: Run) -> None:
     data = Data(rows=10, steps_per_epoch=1, batch=10)
     rows = pa.table({"step": pa.array([1], pa.int32()), "rank": pa.array([0], pa.int32()), "row": [0]})
     with pytest.raises(DamageError, match="in epoch 1,000,000,000: at most 100,000 epochs"):
@@ -294,7 +294,7 @@ def test_a_section_without_room_on_the_page_is_named(run: Run) -> None:
     images = [b"\x89PNG\r\n\x1a\n" + bytes(200_000)] * 40
     write_shown(run, TaskExhibit(NEWEST, 188, [Exhibit("pictures", images=images)]))
     page = page_of(run)
-    assert "This section is not shown: it would have" in page
+    assert "This section is not shown, because it has" in page
     assert "Settings of attempt" in page, "the sections behind it are shown"
 
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or of another encoding: the command says so in one line, and never traces."""
+"""Commands with closed, full or non-UTF-8 standard streams, which print one line and no traceback."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def main():
 run_and_exit(main)
 """
 
-FULL = "error: standard output cannot be written: No space left on device; give it room, or send it elsewhere\n"
+FULL = "error: standard output cannot be written: No space left on device; free some space, or redirect it\n"
 
 
 def run_with(redirections: str, lines: int = 1, **environment: str) -> tuple[int, str, str]:
-    """Run a small command in a shell; returns its exit code, its stdout and its stderr."""
+    """Run a small command in a shell, and return its exit code, its stdout and its stderr."""
     program = PROGRAM.replace("LINES", str(lines))
     done = subprocess.run(
         ["bash", "-c", f'"$0" -c "$1" {redirections}', sys.executable, program],
@@ -38,12 +38,12 @@ def run_with(redirections: str, lines: int = 1, **environment: str) -> tuple[int
 
 
 @pytest.mark.parametrize("lines", [1, 10_000])
-def test_a_full_disk_is_told_of(lines: int) -> None:
+def test_a_full_disk_is_reported(lines: int) -> None:
     code, _, said = run_with("< /dev/null > /dev/full", lines)
     assert (code, said) == (4, f"a terminal to ask at: False\n{FULL}")
 
 
-def test_a_closed_stream_is_an_empty_one() -> None:
+def test_a_closed_stream_acts_like_an_empty_one() -> None:
     assert run_with("<&- >&-") == (0, "", "a terminal to ask at: False\n")
     code, shown, _ = run_with("2>&-")
     assert (code, shown) == (0, "a pod \u2192 \u6c49 \\u202e a name\n")

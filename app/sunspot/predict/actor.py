@@ -33,7 +33,8 @@ def model_worker(
 ) -> Iterator[Any]:
     """Start a `ModelWorker` with its model; it ends with the context, and so does Ray if it was started here.
 
-    A run of a task of your own needs that `task`, unless SUNSPOT_TASK or sunspot.toml names it (`open_checkpoint`).
+    If the run trained a task of your own, give its module as `task`, unless SUNSPOT_TASK or sunspot.toml names it
+    (`open_checkpoint`).
 
     It gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier` raises, and
     `GaveUpError` if it is not ready after START_S.

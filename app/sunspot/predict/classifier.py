@@ -29,7 +29,7 @@ Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.
 
 
 OWN_TASKS = "sunspot.tasks."
-"""How the names of the tasks that come with Sunspot begin."""
+"""Prefix of the names of the tasks that come with Sunspot."""
 
 
 class ModelCheckpoint(NamedTuple):
@@ -70,7 +70,7 @@ class Classifier:
         folder: str = "",
         task: str = "",
     ) -> None:
-        """Load the checkpoint that `open_checkpoint` finds, of a run of your own `task`; `use_gpu` is USE_GPU.
+        """Load the checkpoint that `open_checkpoint` finds. `task` is a module of your own, `use_gpu` is USE_GPU.
 
         A process of Ray goes to the `folder` of its caller first. Raises `SettingsError` for a task without `predict`,
         and `ConflictError` if the weights do not fit the model that the task builds.
@@ -149,7 +149,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 
     A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before all files match the
     size and SHA-256 in the manifest, and then only tensors and plain values are. The checkpoint's task is a module that
-    will be imported: Sunspot's own, `task`, or else the one that `find_task` finds.
+    loading the model imports. It must be one of Sunspot's, or `task`, or else the one that `find_task` finds.
 
     Raises `SettingsError` for another task, `NotFoundError`, `StorageError`, or `DamageError`.
     """
@@ -183,8 +183,8 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 def refuse_foreign_task(task: str, own: str, where: str) -> None:
     """Raise `SettingsError` for the `task` of a run that is neither Sunspot's nor the user's `own`.
 
-    Without `own`, `find_task` finds it. To import a module is to run it, and whoever may write the run's files could
-    name any.
+    Without `own`, `find_task` finds the user's task. Importing a module runs it, and anybody who can write the run's
+    files could name any module there.
     """
     if task.startswith(OWN_TASKS):
         return
@@ -192,7 +192,7 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
     if task != own:
         yours = f"SUNSPOT_TASK is {own}" if own else "SUNSPOT_TASK is not set"
         raise SettingsError(
-            f"{where}: the run says that its task is {task}, and {yours}. To import a module is to run it: if you know "
+            f"{where}: the run says that its task is {task}, and {yours}. Importing a module runs it: if you trust "
             f"this one, give --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
         )
 

@@ -15,14 +15,14 @@ MAX_DRAWN = 1e100
 
 
 class Series:
-    """Records of numbers in their order, by columns, so that long histories take little memory.
+    """Records of numbers, in order, stored by column, so that long histories take little memory.
 
-    A column has no place for records that lack its name: a history of many names takes no more memory than its numbers.
+    A column holds nothing for records that lack its name, so memory grows only with the numbers, not with the names.
     """
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        "By name, the numbers of the records that have it, and their values."
+        "Indexes and values of the records that have a name, by name."
         self._count = 0
 
     def __len__(self) -> int:
@@ -32,32 +32,32 @@ class Series:
         """Add one; numbers of names that others have may be None, or left out."""
         for name, value in record.items():
             if value is not None:
-                numbers, values = self._columns.setdefault(name, (array("I"), array("d")))
-                numbers.append(self._count)
+                indexes, values = self._columns.setdefault(name, (array("I"), array("d")))
+                indexes.append(self._count)
                 values.append(value)
         self._count += 1
 
     def column(self, name: str) -> list[Any]:
         """Return the values of a name; None where a record lacks it, or where it is NaN."""
         found: list[Any] = [None] * self._count
-        for number, value in self._known(name):
-            found[number] = value
+        for index, value in self._known(name):
+            found[index] = value
         return found
 
-    def having(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of the records that have one of these names, in their order."""
-        return sorted({number for name in names for number, _ in self._known(name)})
+    def indexes_with(self, names: Iterable[str]) -> list[int]:
+        """Return the indexes of the records that have one of these names, in order."""
+        return sorted({index for name in names for index, _ in self._known(name)})
 
-    def at(self, name: str, chosen: Sequence[int]) -> list[Any]:
-        """Return what `column` has at the chosen records, without a look at all others."""
-        numbers, values = self._columns.get(name, (array("I"), array("d")))
-        places = [(bisect_left(numbers, number), number) for number in chosen]
-        found = [values[at] if at < len(numbers) and numbers[at] == number else math.nan for at, number in places]
+    def values_at(self, name: str, chosen: Sequence[int]) -> list[Any]:
+        """Return the values that `column` has at the chosen indexes, without reading the whole column."""
+        indexes, values = self._columns.get(name, (array("I"), array("d")))
+        places = [(bisect_left(indexes, index), index) for index in chosen]
+        found = [values[at] if at < len(indexes) and indexes[at] == index else math.nan for at, index in places]
         return [None if math.isnan(value) else value for value in found]
 
     def _known(self, name: str) -> Iterator[tuple[int, float]]:
         pairs = zip(*self._columns.get(name, ((), ())), strict=True)
-        return ((number, value) for number, value in pairs if not math.isnan(value))
+        return ((index, value) for index, value in pairs if not math.isnan(value))
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
@@ -122,7 +122,7 @@ class History:
         self.results: dict[str, None] = {}
         "Names of numbers that tell the model's quality: losses, accuracies, and all that are of held-out rows."
         self.left_out: set[str] = set()
-        "Further such names, after the first MAX_NAMES."
+        "Names of further results, after the first MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
         "Results that are NaN, infinite or huge: by name, the number of records, and the step of the first."
         self.last: dict[str, Any] = {}
@@ -146,7 +146,7 @@ class History:
         """Add a record, in the form that `each_record` checks."""
         step = record["step"]
         numbers = {name: value for name in record if (value := _number(record, name)) is not None}
-        results = [name for name in numbers if name in self.results or self._begins(name, record, best_by)]
+        results = [name for name in numbers if name in self.results or self._keeps_new_result(name, record, best_by)]
         kept = {name: numbers.get(name) for name in (*results, "time", "rows_per_s")}
         if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
             del kept["rows_per_s"]
@@ -166,8 +166,8 @@ class History:
                     times, first = self.undrawable.get(name, (0, step))
                     self.undrawable[name] = times + 1, first
 
-    def _begins(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Return whether a name that no record had before is a result, and keep it if there is room."""
+    def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
+        """Return True if a name that no earlier record had is a result, and there is room to keep it."""
         if not is_result(name, record, best_by):
             return False
         kept = len(self.results) < MAX_NAMES

@@ -61,7 +61,7 @@ def paragraph(*parts: Any, kind: str | None = None) -> Html:
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
     """Return a table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown.
 
-    Of a large table the first rows and columns are shown, with a line that says how many are not.
+    Only the first rows and columns of a large table are shown, with a line that says how many are left out.
     """
     columns, more_columns = cut(columns, MAX_TABLE_COLUMNS, "columns")
     rows, more_rows = cut(rows, min(MAX_TABLE_ROWS, max(1, MAX_TABLE_CELLS // len(columns))), "rows")

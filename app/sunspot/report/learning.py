@@ -14,7 +14,7 @@ MAX_CURVES = 8
 """Metrics with curves of their own: a loss, an accuracy, and those a task adds."""
 
 MAX_NUMBERS, MAX_COLUMNS = 40, 250
-"""Rows of the table of numbers, and metrics in it; `sunspot metrics` has all."""
+"""Largest number of rows and of metrics in the table of numbers; `sunspot metrics` has all."""
 
 
 def show(report: Report) -> Html:
@@ -32,7 +32,7 @@ def show(report: Report) -> Html:
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
         parts.append(paragraph("Nothing was evaluated on held-out rows so far.", kind="note"))
     if history.left_out:
-        said = f"{len(history.left_out):,} more metrics are not shown: a report has {MAX_NAMES:,}."
+        said = f"{len(history.left_out):,} more metrics are not shown, because a report has at most {MAX_NAMES:,}."
         parts.append(paragraph(said, kind="trouble"))
     records = len(history.series)
     if records > 2 * BUCKETS:
@@ -81,11 +81,11 @@ def _numbers(report: Report) -> Html:
     results = sorted(history.results, key=results_first)
     held_out = [name for name in results if name.startswith(HELD_OUT)]
     names, more = cut(results, MAX_COLUMNS, "metrics")
-    lines: Sequence[int] = history.series.having(held_out) if held_out else range(len(history.series))
+    lines: Sequence[int] = history.series.indexes_with(held_out) if held_out else range(len(history.series))
     shown = lines
     if len(lines) > MAX_NUMBERS:
         shown = [lines[round(n * (len(lines) - 1) / (MAX_NUMBERS - 1))] for n in range(MAX_NUMBERS)]
-    columns = [history.series.at(name, shown) for name in ("step", "epoch", "time", *names)]
+    columns = [history.series.values_at(name, shown) for name in ("step", "epoch", "time", *names)]
     begun = report.begun
     rows = []
     for step, epoch, time, *values in zip(*columns, strict=True):

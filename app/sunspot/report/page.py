@@ -55,15 +55,16 @@ def show(report: Report, sections: Sections) -> Html:
 
 
 def fitting(sections: Iterable[Html]) -> Iterator[Html]:
-    """Yield the sections of a page, and what takes the place of those that it has no room for."""
+    """Yield the sections of a page, with a note in place of each section for which there is no room."""
     room = MAX_PAGE_BYTES
     for section in sections:
         if len(section) <= room:
             room -= len(section)
             yield section
         else:
-            said = f"This section is not shown: it would have {as_bytes(len(section))}, of {as_bytes(MAX_PAGE_BYTES)} "
-            yield paragraph(f"{said}that a page may have.", kind="trouble")
+            size, most = as_bytes(len(section)), as_bytes(MAX_PAGE_BYTES)
+            said = f"This section is not shown, because it has {size}, and a page has at most {most}."
+            yield paragraph(said, kind="trouble")
 
 
 def whole_page(title: str, body: Html, head: str = "") -> bytes:

@@ -7,7 +7,7 @@
         stop.json                         there while the run must stand still
         delete.json                       there while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
-                                          each RayJob as it was applied, and the cluster that it was applied to
+                                          each RayJob as it was applied, and the cluster to which it was applied
         attempts/0001.json                one per start of a worker group: who owns the run from here on, and since when
         attempts/0001-start-9f3c21ab.json the checkpoint that it has chosen to start from
         attempts/0001-error.json          the error that ended this attempt for good
@@ -69,13 +69,14 @@ FOLDERS = (
     *("attempts", "checkpoints", "metrics", "ranks", "events", "failures", "logs", "audit"),
     *("tracking", "tensorboard", "code"),
 )
-"""Names of the other folders in it."""
+"""Names of the other folders in a run's folder."""
 
 PROBE = re.compile(r"probe-[0-9a-f]{32}")
+"""Names of the files with which nodes try whether they reach the storage."""
 
 
 def is_name_of_run(path: str) -> bool:
-    """Return whether a run has such an object, by its key below the run's folder: all others in it are a user's."""
+    """Return True if a run gives such a name to an object; `path` is its key below the run's folder."""
     top = path.partition("/")[0]
     return top in (*RECORDS, *FILES, *FOLDERS) or bool(PROBE.fullmatch(top))
 

@@ -2,9 +2,9 @@
 
 Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
 run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion. (A
-process that leads both completes the commit that it had begun: `ensure_committer` in checkpoints.py.)
-Only then does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its
-own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
+process that is rank 0 of both completes the commit that it had begun: `ensure_committer` in checkpoints.py.) Only then
+does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its own newest
+checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
 
 A claim's nonce tells it from one of the same number in a run that was deleted and begun again under its name. The names
 of checkpoints and audit folders carry it, so a process of the deleted run writes beside the new one's, never over them.

@@ -163,10 +163,10 @@ def leads_to_newest(name: str, spans: list[Span]) -> bool:
 
 
 def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
-    """Return True if the process that is rank 0 of `attempt` may commit the checkpoint `name` of it.
+    """Return True if rank 0 of `attempt` may commit the attempt's checkpoint `name`.
 
-    `attempts` are those of the run. That process commits as long as it is rank 0 of each attempt since, too, and what
-    it commits leads to the newest one (docs/decisions/0010-commits-outlive-changes-in-place.md).
+    `attempts` are those of the run. The process may commit as long as it is also rank 0 of each later attempt, and the
+    checkpoint leads to the newest one (docs/decisions/0010-commits-outlive-changes-in-place.md).
     """
     committer = attempt.metadata.processes[:1]
     since = [later for later in attempts if later.number > attempt.number]
@@ -175,10 +175,10 @@ def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
 
 
 def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
-    """Return the newest attempt, before rank 0 of `attempt` commits its checkpoint `name`, or deletes another one.
+    """Return the newest attempt if rank 0 of `attempt` may commit the checkpoint `name` (`may_commit`).
 
-    Raises `SupersededError` unless it may (`may_commit`). Nothing may be deleted for a newest attempt that has not
-    chosen its start.
+    Call this before the commit, and before each deletion of another checkpoint. While the newest attempt has not chosen
+    its start, nothing may be deleted. Raises `SupersededError` if the process may not commit.
     """
     try:
         ensure_owner(run, attempt)
@@ -203,7 +203,7 @@ def why_abandoned(
 ) -> str:
     """Return why an incomplete checkpoint of these attempts will not be completed; empty while it may be.
 
-    A superseded process can still write the manifest: where it would count, its files stay for a while, or until the
+    A superseded process can still write the manifest. If that would count, the files stay for a while, or until the
     process that may commit now (`ensure_committer`) has `committed` a later step. `now` is in seconds since the epoch.
     """
     if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
@@ -230,9 +230,10 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
         files = checkpoint.files.values()
         if not files or not all(is_count(file.get("size")) and isinstance(file.get("sha256"), str) for file in files):
             raise DamageError(f"{MANIFEST} cannot be used: it lists no file, or not its size and SHA-256")
-        if outside := [file for file in checkpoint.files if not is_file_name(file)]:
+        outside = [file for file in checkpoint.files if not is_file_name(file)]
+        if outside:
             raise DamageError(
-                f"{MANIFEST} cannot be used: it lists {outside[0]!r}, which names no file of the checkpoint"
+                f"{MANIFEST} cannot be used: it lists {outside[0]!r}, which is not the name of a file in the checkpoint"
             )
         return checkpoint
     except NotFoundError:
@@ -242,7 +243,7 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether it can name a file in a folder, or below it, and nothing beside that folder."""
+    """Return True if `name` is a relative path that cannot lead out of its folder."""
     return "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
 
 

@@ -184,7 +184,7 @@ def _count_lines(text: bytes) -> int:
 
 
 def _lines_backwards(text: bytes) -> Iterator[bytes]:
-    """Yield the lines of a text from its last one, without a list of all: they may be tiny, and many."""
+    """Yield the lines of a text in reverse order, without a list of all lines, which may be very many."""
     end = len(text)
     while end:
         begin = text.rfind(b"\n", 0, end - 1) + 1

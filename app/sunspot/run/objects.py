@@ -85,8 +85,9 @@ def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
 
 
 def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> bytes:
-    """Return the bytes of an object. Raises `DamageError` if it has more than `most`, of which no more are read, or if
-    it is a link that leads out of the storage path.
+    """Return the bytes of an object, at most `most`.
+
+    Raises `DamageError` if the object is larger, or if it is a link that leads out of the storage path.
     """
     try:
         with storage.open(key) as stream:

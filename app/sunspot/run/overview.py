@@ -139,12 +139,13 @@ def summarize(name: str, entries: Collection[Entry]) -> RunSummary | None:
 
 
 def holds_run(name: str, entries: Collection[Entry]) -> bool:
-    """Return whether a folder with these objects is a run's, though its start or its deletion may have been cut short.
+    """Return True if a folder with these objects belongs to a run, even one whose start or deletion was interrupted.
 
-    What tells is the form of an object's name: a user's own folder may have `logs`, too.
+    The folders' names do not suffice, because a user's own folder may have `logs`, too. So this also checks the forms
+    of the names below them.
     """
 
-    def tells(entry: Entry) -> bool:
+    def is_of_run(entry: Entry) -> bool:
         top, _, path = entry.key.removeprefix(f"{name}/").partition("/")
         folder, _, file = path.partition("/")
         forms = {
@@ -155,7 +156,7 @@ def holds_run(name: str, entries: Collection[Entry]) -> bool:
         }
         return bool(forms.get(top))
 
-    return summarize(name, entries) is not None or any(map(tells, entries))
+    return summarize(name, entries) is not None or any(map(is_of_run, entries))
 
 
 def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:

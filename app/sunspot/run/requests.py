@@ -1,8 +1,8 @@
-"""What people ask of a run: to train, by RayJobs that they submit to a cluster; to stop, and to be deleted.
+"""Requests of people: to stop a run, to delete it, or to train it (the records of submitted RayJobs).
 
-The requests to stop and to delete are small objects, there for as long as they hold. The record of a submission says
-what was submitted and where, for people to read. Nothing is ever applied to a cluster from it: whoever can write to
-storage could have written it.
+The requests to stop and to delete are small objects that exist as long as the request holds. The record of a submission
+says what was submitted and where, for people to read. Nothing is ever applied to a cluster from a record, because
+anybody who can write to storage could have written it.
 """
 
 import re
@@ -105,12 +105,12 @@ def clear_deletion(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------- submissions
 
 SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.(json|yaml)")
-"""A file of `submissions/`; others are not ours. Earlier versions wrote the manifest alone, as YAML."""
+"""Names of the files that Sunspot writes to `submissions/`. Earlier versions wrote the manifest alone, as YAML."""
 
 
 @dataclass(frozen=True)
 class SubmissionRecord:
-    """A RayJob that was submitted, and where. What is not known is empty."""
+    """A RayJob that was submitted, and the cluster to which. Fields that are not known are empty."""
 
     job: str
     namespace: str = ""
@@ -119,15 +119,15 @@ class SubmissionRecord:
     server: str = ""
     "The address of its API server."
     arguments: tuple[str, ...] = ()
-    "The arguments of `sunspot submit` with which the same can be submitted."
+    "Arguments of `sunspot submit` with which the same job can be submitted again."
     manifest: dict[str, Any] = field(default_factory=dict)
     "The RayJob as it was applied."
     time: Moment = 0.0
-    "In seconds since the epoch."
+    "Time of the submission, in seconds since the epoch."
 
 
 def record_submission(run: Run, submission: SubmissionRecord) -> str:
-    """Keep the record of a submission; returns the storage key. Raises `StorageError`."""
+    """Write the record of a submission, and return its storage key. Raises `StorageError`."""
     content = to_json(asdict(submission))
     number = len(list_submissions(run)) + 1
     while not run.storage.create(key := run.key("submissions", f"{number:04d}-{submission.job}.json"), content):
@@ -136,7 +136,7 @@ def record_submission(run: Run, submission: SubmissionRecord) -> str:
 
 
 def newest_submission(run: Run) -> SubmissionRecord | None:
-    """Return the record of the last submission, if any; of one that cannot be read, the job alone."""
+    """Return the record of the newest submission, if any. If it cannot be read, only the job is known."""
     keys = list_submissions(run)
     if not keys:
         return None

@@ -1,7 +1,7 @@
-"""How much of a run is read and shown, whatever lies in its storage: one broken run must not take a reader's memory.
+"""Limits on what is read and shown of a run, so that a broken run cannot use up a reader's memory.
 
-Each limit is several times what a large run of ours has: 200 metrics, 1,000 classes, 5,000 epochs, 100,000 events, and
-checkpoints of any size. What is larger is damage, or is left out, and the reader is told how much.
+Each limit is several times what Sunspot writes for a large run, with 200 metrics, 1,000 classes, 5,000 epochs, 100,000
+events, and checkpoints of any size. Whatever exceeds a limit counts as damage, or is left out with a note of how much.
 """
 
 import threading
@@ -13,62 +13,70 @@ from typing import TypeVar
 from sunspot.errors import TooLargeError
 
 MAX_OBJECT_BYTES = 16 << 20
-"""Largest JSON object that is parsed. Our largest are the confusion matrix of 1,000 classes (6 MB), and the manifest of
-a checkpoint in parts by 10,000 ranks (7 MB)."""
+"""Largest JSON object that is parsed. The largest that Sunspot writes are the confusion matrix of 1,000 classes (6 MB)
+and the manifest of a checkpoint in parts by 10,000 ranks (7 MB)."""
 
 MAX_STATUS_BYTES = 1 << 20
-"""Largest status, which the list reads of every run. Ours has about 1 kB, and an error's text of at most 10,000
+"""Largest status, which `list` reads for every run. A status has about 1 kB, and an error's text of at most 10,000
 characters."""
 
 MAX_SEGMENT_BYTES = 32 << 20
 """Largest segment of a journal, of the audit or of output. Merged segments stay below 8 MiB, twice the last of
-`streams.SIZES`; one that waited for slow storage may have more. One of output has at most 9 MiB (`logs.MAX_WAITING`
-twice, once more while it is written)."""
+`streams.SIZES`; a segment that waited for slow storage may be larger. A segment of output has at most 9 MiB: twice
+`logs.MAX_WAITING`, because more output may come while it is written."""
 
 MAX_BYTES_AT_ONCE = 32 << 20
-"""Segments of a stream that are held in memory at a time: four of the largest merged ones, or one that is larger."""
+"""Bytes of a stream's segments that are held in memory at a time: four of the largest merged ones, or a single
+larger one."""
 
 MAX_JOURNAL_BYTES = 512 << 20
-"""What is read of a journal, from its beginning: a metric history grows by 90 MB a month."""
+"""Bytes of a journal that are read, from its beginning. A metric history grows by 90 MB a month."""
 
 MAX_DAMAGED_LINES = 1000
-"""Lines of a segment that cannot be used, after which the rest of it is left out."""
+"""Number of unusable lines in a segment after which the rest of the segment is left out."""
 
 MAX_NAMES = 1000
-"""Metrics of a run that are kept for its report, and columns of its table of metrics."""
+"""Largest number of metrics in a run's report, and of columns in its table of metrics."""
 
 MAX_EPOCHS = 100_000
-"""Epochs that `audit` proves."""
+"""Largest number of epochs that `audit` proves."""
 
 MAX_AUDIT_ROWS = 16_000_000
-"""Rows in one file of the audit. Ours have up to 8 MiB, and a shuffled row takes two bytes or more."""
+"""Largest number of rows in one file of the audit. The files have up to 8 MiB, and a shuffled row takes at least two
+bytes."""
 
-MAX_TABLE_ROWS, MAX_TABLE_COLUMNS, MAX_TABLE_CELLS = 500, 300, 20_000
-"""What a page shows of a table: a setting has a row, and a table of 200 metrics has 40 rows."""
+MAX_TABLE_ROWS = 500
+"""Largest number of rows in a table of a page. The table of settings has a row for each setting."""
+
+MAX_TABLE_COLUMNS = 300
+"""Largest number of columns in a table of a page."""
+
+MAX_TABLE_CELLS = 20_000
+"""Largest number of cells in a table of a page. A table of 200 metrics in 40 rows has 8,000."""
 
 MAX_TRIALS = 500
-"""Trials of a search whose curves its report reads and draws: a chart is 360 points wide."""
+"""Largest number of trials whose curves a search's report reads and draws. A chart is 360 points wide."""
 
 MAX_PAGE_BYTES = 4 << 20
-"""Sections of a page, together. A report has at most 2 MB, half of it pictures."""
+"""Largest size of a page's sections together. Reports of large runs have up to 2 MB, half of it pictures."""
 
 MAX_LISTED = 50
-"""Lines of a list that only grows when something is wrong."""
+"""Largest number of lines that are shown of a list of faults."""
 
 Item = TypeVar("Item")
 
 
 class Budget:
-    """The bytes that may be read of objects and segments, by all threads of one reading together."""
+    """The number of bytes of objects and segments that the threads of one reader may read together."""
 
     def __init__(self, most: int, what: str) -> None:
-        """`what` is read, for messages."""
+        """`what` names in messages what is being read."""
         self._most, self._what = most, what
         self._left = most
         self._lock = threading.Lock()
 
     def spend(self, size: int) -> None:
-        """Take this many bytes; raises `TooLargeError` if fewer are left."""
+        """Take `size` bytes from the budget. Raises `TooLargeError` if fewer are left."""
         with self._lock:
             self._left -= size
         if self._left < 0:
@@ -76,12 +84,12 @@ class Budget:
 
 
 CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
-"""The budget of the reading that this thread is part of."""
+"""The budget of the reader that this thread belongs to, if it has one."""
 
 
 @contextmanager
 def budget(most: int, what: str) -> Iterator[None]:
-    """Let the context read `most` bytes of objects and segments: it raises `TooLargeError` for more."""
+    """Limit the bytes of objects and segments that are read in this context; reading more raises `TooLargeError`."""
     token = CURRENT.set(Budget(most, what))
     try:
         yield
@@ -90,12 +98,16 @@ def budget(most: int, what: str) -> Iterator[None]:
 
 
 def spend(size: int) -> None:
-    """Take bytes that are read from the budget of this reading, if it has one. Raises `TooLargeError`."""
-    if current := CURRENT.get():
+    """Take `size` bytes from the current budget, if there is one. Raises `TooLargeError` if fewer are left."""
+    current = CURRENT.get()
+    if current:
         current.spend(size)
 
 
 def cut(items: Sequence[Item], most: int, what: str) -> tuple[Sequence[Item], str]:
-    """Return the first `most` items, and how many of `what` (in the plural) are left out; empty if none is."""
+    """Return the first `most` items, and a note of how many are left out, which is empty if none is.
+
+    `what` names the items in the note, in the plural.
+    """
     more = len(items) - most
     return items[:most], f"{more:,} more {what} are not shown" if more > 0 else ""

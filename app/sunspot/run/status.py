@@ -135,7 +135,7 @@ class Status:
 
     @property
     def place(self) -> str:
-        """Where it trains: the namespace and the cluster, for people; empty if it is in none, or that is not known."""
+        """The namespace and the cluster in which the run trains, as readable text; empty if they are not known."""
         return Owner.parse(self.owner).place
 
     @property
@@ -145,7 +145,7 @@ class Status:
 
 
 def is_alive(status: Status, now: float) -> bool:
-    """Return whether the processes of a run that has not ended were heard of lately; `now`: seconds since the epoch."""
+    """Return True if a run has not ended and its newest status is recent; `now` is in seconds since the epoch."""
     return not status.state.terminal and now - status.seen <= SILENT_S
 
 

@@ -79,9 +79,9 @@ def read_segments(
 ) -> Iterator[tuple[Segment, bytes | DamageError, int]]:
     """Yield the segments that `find` lists, each with its content and the line up to which others were given.
 
-    One that is larger than any of ours has an error in place of its content. A few are read at a time, as a long stream
-    need not fit into memory. When one was merged since it was listed, `find` is asked again; with `listed`, only those
-    are read. Raises `StorageError` when one is gone again and again.
+    A segment that is too large has an error in place of its content. Only a few are read at a time, because a long
+    stream need not fit into memory. If a segment was merged since it was listed, `find` is called again. With `listed`,
+    only those segments are read. Raises `StorageError` if segments keep disappearing.
     """
     todo = deque(find() if listed is None else listed)
     tries, given = READ_TRIES, dict[str, int]()
@@ -103,14 +103,14 @@ def read_segments(
 
 
 def _first_few(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the segments to read together: the first one, and those after it that fit beside it into memory."""
+    """Return the segments to read together: the first one, and the next ones as long as all fit into memory."""
     few = list(islice(segments, AT_ONCE))
     sizes = accumulate(min(each.entry.size, MAX_SEGMENT_BYTES) for each in few)
     return few[: max(1, sum(size <= MAX_BYTES_AT_ONCE for size in sizes))]
 
 
 def read_segment(storage: Storage, segment: Segment) -> bytes:
-    """Return the content of a segment; raises `DamageError`, without reading it, if it is larger than any of ours."""
+    """Read a segment. Raises `DamageError`, without reading it, if it is larger than MAX_SEGMENT_BYTES."""
     if segment.entry.size > MAX_SEGMENT_BYTES:
         place, size = storage.locate(segment.entry.key), as_bytes(segment.entry.size)
         raise DamageError(f"{place} cannot be used: it has {size}, more than {MAX_SEGMENT_BYTES >> 20} MiB")
