@@ -80,10 +80,10 @@ def submit(
     """Have the cluster train the run, after the checks of `sunspot submit`, and return at once.
 
     Settings have their names with or without the prefix; numbers, booleans and dictionaries need no quotes. `code` is
-    the folder of your own, which is uploaded. A live run with the same ones is attached to, a finished one stays
-    finished. `take_over` takes over a run that is alive elsewhere, such as in another cluster. Raises `SettingsError`,
-    `ClusterError`, `StorageError`, or `ConflictError` for a run that is live with other settings, or elsewhere; then
-    nothing was changed.
+    the folder of your own code, which is uploaded. If the run is live with the same settings, this attaches to it; a
+    finished run stays finished. `take_over` takes over a run that is alive elsewhere, such as in another cluster.
+    Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` for a run that is live with other
+    settings or elsewhere. An error leaves everything as it was.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_for_cluster(request, context)
@@ -109,8 +109,8 @@ def _of_the_extra_train(what: str) -> Iterator[None]:
 class Run:
     """A run by its name, in `storage`, or else where SUNSPOT_STORAGE_PATH says.
 
-    Without either, it is read from the bucket that its RayJob names; `stop`, `resume` and `delete` ask for `storage`.
-    Every method looks anew. All raise `NotFoundError` when there is no such run, and `StorageError`.
+    Without either, the run is read from the bucket that its RayJob names, but `stop`, `resume` and `delete` refuse.
+    Every method reads the run again. All raise `NotFoundError` when there is no such run, and `StorageError`.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class Run:
         namespace: str | None = None,
         task: str = "",
     ) -> None:
-        """`task` is the run's module if it is one of your own, which `predict` imports; `train` and `submit` know it.
+        """`task` is the module of your own that the run trains, if any; `predict` imports it.
 
-        Without it, SUNSPOT_TASK or sunspot.toml names your own.
+        `train` and `submit` return runs that know their task. Without `task`, SUNSPOT_TASK or sunspot.toml names it.
         """
         self._task = task
         self._target = Target(name, storage, context, namespace)

@@ -35,7 +35,7 @@ MAX_BYTES = 100_000_000
 MAX_FILES = 10_000
 
 MAX_DEPTH = 100
-"""Most folders within each other: to make and to remove them, Python calls itself once for each."""
+"""Greatest depth of folders within each other, because Python makes and removes them by recursion."""
 
 STORAGE_S = 600.0
 """The longest that storage may refuse an archive."""

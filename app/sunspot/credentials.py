@@ -1,4 +1,4 @@
-"""Credentials, recognised by their form and by the names that they are given, as secret scanners do."""
+"""Recognizes credentials by their form and by the names of the arguments that hold them, as secret scanners do."""
 
 import math
 import re
@@ -27,30 +27,31 @@ ARGUMENT = r"""(^|_)(
       | (ADMIN|DATABASE|DB|LDAP|MYSQL|PROXY|REDIS|SMTP|USER)_PASS
       | (ADO|AZURE|GIT|GITHUB|GITLAB)_PAT
     )$ | ^TOKEN$"""
-"""Names of arguments that hold a credential, as a verbose expression. Others end alike and hold none: `pad_token`,
-`image_key`. Like those of FORMS, it is compiled when it is needed, because every command imports this module."""
+"""Names of arguments that hold a credential, as a verbose regular expression. It must not match similar names, such as
+`pad_token` or `image_key`. Like the patterns of FORMS, it is compiled when it is needed, because every command imports
+this module."""
 
 ALLOWED_LINE = re.compile(r"pragma: allowlist secret|gitleaks:allow")
-"""Comments with which detect-secrets and gitleaks let a line pass."""
+"""Comments that make detect-secrets and gitleaks accept a line."""
 
 MAX_LINE = 1000
-"""Characters after the beginning of a credential in which such a comment is looked for."""
+"""Characters from the beginning of a credential in which ALLOWED_LINE is searched for."""
 
 PLACEHOLDER = re.compile(
     r"EXAMPLE|FAKE|DUMMY|PLACEHOLDER|REDACTED|CHANGE_?ME|YOUR|12345678|ABCDEFGH|(.)\1{5}", re.IGNORECASE
 )
-"""Contents of made-up credentials, as tests and documentation have them."""
+"""Text in made-up credentials, such as those in tests and documentation."""
 
 MIN_ENTROPY_BITS = 3.0
-"""Entropy of a credential's characters, in bits each; gitleaks asks for as much of most tokens."""
+"""Least entropy of a credential, in bits per character; gitleaks requires the same for most tokens."""
 
 
 class Form(NamedTuple):
-    """A kind of credential that can be told by its form."""
+    """A kind of credential that has a recognizable form."""
 
     name: str
     marker: str
-    "Text that is in each of them; searching for it is fast."
+    "Text that every such credential contains; searching for it is fast."
     pattern: str
     "A regular expression."
 
@@ -100,11 +101,11 @@ FORMS = (
     ),
     Form("a key of Kubernetes", "client-key-data", r"client-key-data[\"']?:\s{0,9}[\"']?[A-Za-z0-9+/=]{40}"),
 )
-"""Credentials as their issuers document them, and as gitleaks and GitHub's secret scanning look for them."""
+"""Forms of credentials, as documented by their issuers and used by gitleaks and GitHub's secret scanning."""
 
 
-class Found(NamedTuple):
-    """A credential in a text."""
+class FoundCredential(NamedTuple):
+    """A credential that was found in a text."""
 
     form: str
     line: int
@@ -123,7 +124,7 @@ def find_credential(text: str) -> Found | None:
     if not found:
         return None
     begin, name = min(found)
-    return Found(name, text.count("\n", 0, begin) + 1)
+    return FoundCredential(name, text.count("\n", 0, begin) + 1)
 
 
 def _matches(form: Form, text: str) -> Iterator[tuple[int, str]]:
@@ -137,12 +138,12 @@ def _matches(form: Form, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _entropy_bits(text: str) -> float:
-    """Return the entropy of the text's characters, in bits each."""
+    """Return the entropy of a text, in bits per character."""
     return -sum(count / len(text) * math.log2(count / len(text)) for count in Counter(text).values())
 
 
 def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
-    """Find the arguments that hold a credential by their names, in what JSON holds; yields the path of each."""
+    """Yield the path of each argument in a JSON value that holds a credential, judged by the argument's name."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from find_credential_arguments(item, f"{name}.{key}" if name else str(key))
@@ -154,6 +155,6 @@ def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
 
 
 def is_credential_argument(name: str) -> bool:
-    """Return True if an argument holds a credential by its name, in whichever case that is written."""
+    """Return True if an argument of this name holds a credential. The name may be in any case."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-\s]", "_", name)
     return bool(re.search(ARGUMENT, words.upper(), re.VERBOSE))

@@ -41,7 +41,7 @@ NOT_A_SETTING = (
     "settings are stored with the run, for all to read; have the task read it from the environment, "
     "which pods get from a Secret (env_secrets in a profile)"
 )
-"""Reason why a credential is refused as a setting, and where it belongs."""
+"""Reason why a setting may not hold a credential, and where to put it instead."""
 
 READING_SHARE = 0.25
 """Share of a machine's cores, at least one, that LOADER=ray reserves for reading: without any it never reads a row."""
@@ -378,7 +378,8 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
         problems.append(f"{seen}: set {PREFIX}DATASET to a path too, or leave this empty")
     known = {name: value for name, value in values.items() if name in Settings.model_fields}
     for name in list(known):
-        if held := _find_credential(known[name]):
+        held = _find_credential(known[name])
+        if held:
             problems.append(f"{PREFIX}{name.upper()}: {held}; {NOT_A_SETTING}")
             del known[name]  # so that no other problem shows its value
     try:
@@ -425,10 +426,11 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
 
 
 def _find_credential(value: str) -> str:
-    """Say which credential the text of a setting holds; empty if it holds none."""
+    """Describe the credential in a setting's text; returns an empty text if there is none."""
     if URL_PASSWORD.search(value):
         return "holds a password in a URL"
-    if found := find_credential(value):
+    found = find_credential(value)
+    if found:
         return f"holds {found.form}"
     try:
         names = list(find_credential_arguments(parse_json(value))) if value.startswith("{") else []

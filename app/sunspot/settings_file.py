@@ -1,4 +1,4 @@
-"""`sunspot.toml`: settings of whoever works in this folder, by the keys that a profile has below `settings`."""
+"""Reads `sunspot.toml`, the settings for a folder, under the same keys as `settings` in a profile."""
 
 import os
 import tomllib
@@ -12,7 +12,7 @@ FILE = Path("sunspot.toml")
 
 
 def read_settings_file(file: Path) -> dict[str, str]:
-    """Read the settings in a file, by the names that it gives them; none where there is no file."""
+    """Read the settings in a file, under its own names for them; returns none if there is no file."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -31,5 +31,5 @@ def as_variables(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_task() -> str:
-    """Return the task of whoever works in this folder, by SUNSPOT_TASK or else FILE; empty if neither names one."""
+    """Return the task that SUNSPOT_TASK, or else FILE in this folder, names; empty if neither does."""
     return os.environ.get(f"{PREFIX}TASK") or as_variables(read_settings_file(FILE)).get(f"{PREFIX}TASK", "")

@@ -171,7 +171,7 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     assert "copies in this machine's memory" in sunspot.out
 
 
-def test_the_dataset_stays_even_in_the_run(sunspot: Command, run: Run, tmp_path: Path) -> None:
+def test_a_dataset_in_the_runs_folder_stays(sunspot: Command, run: Run, tmp_path: Path) -> None:
     def settle(dataset: str) -> None:
         fill(run)
         record = json.loads(run.storage.read(run.key("run.json")))
@@ -189,7 +189,7 @@ def test_the_dataset_stays_even_in_the_run(sunspot: Command, run: Run, tmp_path:
     run.storage.write(run.key("data", "part.parquet"), b"rows")
     assert sunspot("delete", "run", "--yes") == 0
     assert f"the dataset {run.location}/data is not touched" in sunspot.out
-    assert f"left in {run.location}, because no run has such names: data: 1 file" in sunspot.err
+    assert f"left in {run.location}, because no run uses these names: data: 1 file" in sunspot.err
     assert files_of(run) == {"run/data/part.parquet"}
     settle("sample")
     assert sunspot("delete", "run", "--yes") == 0
@@ -316,7 +316,7 @@ def test_a_cluster_that_does_not_answer_keeps_the_run(sunspot: Command, run: Run
     assert files_of(run) == before
 
 
-def test_a_folder_that_is_no_run_is_refused_though_a_job_names_it(
+def test_a_folder_that_holds_no_run_is_refused_though_a_rayjob_names_it(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     end_job(cluster)
@@ -324,13 +324,13 @@ def test_a_folder_that_is_no_run_is_refused_though_a_job_names_it(
     for name in names:
         run.storage.write(run.key(name), b"a user's")
     assert sunspot("delete", "run", "--yes") == 6
-    assert f"{run.location} holds 6 files, but none by which a run is known" in sunspot.err
-    assert f"`kubectl delete rayjob {JOB}` removes what the cluster has" in sunspot.err
+    assert f"{run.location} holds 6 files, but none that identifies a run" in sunspot.err
+    assert f"`kubectl delete rayjob {JOB}` removes the RayJobs from the cluster" in sunspot.err
     assert files_of(run) == {run.key(name) for name in names}
     assert JOB in cluster.jobs
 
 
-def test_what_no_run_has_stays_and_is_named(sunspot: Command, run: Run, tmp_path: Path) -> None:
+def test_files_whose_names_no_run_uses_stay_and_are_named(sunspot: Command, run: Run, tmp_path: Path) -> None:
     fill(run)
     for name in ("notes.txt", "photos/a/b.jpg", "photos/c.jpg", "run.json.bak", "tax/2026", "zoo"):
         run.storage.write(run.key(name), b"a user's")
@@ -339,9 +339,14 @@ def test_what_no_run_has_stays_and_is_named(sunspot: Command, run: Run, tmp_path
     (folder / "photos" / "link").symlink_to(tmp_path)
     kept = {key for key in files_of(run) if key.split("/")[1] in ("notes.txt", "photos", "run.json.bak", "tax", "zoo")}
     assert sunspot("delete", "run") == 2
-    assert "what no run has is not touched: notes.txt, photos, run.json.bak and 2 more: 6 files" in sunspot.out
+    assert (
+        "not touched, because no run uses these names: notes.txt, photos, run.json.bak and 2 more: 6 files"
+        in sunspot.out
+    )
     assert sunspot("delete", "run", "--yes") == 0
-    said = f"left in {run.location}, because no run has such names: notes.txt, photos, run.json.bak and 2 more: 6 files"
+    said = (
+        f"left in {run.location}, because no run uses these names: notes.txt, photos, run.json.bak and 2 more: 6 files"
+    )
     assert said in sunspot.err
     assert files_of(run) == kept
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "photos", "run.json.bak", "tax", "zoo"}

@@ -85,7 +85,8 @@ class RowNumbers:
 
 
 MAX_VALUES = 1 << 27
-"""Most values of a row, and most classes, of a checkpoint's model: more than in an image of 6000 by 6000 pixels."""
+"""Largest allowed number of values in a row, and of classes, in a checkpoint's record of its model's data. An RGB image
+of 6000 by 6000 pixels has fewer."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class ModelData:
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> ModelData:
-        """Return that of a checkpoint.
+        """Return the data that a checkpoint records.
 
         Raises `KeyError`, `TypeError` or `ValueError` for a record that this class did not make.
         """
@@ -119,7 +120,9 @@ class ModelData:
         are_counts = all(type(count) is int and 0 <= count <= MAX_VALUES for count in (*data.shape, data.classes))
         are_names = all(isinstance(name, str) for name in data.class_names)
         if not (are_counts and are_names and math.prod(data.shape) <= MAX_VALUES):
-            raise ValueError(f"shape {data.shape}, {data.classes} classes and their names are not of a model's rows")
+            raise ValueError(
+                f"the shape {data.shape}, {data.classes} classes and their names do not describe a model's rows"
+            )
         return data
 
     def name(self, label: int) -> str:

@@ -24,10 +24,10 @@ that is needed is."""
 
 
 def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
-    """The storage at a local path or `scheme://bucket/prefix`.
+    """Open the storage at a local path or `scheme://bucket/prefix`.
 
-    `follow_links` is for a folder from which only files are read that the user has named: they may be links to
-    anywhere, as in Hugging Face's cache.
+    Use `follow_links` only to read files that the user has named. They may be links to anywhere, as in Hugging Face's
+    cache.
     """
     scheme, separator, _ = storage_path.partition("://")
     if not separator or scheme not in BACKENDS:

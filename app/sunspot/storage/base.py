@@ -106,7 +106,7 @@ class Storage(ABC):
 
     ahead_s = 0.0
     """Seconds that the storage's clock, which dates its objects, is ahead of this machine's, by its last answer. A
-    directory tells it by `refresh` alone; until then it is assumed to share this machine's clock."""
+    directory shows it only to `refresh`; until then it is assumed to share this machine's clock."""
 
     @abstractmethod
     def __init__(self, storage_path: str) -> None: ...

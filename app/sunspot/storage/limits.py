@@ -142,7 +142,7 @@ class RetryWindow:
         "Whether it has lasted as long as it may, or the last try made no progress for so long."
         self._since = 0.0
         self._deadline: ProgressDeadline | None = None
-        "That of the newest try."
+        "Deadline of the newest try."
 
     @property
     def seconds(self) -> float:
@@ -171,7 +171,7 @@ class RetryWindow:
             raise
 
     def give_up(self) -> None:
-        """End the try that is under way: it begins no further operation on storage. Call it from any thread."""
+        """Make the try that is under way begin no further operation on storage. May be called from any thread."""
         if self._deadline:
             self._deadline.passed = True
 

@@ -24,23 +24,23 @@ TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 """A file that is not yet, or never became, the object named by the group."""
 
 
-Found = list[tuple[str, os.stat_result]]
-"""Files by their keys."""
+FoundFiles = list[tuple[str, os.stat_result]]
+"""Keys of files, each with the result of its `stat`."""
 
 
 class LocalStorage(Storage):
     """A directory. Safe on NFS: it relies only on rename and link, which are atomic there, and on `refresh`.
 
-    The storage path itself may be a link, and links within it are followed. No key leads out of it: whoever may write
-    one run's folder could otherwise have a reader show, or a deletion remove, any file of its own user. What is opened
-    is asked where it lies, so that a link that is changed in between has no effect.
+    The storage path itself may be a link, and links within it are followed. No key leads out of it. Otherwise anybody
+    who can write to one run's folder could make a reader show, or a deletion remove, any file of the reader's user. The
+    place of a file is checked after it was opened, so that changing a link in between has no effect.
     """
 
     def __init__(self, storage_path: str, follow_links: bool = False) -> None:
-        """`follow_links` as for `open_storage`."""
+        """`follow_links` has the meaning that it has for `open_storage`."""
         self.root, self._follow_links = local_path(storage_path), follow_links
         self._real_root: str | None = None
-        "Where the storage path leads; None before the first operation, as to look takes one."
+        "The storage path without links. It is None before the first operation, because finding it takes one."
 
     def locate(self, key: str) -> str:
         return str(self.root / key)
@@ -89,7 +89,8 @@ class LocalStorage(Storage):
         found = []
         for key, stat in self._files(prefix):
             folder, name = _split(key)
-            if match := TEMPORARY.fullmatch(name):
+            match = TEMPORARY.fullmatch(name)
+            if match:
                 found.append(Unfinished(_join(folder, match[1]), stat.st_size, stat.st_mtime, key))
         return sorted(found)
 
@@ -141,7 +142,7 @@ class LocalStorage(Storage):
         # NFS clients cache a directory's names, and that a name is absent, for up to a minute. A change of their own
         # brings the directory's version with the server's answer, and drops what was cached under an older one.
         location = self.locate(prefix)
-        # A run that was deleted has no folder.
+        # The folder is gone if the run was deleted.
         with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
             name = _temporary_name("refresh")
             probe = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=descriptor)
@@ -151,9 +152,9 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def enter(self, folder: str, create: bool = False) -> Iterator[int]:
-        """Open a folder by its key, for operations on names in it (`dir_fd`); `create` makes it if it is not there.
+        """Open a folder by its key, for operations on names in it (`dir_fd`); `create` makes it if it does not exist.
 
-        Raises `OutsideStorageError` for a folder that lies outside of the storage path, and `OSError`.
+        Raises `OutsideStorageError` if the folder lies outside of the storage path, and `OSError`.
         """
         path = self.root / folder
         try:
@@ -180,7 +181,7 @@ class LocalStorage(Storage):
     def _require_inside(self, descriptor: int, path: Path) -> None:
         place = _place_of(descriptor)
         if not self._is_inside(place):
-            self._real_root = _real_path(self.root)  # it was created or moved since
+            self._real_root = _real_path(self.root)  # the storage path may have been created or moved since
         if not self._is_inside(place):
             raise OutsideStorageError(
                 f"{path} is or passes a link to {place}, outside of the storage path {self.root}, and is not followed: "
@@ -192,7 +193,7 @@ class LocalStorage(Storage):
         return known or self._follow_links
 
     def _open_file(self, path: str, flags: int) -> int:
-        """Open a file for reading; a FIFO would never answer, and a device never end."""
+        """Open a regular file for reading. A FIFO would never answer, and a device would never end."""
         descriptor = os.open(path, flags | os.O_NONBLOCK)
         try:
             if not S_ISREG(os.fstat(descriptor).st_mode):
@@ -204,7 +205,7 @@ class LocalStorage(Storage):
         return descriptor
 
     def _stat(self, folder: int, key: str) -> os.stat_result:
-        """Return what a listing tells of a name in an open folder: of a link out of the storage path, only the link."""
+        """Return the `stat` result of a key in its open folder; a link out of the storage path is not followed."""
         name = _split(key)[1]
         own = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not S_ISLNK(own.st_mode):
@@ -214,7 +215,7 @@ class LocalStorage(Storage):
         return target if inside else own
 
     def _files(self, prefix: str, leave_out: LeaveOut | None = None) -> Iterator[tuple[str, os.stat_result]]:
-        """Every file below a prefix. A folder that cannot be read is an error, or its files would seem not to exist."""
+        """Yield every file below a prefix. A folder that cannot be read is an error, or its files would seem absent."""
         top = prefix.rstrip("/")
 
         def refuse(key: str, error: StorageError) -> None:
@@ -225,7 +226,7 @@ class LocalStorage(Storage):
         folders = [top]
         while folders:
             folder = folders.pop()
-            files: Found = []
+            files: FoundFiles = []
             try:
                 with _os_errors(self.locate(folder)):
                     files, below = self._scan(folder, refuse)
@@ -234,9 +235,9 @@ class LocalStorage(Storage):
                 refuse(folder, error)
             yield from files
 
-    def _scan(self, folder: str, refuse: Callable[[str, StorageError], None]) -> tuple[Found, Sequence[str]]:
-        """Return the files and the folders in a folder; the file itself if it is one."""
-        files: Found = []
+    def _scan(self, folder: str, refuse: Callable[[str, StorageError], None]) -> tuple[FoundFiles, Sequence[str]]:
+        """Return the files and the folders in a folder. If the key is that of a file, return this file."""
+        files: FoundFiles = []
         folders = []
         try:
             with self.enter(folder) as descriptor, os.scandir(descriptor) as found:
@@ -295,7 +296,7 @@ class _LocalWriter(Writer):
             self._sink = self._open_temporary()
 
     def _open_temporary(self) -> BinaryIO:
-        """Open for writing and make the folder; retried when another process's `delete` removes the empty folder."""
+        """Make the folder and open a new file in it, again if another process's `delete` removes the empty folder."""
         for _ in range(RACE_TRIES - 1):
             with contextlib.suppress(FileNotFoundError, FileExistsError):
                 return self._try_to_open()
@@ -316,7 +317,7 @@ class _LocalWriter(Writer):
             os.fsync(folder)  # the new name survives a power loss
 
     def complete_new(self) -> bool:
-        """Publish what was written if there is no such object; returns whether it is."""
+        """Publish what was written if there is no such object, and return True if it was published."""
         with _os_errors(self._location), self._storage.enter(self._folder) as folder:
             self._end()
             try:
@@ -350,7 +351,7 @@ def _temporary_name(name: str) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Return the folder of a key, and the name in it."""
+    """Return the folder of a key, and the key's name in this folder."""
     folder, _, name = key.rpartition("/")
     return folder, name
 
@@ -360,7 +361,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def _place_of(descriptor: int) -> str:
-    """Return the path without links of what is open: unlike that of a name, it cannot change before it is used."""
+    """Return the path, without links, of an open file; a link that is changed later does not alter it."""
     if sys.platform == "darwin":
         return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
     return os.readlink(f"/proc/self/fd/{descriptor}")
@@ -375,7 +376,7 @@ def _real_path(path: Path) -> str:
 
 
 def _remove_link(name: str, folder: int) -> None:
-    """Remove a link to a folder or to nothing, which no listing shows."""
+    """Remove a link to a folder, or a dangling link, because no listing shows them."""
     if S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         with contextlib.suppress(OSError):
             if S_ISREG(os.stat(name, dir_fd=folder).st_mode):

@@ -6,7 +6,7 @@ The way of `sunspot submit`, which `sunspot.client.submit` goes too but for its 
     manifest/render.py       render(JobRequest) -> Rendered: the manifest and the settings; pure
     cluster/image_digests.py pin_images: the image's digest in place of its tag
     cluster/preflight.py     check: what of the cluster or the storage would keep the run from starting
-    cluster/applied.py       as_submission: the RayJob as an owner of its own, with its manifest in an annotation
+    cluster/applied.py       as_submission: the RayJob as a new owner, with its manifest in an annotation
     cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attach, refuse, or replace and apply
     cluster/observation.py   RunAccess.observe() -> RunSnapshot: what cluster and storage say of the run
     cluster/state.py         judge: that as one state, with the reason; pure

@@ -58,10 +58,10 @@ SECRET = re.compile(
 """Paths of files that hold passwords and keys."""
 
 SCANNED_BYTES = 1_000_000
-"""Size of the part of a file that is searched for credentials, from its beginning; source files are smaller."""
+"""Bytes at the beginning of each file that are searched for credentials; source files are smaller."""
 
 TEXT_BYTES = 8000
-"""Size of the part of a file in which a zero byte says that it is no text, as Git decides it."""
+"""Bytes at the beginning of a file among which a zero byte means that the file is not text, as in Git."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CodeArchive:
 
     folder: Path
     names: frozenset[str]
-    "The paths of its files, relative to the folder."
+    "Paths of its files, relative to the folder."
     content: bytes
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class CodeArchive:
 
 
 def pack(folder: Path) -> CodeArchive:
-    """Pack a folder; raises `SettingsError` with every file that cannot go along, and what to do.
+    """Pack a folder. Raises `SettingsError` with every file that cannot be packed, and what to do.
 
     The files are searched for credentials only if nothing else is wrong with the folder.
     """
@@ -111,7 +111,7 @@ def pack(folder: Path) -> CodeArchive:
         problems.append(f"{what}, of at most {MAX_FILES} and {as_bytes(MAX_BYTES)}; is it the folder of your code?")
     if not names:
         problems.append("there is nothing in it, or git ignores all of it")
-    if not problems:  # so at most MAX_BYTES are read
+    if not problems:  # then the files have at most MAX_BYTES together
         problems = [problem for name in names if (problem := _find_credential(folder, name))]
     if problems:
         lines = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
@@ -171,7 +171,7 @@ def _find_problem(folder: Path, name: str) -> str:
 
 
 def _find_credential(folder: Path, name: str) -> str:
-    """Say which credential a file of the code holds, and where; empty if it holds none."""
+    """Describe the credential in a file of the code, and its line; returns an empty text if there is none."""
     found = find_credential(_read_text(folder / name))
     if found is None:
         return ""
@@ -182,7 +182,7 @@ def _find_credential(folder: Path, name: str) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """Read the beginning of a file that may be code; empty for one that is no text."""
+    """Read the beginning of a file that may be code; returns an empty text if the file is not text."""
     with path.open("rb") as file:
         content = file.read(SCANNED_BYTES)
     return "" if b"\0" in content[:TEXT_BYTES] else content.decode(errors="replace")

@@ -44,7 +44,7 @@ class Removal:
 
 def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
     """Find what is of no use in the run at `now` (seconds since the epoch, by this machine's clock)."""
-    with contextlib.suppress(StorageError):  # without permission to write, a directory tells no time
+    with contextlib.suppress(StorageError):  # without write permission, a directory's clock cannot be read
         run.storage.refresh(run.name)
     yield from _find_checkpoints(run, keep, now)
     yield from _find_code(run, now)
@@ -100,9 +100,9 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
         if attempt_of(name) > attempts[-1].number:
             continue
         if MANIFEST not in files:
-            if why := why_abandoned(name, files, attempts, now + run.storage.ahead_s) or (
-                ended and "the run has ended"
-            ):
+            why = why_abandoned(name, files, attempts, now + run.storage.ahead_s)
+            why = why or ("the run has ended" if ended else "")
+            if why:
                 yield removal(name, f"incomplete, and {why}")
         elif not leads_to_newest(name, spans):
             yield removal(name, "of a superseded attempt: it does not lead to the newest one")

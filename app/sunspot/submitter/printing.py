@@ -102,7 +102,7 @@ def _is_ours(path: Path, mark: bytes) -> bool:
 
 
 def warn(text: str, end: str = "\n") -> None:
-    """Print a line for the user that is not part of the answer; a stderr that is full does not end the command."""
+    """Print a line on stderr that is not part of the answer. A full stderr does not end the command."""
     with contextlib.suppress(OSError):
         print(visible(text), end=end, file=sys.stderr, flush=True)
 

@@ -200,7 +200,7 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
 
 
 def _split_by_epoch(table: pyarrow.Table, data: Data) -> Iterator[tuple[int, pyarrow.ChunkedArray]]:
-    """Yield each epoch with the rows that it consumed, in a time that does not grow with the number of epochs."""
+    """Yield each epoch with the rows that it consumed. The time does not grow with the number of epochs."""
     import pyarrow.compute as pc
 
     epochs = pc.add(pc.divide(pc.subtract(table["step"], 1), data.steps_per_epoch), 1)

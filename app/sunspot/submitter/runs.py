@@ -25,7 +25,7 @@ class Target:
 
     run: str
     storage: str | None = None
-    "Where runs are kept; None: where SUNSPOT_STORAGE_PATH says, or else, to read, the bucket that its RayJob names."
+    "Where runs are kept. None stands for SUNSPOT_STORAGE_PATH or, only to read, the bucket that the RayJob names."
     context: str | None = None
     "A context of the kubeconfig; None: its current one."
     namespace: str | None = None

@@ -66,7 +66,7 @@ PATHS = {
 }
 
 CERTIFICATES = "kube-root-ca.crt"
-"""The ConfigMap that Kubernetes puts into every namespace."""
+"""Name of the ConfigMap that Kubernetes puts into every namespace."""
 
 ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
 """The Roles of k8s/base that grant these requests; the second, deleting pods."""
@@ -128,7 +128,7 @@ class Cluster:
 
     @functools.cached_property
     def identity(self) -> str:
-        """What tells this cluster from others (`owner.cluster_identity`); empty if this user may not read it."""
+        """Identity of this cluster (`owner.cluster_identity`); empty if this user may not read the ConfigMap."""
         try:
             found = self.find("ConfigMap", CERTIFICATES) or {}
         except RefusedError as error:

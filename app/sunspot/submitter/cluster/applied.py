@@ -1,8 +1,8 @@
-"""The manifest that `sunspot submit` applied, which the RayJob itself keeps in an annotation.
+"""Keeps the manifest that `sunspot submit` applied in an annotation of the RayJob.
 
-`sunspot wait` and `sunspot resume` start a RayJob again from it. It comes from the API server and so from somebody who
-may run pods in the namespace, which whoever can write to storage need not be. The spec beside it is not used, because
-Kueue has changed that.
+`sunspot wait` and `sunspot resume` start a RayJob again from this annotation. It was written by somebody who may run
+pods in the namespace, while an object in storage may come from somebody who may not. They do not use the RayJob's own
+spec, because Kueue changes that.
 """
 
 import json
@@ -16,10 +16,11 @@ from sunspot.submitter.manifest.pods import RUN_LABEL, set_variable
 from sunspot.submitter.manifest.render import JOB_ID, settings_of
 
 APPLIED = "sunspot/applied"
+"""Name of the annotation."""
 
 
 def as_submission(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rendered RayJob as a new submission: an owner of its own, with the manifest in its annotation."""
+    """Return a rendered RayJob as a new submission, which is a new owner, with the manifest in its annotation."""
     submitted: dict[str, Any] = json.loads(json.dumps(manifest))
     set_variable(submitted, JOB_ID, new_submission(submitted["metadata"]["name"]))
     return _annotated(submitted)
@@ -40,7 +41,7 @@ def applied_manifest(job: JobView, run: str) -> dict[str, Any] | None:
         about = manifest["metadata"]
         found = [manifest["apiVersion"], manifest["kind"], about["name"], about["namespace"]]
         found += [about["labels"][RUN_LABEL], settings_of(manifest).get(JOB_ID)]
-        as_submission(manifest)  # which each group of its pods has to allow
+        as_submission(manifest)  # raises if the manifest lacks a part that is needed
         if found != expected:
             raise ValueError(f"{found} instead of {expected}")
         return _annotated(manifest)

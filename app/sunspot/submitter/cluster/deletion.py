@@ -61,7 +61,7 @@ class RunContents:
     entries: tuple[Entry, ...]
     "Its objects in storage, without the marker."
     foreign: tuple[Entry, ...]
-    "Objects in its folder that no run has: they stay."
+    "Objects in its folder whose names no run uses; they stay."
     unfinished: tuple[Unfinished, ...]
     copies: tuple[Path, ...] = ()
     "Files in this machine's shared memory, left by a failed run for its next start."
@@ -77,7 +77,7 @@ class RunContents:
         return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
     def name_foreign(self) -> str:
-        """Return what stays in the run's folder, such as `photos, notes.txt: 12 files`; empty if nothing does."""
+        """Describe what stays in the run's folder, such as `photos, notes.txt: 12 files`; empty if nothing stays."""
         tops = [*dict.fromkeys(_top(self.run, entry.key) for entry in self.foreign)]
         more = f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
         return f"{', '.join(tops[:MAX_NAMED])}{more}: {plural(len(self.foreign), 'file')}" if tops else ""
@@ -132,8 +132,8 @@ class RunContents:
 def find_contents(access: RunAccess) -> RunContents:
     """Find all there is of a run that may be deleted.
 
-    Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live or its folder is no run's,
-    `ClusterError` and `StorageError` when that cannot be seen.
+    Raises `NotFoundError` if there is nothing, `ConflictError` if the run is live or its folder belongs to no run, and
+    `ClusterError` or `StorageError` if that cannot be found out.
     """
     run = access.run
     folder = Path(run.location)
@@ -161,9 +161,9 @@ def find_contents(access: RunAccess) -> RunContents:
     if (own or foreign) and not snapshot.storage.deleting and not holds_run(run.name, own):
         jobs = " ".join(job.name for job in snapshot.cluster.jobs)
         raise ConflictError(
-            f"{run.location} holds {plural(len(own) + len(foreign), 'file')}, but none by which a run is known, such "
-            "as run.json or status/attempt-*.json, so it is no run's folder, and nothing was removed; check --storage. "
-            f"`kubectl delete rayjob {jobs}` removes what the cluster has"
+            f"{run.location} holds {plural(len(own) + len(foreign), 'file')}, but none that identifies a run, such "
+            "as run.json or status/attempt-*.json. So it is not a run's folder, and nothing was removed; check "
+            f"--storage. `kubectl delete rayjob {jobs}` removes the RayJobs from the cluster"
         )
     copies = tuple(path for path in node_memory_directory(run.location).rglob("*") if path.is_file())
     results = read_results(run)
@@ -266,7 +266,7 @@ def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
 
 
 def _list(run: Run, with_mark: bool = False) -> tuple[list[Entry], list[Entry]]:
-    """List the run's objects, and those in its folder that no run has."""
+    """List the run's objects, and the objects in its folder whose names no run uses."""
     own: list[Entry] = []
     foreign: list[Entry] = []
     for entry in run.storage.list(run.name):

@@ -153,7 +153,7 @@ class RunAccess:
 def reach_run(target: Target, changed_by: str = "") -> RunAccess:
     """Find the cluster, if any, and the run: where the target or SUNSPOT_STORAGE_PATH says, or else its RayJob.
 
-    `changed_by` is the verb if it writes or deletes. Raises `SettingsError` as `trust_job` does.
+    `changed_by` is the command if it writes or deletes. Raises `SettingsError` like `trust_job`.
     """
     cluster, cluster_error = try_connect(target.context, target.namespace)
     run = named_run(target.run, target.storage)
@@ -167,11 +167,11 @@ def reach_run(target: Target, changed_by: str = "") -> RunAccess:
 
 
 def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
-    """Return the run where its RayJob keeps it; `default` is the run where the settings say.
+    """Return the run in the storage that its RayJob names; `default` is the run in the storage of the settings.
 
-    Whoever may create RayJobs could name any place in one. So a RayJob only says where to read, and only of a bucket: a
-    path leads to another folder in its pods than on this machine. Raises `SettingsError` for a path, and for any other
-    place than that of `default` if the run is `changed_by` a verb.
+    Anybody who may create RayJobs could name any storage in one. So a RayJob is believed only to read, and only if it
+    names a bucket, because a path may lead to another folder on this machine than in its pods. Raises `SettingsError`
+    for a path, and, if the run is `changed_by` a command, for any storage other than that of `default`.
     """
     path = settings_of(job.raw).get(STORAGE_PATH)
     if path is None or path.rstrip("/") == default.storage.locate("").rstrip("/"):

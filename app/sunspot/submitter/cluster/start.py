@@ -50,7 +50,7 @@ class PreparedJob:
 
     manifest: Mapping[str, Any]
     arguments: Sequence[str] = ()
-    "The arguments of `sunspot submit` for the same job, which are kept in storage for people to read."
+    "Arguments of `sunspot submit` for the same job, which are kept in storage for people to read."
     expected: JobView | None = None
     "The RayJob as the API server would complete it, if it was asked."
     archive: CodeArchive | None = None
@@ -85,9 +85,9 @@ def render_with_code(request: JobRequest) -> Rendered:
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
-    """Check the job and start it; raises `ClusterError`, `StorageError` or `ConflictError` before any change.
+    """Check the job and start it. Raises `ClusterError`, `StorageError` or `ConflictError` before any change.
 
-    A run that is alive elsewhere is refused without `take_over`.
+    Without `take_over`, a run that is alive elsewhere is refused.
     """
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
@@ -177,7 +177,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
         if not gone:
             raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
         with progress_note(f"applying {name}"):
-            record = _make_record(cluster, prepared)  # before, as it asks the cluster
+            record = _make_record(cluster, prepared)  # asks the cluster, so it comes before any change
             cluster.apply(dict(prepared.manifest))
             _keep_record(run, record)
     return submission("replaced" if ended else "created", was)
@@ -186,8 +186,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
     """Clear the stop marker, and start the run's RayJob again as `sunspot submit` applied it.
 
-    Returns None if something else started the run, which has to start it again. Raises `NotFoundError`, with what to
-    type, if the RayJob that was submitted is not in this namespace, and `ClusterError` when there is no cluster to ask.
+    Returns None if the run was started in another way, and has to be started again in that way. Raises `NotFoundError`,
+    with the command to type, if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does
+    not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
     if submitted and snapshot.cluster.trouble:
@@ -203,20 +204,20 @@ def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
 
 
 def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
-    """Say that the RayJob to start again is not here, where it was submitted to, and what to type."""
+    """Explain that the RayJob to start again is not here, to where it was submitted, and which command to type."""
     run, cluster = access.run.name, access.require_cluster()
     here = f"namespace {cluster.namespace} of {cluster.server}"
     there = f"namespace {submitted.namespace} of {submitted.server}" if submitted.namespace else "a namespace"
     again = f"submit {run} again, and it goes on from its newest checkpoint"
     if submitted.arguments:
         words = shlex.join(("sunspot", "submit", *submitted.arguments))
-        again += f"; storage says that it was submitted last by (read it before you repeat it):\n  {words}"
+        again += f"; storage says that it was submitted last by this command (read it before you repeat it):\n  {words}"
     if there != here and submitted.namespace:
         elsewhere = (
             f"{submitted.job} was submitted to {there}: with its --context and --namespace, `resume` works there"
         )
         return f"{run} has no RayJob in {here} to start again; {elsewhere}. To train it here, {again}"
-    return f"{submitted.job}, as `sunspot submit` applies it, is not in {here} any more; {again}"
+    return f"{submitted.job}, as `sunspot submit` applies it, is no longer in {here}; {again}"
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
@@ -232,7 +233,7 @@ def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | N
 
 
 def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
-    """Return the record of what is applied, and where."""
+    """Return the record of a job that is about to be applied, and of the cluster."""
     return SubmissionRecord(
         job=str(prepared.manifest["metadata"]["name"]),
         namespace=cluster.namespace,
@@ -245,17 +246,17 @@ def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
 
 
 def _keep_record(run: Run, record: SubmissionRecord) -> None:
-    """Keep the record of what was applied; the job goes on without it, because only people read it."""
+    """Write the record to storage, and only warn if that fails, because only people read it."""
     try:
         record_submission(run, record)
     except StorageError as error:
-        warn(f"warning: {record.job} is applied, and storage has no record of that: {error}")
+        warn(f"warning: {record.job} was applied, but storage has no record of it: {error}")
 
 
 def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
-    """Say who trains the run now, and where, if that is no RayJob of this namespace; empty if nobody does.
+    """Describe the owner that trains the run now, if it is not a RayJob of this namespace; empty if there is none.
 
-    A RayJob of this namespace that is not there any more was deleted a moment ago.
+    An owner of this namespace whose RayJob no longer exists does not count, because it was deleted a moment ago.
     """
     status, cluster = snapshot.storage.status, access.require_cluster()
     if not status or not is_alive(status, snapshot.time):
@@ -274,7 +275,7 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
 
 
 def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
-    """Raise `ConflictError` if a RayJob of this name is there that is not the run's: it would be overwritten."""
+    """Raise `ConflictError` if a RayJob of this name belongs to another run, because it would be overwritten."""
     found = cluster.find("job", name)
     if found and found["metadata"].get("labels", {}).get(RUN_LABEL) != run:
         raise ConflictError(

@@ -114,10 +114,10 @@ def is_of(stored: StoragePart, job: JobView) -> bool:
 
 
 def owns(job: JobView, owner: str) -> bool:
-    """Return whether an owner in storage is this RayJob, as far as is known of both."""
+    """Return True if an owner in storage is this RayJob. Parts that are not known on either side do not count."""
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
-    counted = not own.submission and COUNTED.fullmatch(found.submission)  # an earlier version's
+    counted = not own.submission and COUNTED.fullmatch(found.submission)  # written by an earlier version
     same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
     same_cluster = not (found.cluster and job.kubernetes) or found.cluster == job.kubernetes
     return bool(found.job == job.name and (same_submission or counted) and same_namespace and same_cluster)

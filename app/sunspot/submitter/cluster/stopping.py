@@ -23,9 +23,9 @@ LOOK_EVERY_S = 1.0
 def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
     """Leave the stop marker, wait until the run has saved and ended, and delete RayJobs that would begin it again.
 
-    A RayJob that has ended stays, for `resume`, and the operator removes its cluster. Without `wait`, only leave the
-    marker. Returns where the run stands then, and a sentence that says why. Raises `NotFoundError` when there is no
-    such run, `GaveUpError` when it has not ended after `timeout` seconds.
+    A RayJob that has ended stays for `resume`, and the operator removes its cluster. Without `wait`, only leave the
+    marker. Returns the run's state then, and the reason as a sentence. Raises `NotFoundError` if there is no such run,
+    and `GaveUpError` if it has not ended after `timeout` seconds.
     """
     snapshot = access.observe_existing()
     state, reason = snapshot.state()
@@ -49,7 +49,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
                     raise GaveUpError(f"{late}; {again}")
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
-        # What is kept from a repository would be put back, and start.
+        # GitOps would put back a RayJob from a repository, and so start it again.
         ended = [job for job in snapshot.cluster.jobs if job.terminal or (job is snapshot.job and state.terminal)]
         ours = [job for job in snapshot.cluster.jobs if not job.kept_by and job not in ended]
         with progress_note("waiting for its pods to go"):

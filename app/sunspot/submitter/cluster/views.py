@@ -72,7 +72,7 @@ class JobView:
     least_workers: int
     "Training pods that it starts with."
     kubernetes: str = ""
-    "The identity of the Kubernetes cluster it is in (`owner.cluster_identity`); empty: not known."
+    "Identity of the Kubernetes cluster that it is in (`owner.cluster_identity`); empty if not known."
 
     @property
     def borrows_cluster(self) -> bool:
@@ -157,7 +157,7 @@ Warnings = Sequence[WarningEvent]
 
 
 def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
-    """Read a RayJob as the API server of a cluster with this identity gives it."""
+    """Parse a RayJob from the API server. `kubernetes` is the identity of its cluster."""
     metadata = raw["metadata"]
     spec = raw.get("spec") or {}
     status = raw.get("status") or {}

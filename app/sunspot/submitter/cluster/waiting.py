@@ -135,9 +135,9 @@ class HeadRestarts:
     def next(self, snapshot: RunSnapshot) -> Restart | None:
         """Return what is to start again; None when the run ended otherwise, was stopped, or is not ours to start.
 
-        Ours is what `sunspot submit` applied, and what is kept from a repository. Raises `SunspotError` after as many
-        restarts in a row without a new checkpoint as a job may have starts of its driver, and `ClusterError` if the
-        RayJob does not hold the manifest it was made from.
+        Ours are the RayJobs that `sunspot submit` applied or that GitOps keeps from a repository. Raises `SunspotError`
+        after as many restarts in a row without a new checkpoint as a job may have starts of its driver, and
+        `ClusterError` if the RayJob's annotation does not hold its manifest.
         """
         job, stored = snapshot.job, snapshot.storage
         if not job or not head_given_up(snapshot) or stored.stop_wanted or stored.trouble:
@@ -174,7 +174,7 @@ def start_again(access: RunAccess, restart: Restart) -> None:
                     raise trouble
                 time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        again = f"{job.kept_by} puts it back" if job.kept_by else "if it is, submit the run again"
+        again = f"{job.kept_by} puts it back" if job.kept_by else "if it is gone, submit the run again"
         warn(f"\n{job.name} may be gone; {again}")
         raise
 

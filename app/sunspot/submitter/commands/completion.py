@@ -78,5 +78,5 @@ def _list_runs(words: list[str]) -> Iterator[str]:
         storage = words[words.index("--storage") + 1]
     folder = Path(storage)
     if folder.is_dir():
-        # No others: bash would type a name such as `x;rm` as it is.
+        # Other names are left out, because bash would insert a name such as `x;rm` without quotes.
         yield from sorted(path.name for path in folder.iterdir() if RUN.fullmatch(path.name) and path.is_dir())

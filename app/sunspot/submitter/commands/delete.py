@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         print_text(f"removed: {contents}")
     if contents.foreign:
-        warn(f"left in {access.run.location}, because no run has such names: {contents.name_foreign()}")
+        warn(f"left in {access.run.location}, because no run uses these names: {contents.name_foreign()}")
     if access.run.storage.keeps_versions():
         warn("the bucket keeps versions of what is deleted: their space is freed when its lifecycle rules expire them")
 
@@ -70,7 +70,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
     if contents.snapshot.cluster.trouble:
         warn(f"only what is in storage: {contents.snapshot.cluster.trouble}")
     if contents.foreign:
-        print_text(f"what no run has is not touched: {contents.name_foreign()}")
+        print_text(f"not touched, because no run uses these names: {contents.name_foreign()}")
     if contents.dataset:
         print_text(f"the dataset {contents.dataset} is not touched: no run makes its dataset")
     if trials := contents.trials:
@@ -88,7 +88,7 @@ def _record(contents: RunContents, left: RunContents | None, removed: bool) -> d
         "bytes": contents.bytes,
         "kinds": contents.kinds,
         "dataset": contents.dataset or None,
-        "dataset_removed": False,  # it never is, even if it lies in the run's folder
+        "dataset_removed": False,  # a dataset is never removed, even if it lies in the run's folder
         "trials_kept": list(contents.trials),
         "left": {"objects": left.objects, "files": len(left.entries), "bytes": left.bytes} if left else None,
     }

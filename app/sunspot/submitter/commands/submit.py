@@ -12,7 +12,7 @@ from sunspot.submitter.commands.arguments import add_render_options, job_request
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_render_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
-    parser.add_argument("--take-over", action="store_true", help="take the run over where it is alive elsewhere")
+    parser.add_argument("--take-over", action="store_true", help="take the run over if it is alive elsewhere")
     parser.add_argument("--wait", action="store_true", help="then wait until the run ends; the exit code says how")
     parser.add_argument("--timeout", metavar="S", type=seconds, help="with --wait: give up after so long (exit code 5)")
 

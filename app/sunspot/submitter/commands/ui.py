@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_host,
         action="append",
         default=[],
-        help="a name that browsers reach it by, such as an ingress's, besides localhost and its address; repeatable",
+        help="a name by which browsers reach it, such as an ingress's, besides localhost and its address; repeatable",
     )
     parser.add_argument("--port", metavar="N", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
 

@@ -75,8 +75,8 @@ AUTOSCALER_TOKEN: dict[str, Any] = {
         ]
     },
 }
-"""The volume that Kubernetes mounts into every container of a pod with `automountServiceAccountToken`, as its admission
-plugin ServiceAccount writes it. Here only the autoscaler mounts it: the user's code runs in the container beside it."""
+"""The volume that the admission plugin ServiceAccount adds to a pod with `automountServiceAccountToken`, for all of its
+containers. Here only the autoscaler's container mounts it, because the user's code runs in the other one."""
 
 AUTOSCALER_CPU_LIMIT = "1"
 """Where the head has a limit."""
@@ -294,7 +294,7 @@ def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
 
 
 def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
-    """Add Ray's autoscaler beside the head: a container that gets a token, because it changes the RayCluster."""
+    """Add Ray's autoscaler to the head's pod, in a container with a token, because it changes the RayCluster."""
     head = cluster["headGroupSpec"]["template"]
     container = head["spec"]["containers"][0]
     cluster["enableInTreeAutoscaling"] = True
@@ -310,7 +310,7 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
 def set_variable(job: dict[str, Any], name: str, value: str) -> None:
     """Set an environment variable on every pod, or in the runtime environment of a job without pods.
 
-    It takes the place of a variable of the same name.
+    This replaces a variable of the same name.
     """
     spec = job["spec"]
     if "rayClusterSpec" not in spec:

@@ -278,7 +278,7 @@ def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -
 
 
 def _of_environment() -> Iterator[tuple[str, str]]:
-    """Yield the settings in this process's environment: variable and value."""
+    """Yield the variable and the value of each setting in this process's environment."""
     return ((name, value) for name, value in os.environ.items() if name.startswith(PREFIX) and value)
 
 
