@@ -58,7 +58,7 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
 
 
 def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> None:
-    """Its only other holder may die right then: all would go back to a copy."""
+    """Otherwise, if the only other process with the state dies right then, all would go back to a copy."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
     survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))
@@ -123,7 +123,7 @@ def test_a_gpu_takes_no_step_by_sums_of_a_group_that_was_broken_off(
 
 
 def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Path) -> None:
-    """No collective of a group of one waits for anybody, so none fails."""
+    """No collective fails in a group of one, because none waits for another process."""
 
     def act(group: Any) -> int:
         worker = make_worker(plan_without_evaluation(Settings(max_steps=8)), group)
@@ -190,7 +190,7 @@ def test_a_replacement_tells_what_ends_the_run_if_nobody_is_left_that_trained(
 def test_members_that_do_not_meet_give_up_soon(
     others_first: bool, others_train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One stands still, and its heartbeats go on; a collective may take far longer than it takes to form a group.
+    """One member stands still while its heartbeats go on. A collective may take far longer than forming a group.
 
     The first one that gives up closes the group for the others.
     """
@@ -209,21 +209,21 @@ def test_members_that_do_not_meet_give_up_soon(
 
 
 def test_a_process_that_is_always_taken_for_lost_gives_up() -> None:
-    """It kept Python's lock for too long while it built its model, and would do so again."""
+    """The process held the GIL for too long while it built its model, and would do so again."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(connections=1)
     for connections in range(1, survivors.GROUP_TRIES + 1):
         survivor._connections, survivor._client.connections = connections, connections + 1
         survivor.leave(RegroupError())
-    with pytest.raises(NoGroupError, match=r"3 groups in a row came to no step: .*for lost"):
+    with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*for lost"):
         survivor.form()
     survivor._worker = Mock(step=5, beginning=Mock(step=4))
     survivor.leave(RegroupError())
-    assert not survivor._vain, "a step was taken"
+    assert not survivor._failed_groups, "a step was taken"
 
 
 class Ended(BaseException):
-    """In place of the end of the process."""
+    """Raised in place of ending the process."""
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
@@ -252,7 +252,8 @@ def test_a_replacement_that_cannot_train_ends_alone(
 def test_a_node_whose_replacements_cannot_train_is_left_out(
     head: str, left_out: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    control, drained, pauses = LocalControl(), list[str](), list[float]()
+    control = LocalControl()
+    drained, pauses = list[str](), list[float]()
     control.channel._group = worker_group(1, "others")
     config: Any = SimpleNamespace(control=control, run=open_run(str(tmp_path), "run"))
     monkeypatch.setattr(replacement.os, "_exit", Mock(side_effect=Ended))

@@ -134,7 +134,7 @@ class KerasTask:
         """Loop over all steps."""
         for batch in run.batches():
             learning_rate = run.optimizer.param_groups[0]["lr"]
-            run.optimizer.step()  # waits for the copy of the state: from here on the variables change
+            run.optimizer.step()  # waits for the copy of the state, because the variables change from here on
             losses, outputs = run.model.take_step(batch, learning_rate, run.weight / run.world_size)
             run.log({"loss": losses, **rate(outputs, batch)})
             run.step()

@@ -114,7 +114,7 @@ class BrokenInTraining:
     control: ControlClient
     needed: Needed
     group_ends: bool = False
-    "Whether the loss of one rank ends its group. Otherwise the others train on, and must hear of their nodes' notices."
+    "True if the loss of one rank ends its group. Otherwise the others train on, and must still hear of notices."
 
     def __call__(self, suspects: Suspects) -> list[str]:
         """Leave out those of these nodes whose GPU is broken, and return a line on each.
@@ -139,7 +139,7 @@ class BrokenInTraining:
             if any(suspects[id] is not None for id in dead):
                 raise
             return []
-        if self.group_ends:  # before it drains: to a group that still counted, that would be a notice
+        if self.group_ends:  # before the drain, which a group that still counted would take for a notice
             self.control.ask(ControlChannel.forget_group)
         return _leave_out(problems)
 

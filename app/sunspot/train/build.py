@@ -104,7 +104,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     survivor, in_place = joined.survivor, state.tier == IN_PLACE
     if survivor and in_place and place.group and not same_parameters(learner.model, place.group):
         if place.rank == 0:
-            text = "the workers' parameters differ, as those of different processors do: all go back to the newest copy"
+            text = "the workers' parameters differ, as on processors of different kinds; all go back to the newest copy"
             joined.control.tell(ControlChannel.log, f"step {attempt.step}: {text}")
         survivor.forget()
         raise RegroupError
@@ -253,7 +253,7 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
         raise SettingsError(f"SUNSPOT_COMPILE={settings.compile}: {problem}")
     mode: str = settings.compile
     outlives = settings.survivors != "off" and settings.loader == "torch"
-    fewest = 1 if outlives else world_size  # survivors keep their model when the group gets smaller
+    fewest = 1 if outlives else world_size  # survivors keep their compiled model when the group gets smaller
     if mode == "max-autotune" and (is_fsdp(model) or plan.passes(fewest) > 1):
         # CUDA graphs want parameters to stay where they are, and gradients to be used before the next pass.
         mode = "max-autotune-no-cudagraphs"
@@ -337,10 +337,10 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
-    """Tell whether to train on without the evaluation of the epoch that ends here, as EVALUATION_TRIES groups failed.
+    """Return True if the evaluation of the epoch that ends here is left out, because EVALUATION_TRIES groups failed.
 
-    A group does not count if all of its processes are in the next one: it only made room for others. The evaluation at
-    the end of the run is begun again however often: no step waits for it.
+    A group does not count if all of its processes are in the next one, because it only made room for others. The
+    evaluation at the end of the run is always begun again, because no step waits for it.
     """
     step = start.attempt.step
     here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]
@@ -349,7 +349,7 @@ def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
 
 
 def all_go_on(before: Attempt, after: Attempt) -> bool:
-    """Tell whether all processes of an attempt are known to train in the one after it."""
+    """Return True if all processes of an attempt are known to train in the next attempt."""
     processes = set(before.metadata.processes)
     return bool(processes) and processes <= set(after.metadata.processes)
 

@@ -201,7 +201,7 @@ def ends_alone(survivor: Survivor | None, rank: int) -> bool:
 
 
 def tell_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
-    """Tell the driver of an error that no retry can fix, unless others train without this process."""
+    """Report an error that no retry can fix to the driver, unless others train without this process."""
     if not (survivor and survivor.replaces):
         control.try_ask(ControlChannel.set_fatal_error, error)
 

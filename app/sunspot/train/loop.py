@@ -26,7 +26,7 @@ def train_loop(config: WorkerConfig) -> None:
 
 
 def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
-    """Train in one worker group after another, to the end of the run or until an error of this process ends it."""
+    """Train in one worker group after another, until the run ends or an error ends this process."""
     while True:
         try:
             train_in_group(config, survivor)

@@ -96,7 +96,7 @@ class Reporter:
         return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
-        """Record progress: a step, or some rows evaluated.
+        """Record progress: a step, or some evaluated rows.
 
         Raises `SupersededError` once another driver owns the run.
         """

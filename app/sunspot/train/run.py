@@ -141,7 +141,10 @@ class TrainingRun:
         clip_gradients(self.model if model is None else model, self.settings.clip_norm)
 
     def parameters_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Wait until the state of the step before is copied; call it before parameters change, by the `optimizer`."""
+        """Wait until the previous step's state is copied. Call this before parameters change.
+
+        `optimizer` is the one that is about to take its step, if any.
+        """
         self._worker.begin_change(optimizer)
         if self._open:
             self._open.learning_rate = self._learning_rate()

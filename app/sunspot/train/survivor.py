@@ -57,14 +57,14 @@ CUT_EVERY_S = 0.1
 """Between two looks whether the group that forms has lost a member."""
 
 GROUP_TRIES = 3
-"""Groups in a row that may come to no step because they did not form, or because this process was taken for lost."""
+"""Largest number of groups in a row that take no step because they do not form or this process is taken for lost."""
 
 STUCK_AFTER_S = 20.0
-"""Seconds after a limit has passed until a process ends itself because it still stands in what the limit is for."""
+"""Seconds from the end of a time limit until a process ends itself, because the limited operation still hangs."""
 
 
 class NoGroupError(RuntimeError):
-    """Ends a process that came to no step in GROUP_TRIES groups in a row, or a replacement that cannot form a group."""
+    """Ends a process that took no step in GROUP_TRIES groups in a row, or a replacement that cannot form a group."""
 
 
 class Survivor:
@@ -79,20 +79,20 @@ class Survivor:
         self._client = MembershipClient(address, member, self._groups.cut)
         self._worker: Worker | None = None
         self._trained = False
-        "Whether this process has been in a group that trained."
-        self._vain: list[str] = []
-        "Why groups came to no step, since the newest step of this process."
+        "True once this process has been in a group that trained."
+        self._failed_groups: list[str] = []
+        "Reasons why groups took no step, since this process's newest step."
         self._connections = 0
-        "How often it had connected when its newest group formed."
+        "Number of the client's connections when the newest group formed."
         self._outputs: Future[None] | None = None
         "Those of the group before, as they come to storage."
         self.others_train = True
-        "Whether others trained when this process came, as far as is known."
+        "True if others trained when this process started, as far as is known."
         self.learner: Learner | None = None
         self.memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
         self.committer: CheckpointCommitter | None = None
-        "The one that began the newest commit of this process, which may be under way."
+        "The committer that began this process's newest commit, which may be under way."
         self.kept: tuple[LiveState, Position] | None = None
         "The state that it has, if that is whole, and where that stands."
 
@@ -105,11 +105,11 @@ class Survivor:
 
     @property
     def replaces(self) -> bool:
-        """Whether this process came to those who train, and has not trained with them yet: they do without it."""
+        """True if others trained when this process started and it has not trained yet, so they can do without it."""
         return self.others_train and not self._trained
 
     def building(self, limit_s: float) -> AbstractContextManager[None]:
-        """Have the decider wait up to `limit_s` (0: without a limit) for a sign of life while this process builds."""
+        """Make the decider wait up to `limit_s` (0: without a limit) for a heartbeat while this process builds."""
         return self._client.patience(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
@@ -137,17 +137,18 @@ class Survivor:
             torch.cuda.empty_cache()  # or what is built next would wait for it
 
     def form(self) -> WorkerPlace | None:
-        """Stand for the next group, and form it with the others, however long they take; None: there is no next one.
+        """Ask to be in the next group, and form it with the others. Returns None if there is no next group.
 
-        Raises `DeciderLostError`, and `NoGroupError` once GROUP_TRIES groups in a row have come to nothing. A
-        replacement has one try, because the others would wait for it in each.
+        Raises `DeciderLostError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A replacement
+        has one try, because the others would wait for it in each.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
                 self._groups.leave()
-            if len(self._vain) >= GROUP_TRIES:
-                raise NoGroupError(f"{plural(len(self._vain), 'group')} in a row came to no step: {self._vain[-1]}")
+            if len(self._failed_groups) >= GROUP_TRIES:
+                count = plural(len(self._failed_groups), "group")
+                raise NoGroupError(f"{count} in a row took no step: {self._failed_groups[-1]}")
             stood = self._client.stand(step)
             if not stood:
                 return None
@@ -158,7 +159,7 @@ class Survivor:
                 group = self._form(generation, rank)
             except RuntimeError as error:
                 took_s = time.monotonic() - began
-                # The member that gives up first closes the group for the others. A loss does so sooner.
+                # The first member that gives up closes the group, after FORM_LIMIT_S. A loss closes it sooner.
                 if took_s > FORM_LIMIT_S / 2 or not self._client.closed(CLOSED_WITHIN_S):
                     self._note_unformed(generation, took_s, error)
                 continue
@@ -179,7 +180,7 @@ class Survivor:
             f"nodes {nodes} may connect to each other ({shorten(error)})"
         )
         print(why, file=sys.stderr, flush=True)
-        self._vain.append(why)
+        self._failed_groups.append(why)
         if self.replaces:
             raise NoGroupError(why) from error
 
@@ -202,7 +203,7 @@ class Survivor:
             self._groups.cut()
 
     def is_closed(self) -> bool:
-        """Whether the group has ended: a group of one hears of it by no collective."""
+        """Return True if the group has ended. In a group of one, no collective fails because of that."""
         return self._client.closed(0.0)
 
     def regroups(self) -> bool:
@@ -225,7 +226,7 @@ class Survivor:
         return state
 
     def keep(self, attempt: Attempt, state: TrainingState) -> None:
-        """Note that this process has the state that was handed over, which counts even if its group ends at once."""
+        """Note that this process has the state that it was handed, even if its group ends before the first step."""
         assert state.taken is not None
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
         self.kept = LiveState(name, state.evaluated), Position(state.metrics, state.taken, state.ledger)
@@ -244,7 +245,7 @@ class Survivor:
         if isinstance(error, GroupRestartError | NoGroupError | DeciderLostError):
             return False
         known = find_in(error)
-        if known and not isinstance(known, SupersededError):  # the next group of this driver may be what took it over
+        if known and not isinstance(known, SupersededError):  # its driver's next group may supersede it
             return False
         lost_peer = known or LOST_PEER.search(f"{type(error).__name__}: {error}")
         return self._client.closed(CLOSED_WITHIN_S if lost_peer else 0.0)
@@ -252,10 +253,10 @@ class Survivor:
     def leave(self, error: Exception) -> None:
         """Keep the state for the next group, and let go of the last one."""
         if self._worker and self._worker.step > self._worker.beginning.step:
-            self._vain.clear()
+            self._failed_groups.clear()
         elif self._client.connections > self._connections:
-            limit = f"no heartbeat came for {PROCESS_LIMIT_S:.0f} s, or none of its packets for {MACHINE_LIMIT_S:.0f} s"
-            self._vain.append(f"the driver took this process for lost: {limit}")
+            limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
+            self._failed_groups.append(f"the driver took this process for lost: {limit}")
         for each in (error, error.__cause__):
             if each:
                 traceback.clear_frames(each.__traceback__)  # which hold the last step's batch and graph

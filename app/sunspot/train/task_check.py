@@ -213,7 +213,7 @@ class CheckedWorker(Worker):
         super().begin_step(step)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note, before an optimizer's step, which parameters have changed already, and which have no gradient."""
+        """Note, before an optimizer's step, which parameters have already changed and which have no gradient."""
         self.learner.undo.before_change(optimizer)
         named = self.learner.model.named_parameters()
         idle = {name for name, each in named if each.requires_grad and each.grad is None}

@@ -287,11 +287,11 @@ def start_again(
 
 
 def left_alone(fitting: Future[Any], membership: Membership, limit_s: float = math.inf) -> bool:
-    """Wait for the end of a trainer, and return False; True once it has no worker any more, and waits for a node.
+    """Wait for the end of a trainer, and return False. Return True once no worker is left, and Ray waits for a node.
 
-    While Ray places the worker that it replaces, it asks no other one: neither whether all have finished, nor whether
-    they live. One that comes when they have is of no use to a group that has ended. Once all who trained are lost,
-    those who came to replace them may take `limit_s` to train: one that hangs is watched by nobody else.
+    While Ray places a replacement, it does not ask the other workers whether they have finished or live. A replacement
+    that comes after the group has ended is of no use. Once all workers that trained are lost, their replacements may
+    take `limit_s` to train, because nothing else watches a replacement that hangs.
     """
     empty_since: float | None = None
     trained = time.monotonic()
@@ -299,7 +299,7 @@ def left_alone(fitting: Future[Any], membership: Membership, limit_s: float = ma
         if membership.trains or not membership.generation.members:
             trained = time.monotonic()
         elif time.monotonic() - trained > limit_s:
-            log.warning(f"no worker is left that trained, and none has taken its place within {limit_s:.0f} s")
+            log.warning(f"all workers that trained are lost, and no replacement has trained within {limit_s:.0f} s")
             return True
         if membership.trains or not (membership.ended or membership.deserted):
             empty_since = None

@@ -1,17 +1,17 @@
 """Takes back a step that a worker has begun and cannot end, because another worker was lost.
 
-The group takes the same step again, so each survivor needs the state that the step before has left. By the time of the
-loss, the step may have changed
+The group takes the same step again, so each survivor needs the state that the previous step left. By the time of the
+loss, the step may have changed:
 
 - buffers: the averages of batch norm move with each forward pass;
 - frozen parameters, such as a teacher that follows the weights (MoCo, BYOL);
-- what one of several optimizers owns, if it has taken its step and another one has not;
-- parameters that train, before their optimizer's step: weights that are perturbed by hand (SAM), or an embedding with
+- the parameters and the state of one of several optimizers, if it has taken its step and another one has not;
+- trainable parameters, before their optimizer's step: weights that are perturbed by hand (SAM), or an embedding with
   `max_norm`.
 
-The first three are put back from copies. The last ones have no copy, and neither has what changes for the first time.
-PyTorch's count of changes in place (`_version`) tells of both. Then this process has no state to go on from: it gets
-another worker's, or all go back to the newest copy in memory or in storage.
+The first three are put back from copies. The last have no copy, and neither has a tensor that changes for the first
+time. PyTorch's count of in-place changes (`_version`) reveals both. Then this process has no state to go on from: it
+gets another worker's state, or all go back to the newest copy in memory or in storage.
 """
 
 import logging
@@ -28,27 +28,30 @@ from sunspot.parallel.sharding import parameters_of
 
 log = logging.getLogger(__name__)
 
-LOOKS = 3
-"""The first steps and evaluations that show what changes. Later only a loss does: what has no copy then gets one."""
+COMPARISONS = 3
+"""Number of first steps and evaluations after which frozen parameters are compared. Later they are compared only after
+a loss, and those that have changed are copied from then on."""
 
 IMMUTABLE = (int, float, str, bool, type(None))
+"""Types of the values in an optimizer's state that need no copy."""
 
 
 class StepUndo:
-    """Knows what a worker's steps change before they end, and puts it back."""
+    """Knows which tensors a worker's steps change before they end, and puts them back."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self.stepped = OptimizerOnlyParameters(optimizer)
         self._modules, self._parameters = list(model.modules()), dict(model.named_parameters())
         self._unowned = set(self._parameters.values()) - set(parameters_of(optimizer))
-        "Parameters that no optimizer changes."
+        "Parameters that no optimizer owns."
         self._moving = set[torch.nn.Parameter]()
         "Frozen parameters that are known to change."
         self._sums: dict[torch.nn.Parameter, int] = {}
-        "The sums of the bits of frozen parameters after the first step."
-        self._looks = 0
+        "Sum of the bits of each frozen parameter after the first step."
+        self._compared = 0
+        "Number of comparisons so far."
         self._copies = Copies()
-        "Buffers and moving parameters, as the newest step has left them."
+        "Copies of buffers and moving parameters after the newest step."
         self._versions: list[int] = []
         "Each parameter's count of changes in place after the newest step."
         self._buffers: list[tuple[torch.Tensor, int]] = []
@@ -56,14 +59,14 @@ class StepUndo:
         self._turns = OptimizerTurns()
         self._in_step = False
         self.early = set[str]()
-        "Names of parameters that train and were found to change before their optimizer's step."
+        "Names of trainable parameters that were found to change before their optimizer's step."
         self._changes: dict[torch.nn.Parameter, int] = {}
-        "How often a step has changed each moving parameter."
+        "Number of times that a step changes each moving parameter."
         self.uneven = set[str]()
-        "Names of moving parameters that another step has changed more or less often."
+        "Names of moving parameters that some steps change more often than others."
 
     def keep(self) -> None:
-        """Keep the state as the one to go back to."""
+        """Keep the present state as the one to go back to."""
         self._copies.take(self._changeable())
         self._versions = self._count_changes()
         self._buffers = [(each, count_changes(each)) for each in self._held_buffers().values()]
@@ -71,14 +74,14 @@ class StepUndo:
         self._in_step = False
 
     def accept(self) -> None:
-        """Keep the state that a step or an evaluation has left, and note which frozen parameters it has changed."""
+        """Keep the state after a step or an evaluation, and note which frozen parameters it has changed."""
         if self._moving and self._in_step:
             self._compare_changes()
         if self._unowned:
             self._moving |= self._unowned.intersection(self._changed())
         self._moving |= self._moved_unseen()
-        if self._looks < LOOKS:
-            self._looks += 1
+        if self._compared < COMPARISONS:
+            self._compared += 1
             self._moving |= self._find_unseen()
         self._moving = set(filter(self._is_frozen, self._moving))
         self.keep()
@@ -94,14 +97,14 @@ class StepUndo:
         """Note that an optimizer is about to take its step."""
         if not self._in_step:
             return
-        if self._looks < LOOKS and not self._turns.has_begun(optimizer):
+        if self._compared < COMPARISONS and not self._turns.has_begun(optimizer):
             own = set(parameters_of(optimizer)).intersection(self._changed())
             self._moving.update(filter(self._is_frozen, own))
             self._note_early(own)
         self._turns.begin(optimizer)
 
     def put_back(self) -> bool:
-        """Put back the state that was kept, and return whether all of it could be; this never raises."""
+        """Put back the state that was kept, and return True if all of it could be put back. This never raises."""
         changed = set(self._changed())
         try:
             changed |= self._find_unseen()
@@ -109,38 +112,38 @@ class StepUndo:
             if self._in_step:
                 changed |= self._moved_unseen()
                 complete &= self._turns.put_back()
-        except RuntimeError as error:  # as for a tensor that inference mode has made
+        except RuntimeError as error:  # for example for a tensor that was made in inference mode
             log.warning(f"a step that was broken off cannot be taken back: {error}")
             return False
         without_copy = changed - self._moving - self._turns.returned
-        if complete:  # or else an optimizer may have changed them, as it should
+        if complete:  # otherwise an optimizer may have changed them, as it should
             self._note_early(without_copy)
         self._moving.update(filter(self._is_frozen, without_copy))
         return complete and not without_copy
 
     def put_back_moving(self) -> bool:
-        """Put back buffers and moving parameters, and return whether all of them could be.
+        """Put back buffers and moving parameters, and return True if all of them could be put back.
 
-        A buffer that is not persistent is in no checkpoint, so the model makes it by itself. If its shape has changed,
-        as that of a table which grows with the rows, it stays.
+        A buffer that is not persistent is in no checkpoint, so the model can make it again. If its shape has changed,
+        like that of a table that grows with the rows, it stays as it is.
         """
         lost = self._copies.put_back(self._changeable())
         return all(isinstance(key, tuple) and key[1] in key[0]._non_persistent_buffers_set for key in lost)
 
     def warnings(self) -> list[str]:
-        """Return what the user should know of the changes that were found so far."""
+        """Return warnings for the user about the changes that were found so far."""
         texts = [self.describe_early()] if self.early else []
         if self.uneven:
             texts.append(
                 f"{plural(len(self.uneven), 'frozen parameter')}, such as {min(self.uneven)}, changed more often in "
-                "some steps than in others, as the number of forward passes in a step depends on that of the workers: "
-                "change frozen parameters once a step, in a register_step_post_hook of the optimizer, or set "
+                "some steps than in others, because the number of forward passes in a step depends on the number of "
+                "workers: change frozen parameters once a step, in a register_step_post_hook of the optimizer, or set "
                 "SUNSPOT_MICRO_BATCH_SIZE to the global batch size"
             )
         return texts
 
     def describe_early(self) -> str:
-        """Return a warning that names what changes too early to be taken back, and says what follows from that."""
+        """Return a warning that names the parameters that change too early, and the consequences."""
         return (
             f"{plural(len(self.early), 'parameter')} changed outside of the optimizer's step, such as "
             f"{min(self.early)}: when a worker is lost after such a change, the others cannot take the step back, and "
@@ -186,12 +189,12 @@ class StepUndo:
                     self.uneven.add(name)
 
     def _moved_unseen(self) -> set[torch.nn.Parameter]:
-        """Return what the second step has changed before its optimizer, through `.data`, too."""
+        """Return the parameters that the second step changed before its optimizer did, including through `.data`."""
         moved = self.stepped.moved
         return {each for each in self._parameters.values() if id(each) in moved} if moved else set()
 
     def _find_unseen(self) -> set[torch.nn.Parameter]:
-        """Return frozen parameters that have other values than after the first step, through `.data`, too."""
+        """Return the frozen parameters that have changed since the first step, including through `.data`."""
         frozen = set(filter(self._is_frozen, self._parameters.values())) - self._moving
         now = {each: int(sum_of_bits(each.detach())) for each in frozen}
         self._sums = self._sums or now
@@ -207,38 +210,39 @@ class StepUndo:
 
 
 class OptimizerTurns:
-    """The optimizers that take their steps one after another, within one step of the run.
+    """Tracks the optimizers that take their steps one after another, within one step of the run.
 
-    What an optimizer owns is copied before its step if another optimizer has been seen to follow it. So one that is
-    alone, or the last one, costs nothing.
+    An optimizer's parameters and state are copied before its step if another optimizer has been seen to follow it. So a
+    single optimizer, or the last one, costs nothing.
     """
 
     def __init__(self) -> None:
         self._begun: list[Optimizer] = []
-        "Those that have begun a step, in order."
+        "Optimizers that have begun their step within the present step of the run, in order."
         self._followed = set[Optimizer]()
+        "Optimizers after which another one has been seen to take its step."
         self._copies: dict[Optimizer, OptimizerCopy] = {}
         self.returned = set[torch.nn.Parameter]()
         "The parameters that were put back."
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer begins its step, and copy what it owns if another one will follow."""
+        """Note that an optimizer begins its step, and copy what it owns if another one is known to follow."""
         self._followed.update(each for each in self._begun if each is not optimizer)
         if optimizer in self._followed and not self._begun.count(optimizer):
             self._copies.setdefault(optimizer, OptimizerCopy(optimizer)).take()
         self._begun.append(optimizer)
 
     def has_begun(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer has begun a step since the last step of the run."""
+        """Return True if an optimizer has begun its step since the last step of the run."""
         return optimizer in self._begun
 
     def end_step(self) -> None:
-        """Forget who has begun a step: the step of the run has ended."""
+        """Forget which optimizers have begun their step, because the step of the run has ended."""
         self._begun.clear()
         self.returned.clear()
 
     def put_back(self) -> bool:
-        """Put back what the optimizers own that have begun a step, and return whether all of it could be."""
+        """Put back what the optimizers that have begun their step own. Return True if all of it could be put back."""
         begun = set(self._begun)
         for copy in [self._copies[each] for each in begun if each in self._copies]:
             if copy.put_back():
@@ -261,28 +265,28 @@ class OptimizerCopy:
         return self._values.keys()
 
     def take(self) -> None:
-        """Copy what the optimizer owns now, into the memory of the copy before."""
+        """Copy what the optimizer owns now, into the memory of the previous copy if it fits."""
         state, groups = self._optimizer.state, self._optimizer.param_groups
         self._values = {each: dict(state.get(each, {})) for each in parameters_of(self._optimizer)}
         self._options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self._copies.take(self._tensors())
 
     def put_back(self) -> bool:
-        """Put back what was copied; returns False, and changes nothing, if the optimizer keeps more than tensors."""
+        """Put back what was copied. Return False, and change nothing, if the state has values that cannot be copied."""
         kept = [value for values in self._values.values() for value in values.values()]
         if not all(isinstance(value, (torch.Tensor, *IMMUTABLE)) for value in kept):
             return False
         self._copies.put_back(self._tensors())
         for parameter, values in self._values.items():
             self._optimizer.state[parameter] = values
-            if not values:  # it began with its first gradient
+            if not values:  # its state began with its first gradient
                 del self._optimizer.state[parameter]
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(options)
         return True
 
     def _tensors(self) -> dict[Any, torch.Tensor]:
-        """Return the tensors that were there when the copy was taken."""
+        """Return the tensors that existed when the copy was taken."""
         found: dict[Any, torch.Tensor] = {}
         for parameter, values in self._values.items():
             found[parameter] = parameter
@@ -291,25 +295,25 @@ class OptimizerCopy:
 
 
 class Copies:
-    """Copies of tensors, by key. Their memory is used again while the tensors keep their shapes."""
+    """Copies of tensors, by key. Their memory is reused while the tensors keep their shapes."""
 
     def __init__(self) -> None:
         self._held: dict[Any, torch.Tensor] = {}
 
     def take(self, tensors: Mapping[Any, torch.Tensor]) -> None:
-        """Copy these tensors, in the place of those before."""
+        """Copy these tensors, in place of the previous ones."""
         if self._differing(tensors):
             self._held = {key: torch.empty_like(each) for key, each in tensors.items()}
         copy_all((self._held[key], each) for key, each in tensors.items())
 
     def put_back(self, tensors: Mapping[Any, torch.Tensor]) -> set[Any]:
-        """Set these tensors to their copies; returns the keys of those that have none, or one of another shape."""
+        """Set these tensors to their copies. Returns the keys of tensors with no copy or with one of another shape."""
         differing = self._differing(tensors)
         copy_all((each, self._held[key]) for key, each in tensors.items() if key not in differing)
         return differing
 
     def _differing(self, tensors: Mapping[Any, torch.Tensor]) -> set[Any]:
-        """Return the keys that either side lacks, or that stand for tensors of other shapes, types or devices."""
+        """Return the keys that only one side has, or under which shapes, types or devices differ."""
         held = self._held
         lacking = held.keys() ^ tensors.keys()
         return lacking | {key for key, each in tensors.items() if key in held and not are_alike(each, held[key])}
@@ -321,15 +325,15 @@ def count_changes(tensor: torch.Tensor) -> int:
 
 
 def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have one shape, type and device."""
+    """Return True if two tensors have the same shape, type and device."""
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first one, those of one type and device at once.
+    """Copy the second tensor of each pair into the first, all of one type and device at once.
 
-    torch has no public name for that (2.15). So the buffers of a ResNet-18 keep the host of an H100 0.19 ms, where its
-    step takes 10 ms; joined in one tensor, 0.43 ms.
+    torch has no public name for that (2.15). Copying the buffers of a ResNet-18 this way keeps the host of an H100 busy
+    for 0.19 ms, of a step of 10 ms. Joining them in one tensor would take 0.43 ms.
     """
     alike: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in pairs:

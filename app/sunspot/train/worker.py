@@ -65,7 +65,7 @@ class Beginning:
     window: MetricWindow | None = None
     "The metrics that it brings from the group before."
     is_closed: Callable[[], bool] | None = None
-    "Whether the group has ended, asked by a process that outlives it."
+    "Returns True once the group has ended, for a process that outlives it."
 
 
 class RegroupError(Exception):
@@ -203,12 +203,12 @@ class Worker:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended: in a group of one, no collective fails because of that."""
+        """Raise `RegroupError` if the group has ended. In a group of one, no collective would fail because of that."""
         if self.beginning.is_closed and self.beginning.is_closed():
             raise RegroupError
 
     def begin_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Return when parameters may change by the step that has begun, as by the step of an `optimizer`."""
+        """Wait until the step that has begun may change parameters; `optimizer` is the one that is about to, if any."""
         self.checkpoints.wait_for_copy()
         if self.beginning.await_sums:
             self.beginning.await_sums()
@@ -216,9 +216,9 @@ class Worker:
             self._undo.before_change(optimizer)
 
     def leave(self) -> tuple[LiveState, Position] | None:
-        """Return the state that this process has as its group ends.
+        """Return the state that this process has when its group ends.
 
-        Returns None if it has a part of the state (fsdp), or if a step has begun that cannot be taken back.
+        Returns None if the process has only a part of the state (fsdp), or has begun a step that cannot be taken back.
         """
         windows = self.checkpoints.hand_on(self.step)
         if not self._undo or not self._undo.put_back():

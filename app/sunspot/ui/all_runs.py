@@ -39,8 +39,8 @@ PLACES, WINDOW = 24, 16 << 10
 """Of a long history, a curve reads so many places, and so many bytes at each."""
 
 MAX_LISTED_BYTES = 8 << 20
-"""Bytes of attempts and events that the list reads of a run, for its incidents and its cost: 20,000 events or more. Its
-own page has no such limit."""
+"""Largest number of bytes of attempts and events that the list reads of a run, for its incidents and cost: at least
+20,000 events. The run's own page has no such limit."""
 
 MAX_POINTS = 400
 """Points kept of a curve."""

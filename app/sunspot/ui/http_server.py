@@ -17,14 +17,17 @@ from sunspot.ui.site import Answer, Site
 
 log = logging.getLogger(__name__)
 
-MAX_REQUESTS, BUSY_S = 32, 10.0
-"""Requests that are answered at once; others wait for so many seconds, and then are refused."""
+MAX_REQUESTS = 32
+"""Largest number of requests that are answered at a time."""
+
+BUSY_S = 10.0
+"""Seconds that further requests wait before they are refused."""
 
 MAX_HOST = 255
-"""Characters of a host's name, at most."""
+"""Largest number of characters that are shown of a host name."""
 
 SEND_WITHIN_S = 15.0
-"""Seconds in which a browser must take the answer."""
+"""Seconds in which a browser must accept the answer."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
@@ -42,10 +45,10 @@ HEADERS = {
 
 
 class Server(LocalServer):
-    """Serves a site over HTTP, to those who ask for this machine by its address or by one of its names."""
+    """Serves a site over HTTP, for requests that name this machine by its address or by one of its names."""
 
     def __init__(self, address: str, port: int, site: Site, hosts: Collection[str] = ()) -> None:
-        """Listen, and answer to the names `hosts` too. Raises `SettingsError` if the address cannot be used."""
+        """Listen, and accept requests to the names `hosts`, too. Raises `SettingsError` if the address is unusable."""
         self.site = site
         self.loopback = is_loopback(address)
         self.free = threading.BoundedSemaphore(MAX_REQUESTS)
@@ -59,12 +62,14 @@ class Server(LocalServer):
         self.url = f"http://{host}:{self.server_address[1]}/"
 
     def answers_to(self, host: str) -> bool:
-        """Return whether a Host header names this server, and not the site of a page that had the browser come here.
+        """Return True if a Host header names this server.
 
-        Such a site has a name of its own. So any address will do where the server listens on all of them.
+        Another site's page can make a browser send requests here, but under that site's name, never under an address.
+        So a server that listens on all addresses accepts any address.
         """
         name = host_name(host)
-        everywhere = (listens := as_address(self._address)) is not None and listens.is_unspecified
+        listens = as_address(self._address)
+        everywhere = listens is not None and listens.is_unspecified
         return is_loopback(name) or name in self._names or (everywhere and as_address(name) is not None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -76,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: Server
     server_version, sys_version = "sunspot", ""
-    default_request_version = "HTTP/1.0"  # with headers, also when it is not understood
+    default_request_version = "HTTP/1.0"  # so that answers to malformed requests have headers, too
 
     def setup(self) -> None:
         super().setup()
@@ -108,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def end_headers(self) -> None:
-        for name, value in HEADERS.items():  # of refusals, too
+        for name, value in HEADERS.items():  # refusals need them, too
             self.send_header(name, value)
         super().end_headers()
 

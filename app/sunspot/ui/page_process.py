@@ -1,7 +1,7 @@
-"""A process that reads the pages of runs: one that would take all memory, or never end, takes its page away alone.
+"""A process that reads the pages of runs, so that a page that takes too much memory or time costs only itself.
 
-Each limit in `sunspot.run.size_limits` is of one thing. What they allow together, and what nobody has thought of, ends
-here: the process may have so much memory and so much time, and the server begins another one for the next page.
+Each limit in `sunspot.run.size_limits` applies to one thing. This process bounds their sum, and anything that they do
+not cover: it has a limit of memory and of time, and the server starts another process for the next page.
 """
 
 import logging
@@ -20,21 +20,21 @@ from sunspot.errors import SunspotError, shorten
 from sunspot.log import print_logs
 from sunspot.storage import open_storage
 from sunspot.storage.limits import ProgressDeadline
-from sunspot.ui.pages import Read, RunPage
+from sunspot.ui.pages import PageReader, RunPage
 from sunspot.ui.read_only import ReadOnlyStorage
 from sunspot.ui.refreshed import DEADLINE_S
 
 log = logging.getLogger("sunspot.ui.page_process")
 
 LEAST_BYTES, MOST_BYTES = 256 << 20, 2 << 30
-"""Memory that the process may have: half of what is left, within these. The page of a run with a history of 40 MB takes
-160 MiB, and a container of 512 MiB has room for the least beside the server."""
+"""Bounds of the process's memory limit, which is half of the memory that is left. The page of a run with a history of
+40 MB takes 160 MiB, and a container of 512 MiB has room for the lower bound beside the server."""
 
 READ_WITHIN_S = 120.0
-"""Seconds that a page may take. That of a run with a history of 40 MB takes 3 to 9."""
+"""Seconds that a page may take. The page of a run with a history of 40 MB takes 3 to 9 s."""
 
 STACK_BYTES = 1 << 20
-"""Of a thread: the usual 8 MiB count as memory, and up to 16 threads read at once."""
+"""Stack size of a thread. The usual 8 MiB would count as memory, and up to 16 threads read at once."""
 
 
 class PageProcess:
@@ -45,8 +45,8 @@ class PageProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def read(self, read: Read, names: Sequence[str]) -> RunPage:
-        """Return what `read` returns in the process. Raises its `SunspotError`, or one that says why there is none."""
+    def read(self, read: PageReader, names: Sequence[str]) -> RunPage:
+        """Run `read` in the process, and return the page. Raises `SunspotError` if there is no page."""
         with self._lock:
             process = self._process or self._start()
             try:
@@ -67,7 +67,7 @@ class PageProcess:
         return page
 
     def close(self) -> None:
-        """End the process; the next page has another one begun."""
+        """End the process. The next page starts another one."""
         process, self._process = self._process, None
         if process:
             process.kill()
@@ -80,7 +80,7 @@ class PageProcess:
         number = theirs.fileno()
         command = [sys.executable, "-P", "-m", __name__, str(number), str(self._limit), self._storage_path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RUST_BACKTRACE": "0"}
-        # In a session of its own: Ctrl-C is for the server, and the end of the pipe ends this.
+        # It has a session of its own, because Ctrl-C is for the server. The end of the pipe ends the process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[number], env=environment, start_new_session=True
         )
@@ -94,7 +94,7 @@ class PageProcess:
         self.close()
         if code in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGKILL):
             return f"making it takes more than {self._limit >> 20} MiB of memory"
-        return f"the process that made it has ended with {code}"
+        return f"the process that made it ended with {code}"
 
 
 def _subject(names: Sequence[str]) -> str:
@@ -102,11 +102,11 @@ def _subject(names: Sequence[str]) -> str:
 
 
 OUT_OF_MEMORY = 77
-"""The exit code of the process when it has not enough memory."""
+"""Exit code of the process if it runs out of memory."""
 
 
 def main(pipe: int, limit: int, storage_path: str) -> None:
-    """Read the pages that the server asks for, until it has gone."""
+    """Read the pages that the server asks for, until the server has gone."""
     print_logs("stderr")
     threading.stack_size(STACK_BYTES)
     with suppress(ValueError, OSError):  # not on macOS
@@ -117,8 +117,8 @@ def main(pipe: int, limit: int, storage_path: str) -> None:
             server.send(_read(storage, *server.recv()))
 
 
-def _read(storage: ReadOnlyStorage, read: Read, names: Sequence[str]) -> tuple[RunPage | SunspotError, bool]:
-    """Return the page or why there is none, and whether the process must end: its threads still work on the page."""
+def _read(storage: ReadOnlyStorage, read: PageReader, names: Sequence[str]) -> tuple[RunPage | SunspotError, bool]:
+    """Return the page or an error, and True if the process must end because its threads still work on the page."""
     what = f"reading {' and '.join(names)}"
     deadline = ProgressDeadline(DEADLINE_S, what)
     try:
@@ -126,7 +126,7 @@ def _read(storage: ReadOnlyStorage, read: Read, names: Sequence[str]) -> tuple[R
     except SunspotError as error:
         return error, deadline.passed
     except BaseException as error:
-        # Pydantic panics, which is no Exception, when it has no memory.
+        # Without memory, Pydantic panics, which is not an Exception.
         if isinstance(error, MemoryError) or not isinstance(error, Exception) or "start new thread" in str(error):
             os._exit(OUT_OF_MEMORY)
         log.exception("%s failed", what)

@@ -1,4 +1,4 @@
-"""The pages of runs, as they are read from storage: by this process, or by one of their own (page_process.py)."""
+"""Reads the pages of runs from storage, in the server's process or in another one (page_process.py)."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -16,18 +16,18 @@ from sunspot.ui.run_pages import show_comparison, show_run
 
 
 class RunPage(NamedTuple):
-    """The page of a run, or of several, as it was read."""
+    """The page of one run or of several."""
 
     title: str
     body: Html
 
 
-Read = Callable[[Storage, Sequence[str]], RunPage]
-"""Reads the page of these runs."""
+PageReader = Callable[[Storage, Sequence[str]], RunPage]
+"""A function that reads the page of the runs with these names."""
 
 
 def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Read the report of the one run, without the bytes of its checkpoints, or the page of a search."""
+    """Read the page of a run, without the bytes of its checkpoints, or the page of a search."""
     [name] = names
     run = Run(storage, name)
     with contextlib.suppress(NotFoundError):
@@ -37,7 +37,7 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
 
 
 def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Read the page of several runs beside each other; one that cannot be read is named above the others."""
+    """Read a page that compares several runs. A note above the others names each run that cannot be read."""
     reports, notes = list[Report](), list[Html]()
     for name in names:
         run = Run(storage, name)

@@ -13,7 +13,7 @@ from sunspot.errors import StorageError
 from sunspot.storage.base import Entry, Storage
 
 MAX_ONE = 16 << 20
-"""Bytes of the largest object that is kept."""
+"""Size of the largest object that is kept, in bytes."""
 
 MAX_OPENED = 128 << 10
 """Size of the largest object that is kept when it is opened, perhaps for its beginning alone."""
@@ -29,7 +29,7 @@ class ReadOnlyStorage(Storage):
     """
 
     def __init__(self, storage: Storage, most: int = 16 << 20) -> None:
-        """Keep at most so many bytes of objects: by default, 10,000 statuses and their like."""
+        """Keep at most `most` bytes of objects. By default, 10,000 statuses and similar objects fit."""
         self._most = most
         self._storage, self.is_bucket = storage, storage.is_bucket
         self._listed: dict[str, Entry] = {}

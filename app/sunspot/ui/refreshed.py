@@ -44,7 +44,7 @@ class Refreshed(Generic[Value]):
     """A value of storage, read in the background by one thread at a time, and only while somebody asks for it."""
 
     def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:
-        """Without `limited`, `read` ends by itself when storage does not answer."""
+        """If `read` ends by itself when storage does not answer, `limited` may be False."""
         self._what, self._read, self._every_s = what, read, every_s
         self._limited = limited
         self._reading = Reading[Value](None)
@@ -76,6 +76,6 @@ class Refreshed(Generic[Value]):
             self._reading = Reading(before, shorten(error))
         finally:
             now = time.monotonic()
-            # Storage that does not answer is asked again soon; a page that cannot be made has had its share of time.
+            # Storage that does not answer is asked again soon. A page that cannot be made has used its share of time.
             pauses = not self._reading.trouble or not self._limited
             self._due = now + max(self._every_s, PAUSE * (now - began) if pauses else 0.0)

@@ -19,7 +19,7 @@ from sunspot.run.objects import RUN
 from sunspot.storage.base import Storage
 from sunspot.ui.all_runs import AllRuns
 from sunspot.ui.list_page import Query, show_all
-from sunspot.ui.pages import Read, RunPage, read_comparison, read_run
+from sunspot.ui.pages import PageReader, RunPage, read_comparison, read_run
 from sunspot.ui.read_only import ReadOnlyStorage
 from sunspot.ui.refreshed import Reading, Refreshed
 from sunspot.ui.run_pages import BACK, LOG, Log, show_log
@@ -62,8 +62,10 @@ class Answer:
 class Site:
     """The pages over the runs of a storage."""
 
-    def __init__(self, storage: Storage, read_page: Callable[[Read, Sequence[str]], RunPage] | None = None) -> None:
-        """`read_page` reads the pages of runs elsewhere (`PageProcess.read`)."""
+    def __init__(
+        self, storage: Storage, read_page: Callable[[PageReader, Sequence[str]], RunPage] | None = None
+    ) -> None:
+        """`read_page` reads the pages of runs in another process (`PageProcess.read`); by default this process does."""
         self._storage = ReadOnlyStorage(storage)
         self._read_page = read_page or (lambda read, names: read(self._storage, names))
         self._runs = AllRuns(self._storage)
@@ -97,7 +99,7 @@ class Site:
         elif names := [row.name for row in query.on_page(query.choose(self._runs.known))]:
             curves = self._begin(f"the curves of {' '.join(names)}", partial(self._runs.read_curves, names))
             curves.get(SOON_S)
-        place = paragraph("Read from ", element("code", self._storage.locate("")), ".")
+        place = paragraph("PageReader from ", element("code", self._storage.locate("")), ".")
         return _page("Runs", join([show_all(self._runs.known, query, notes), element("footer", place)]))
 
     def _run(self, name: str, stream: str) -> Answer:
@@ -146,7 +148,7 @@ def _await(pages: Refreshed[Any], known: bool = False) -> Reading[Any]:
 
 
 def read_log(run: Run, stream: str) -> Log | None:
-    """Read the end of a stream, or else of the driver's newest; None when there is none."""
+    """PageReader the end of a stream, or else of the driver's newest; None when there is none."""
     streams = sorted(list_streams(run), key=lambda name: (name.startswith("driver"), name), reverse=True)
     if not streams:
         return None
