@@ -2,8 +2,8 @@
 
 Three workers train in double precision, with SURVIVORS=auto. No step may be taken again, the rows must be complete, and
 the weights those of a run that nobody disturbed. One worker is spared in the first half: the files and threads that it
-holds are counted. `--task teacher` moves frozen weights in each forward pass, and `--task gan` has two optimizers: of
-these, too, no step may be taken again. With --gpu all are on one GPU, and their gradients are summed by NCCL.
+holds are counted. `--task teacher` moves frozen weights in each forward pass, and `--task gan` has two optimizers. They
+may not take a step twice either. With --gpu all are on one GPU, and their gradients are summed by NCCL.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="train on this machine's GPU")
     arguments = parser.parse_args()
     SETTINGS["TASK"] = TASKS[arguments.task]
-    if arguments.task == "teacher":  # which each pass moves, so a step has one, also on fewer workers
+    if arguments.task == "teacher":  # each pass moves it, so a step must have one pass on any number of workers
         SETTINGS["MICRO_BATCH_SIZE"] = str(BATCH)
     if arguments.gpu:
         SETTINGS.update(ON_GPU)

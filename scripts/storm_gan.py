@@ -1,4 +1,4 @@
-"""The storm's task with two optimizers: a GAN, whose workers are also lost between the steps of both."""
+"""The storm's task with two optimizers: a GAN, whose workers may be lost between the two optimizers' steps."""
 
 import math
 
@@ -16,7 +16,7 @@ NOISE = 8
 
 
 class Discriminator(Slow):
-    """Tells real images from made ones, and takes its time."""
+    """Tells real images from generated ones, slowly."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.score(pixels)[:, 0]

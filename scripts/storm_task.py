@@ -37,7 +37,7 @@ class Slow(nn.Module):
         return self.score(normalize(images).double())
 
     def score(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Score the classes of images that are normalized."""
+        """Return the scores of the classes for normalized images."""
         self.pause("forward" if self.training else "evaluation")
         scores: torch.Tensor = self.layers(pixels)
         if scores.requires_grad:

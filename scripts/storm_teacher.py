@@ -1,4 +1,4 @@
-"""The storm's task with a teacher: frozen weights that follow the others at the beginning of each forward pass."""
+"""The storm's task with a teacher: frozen weights that follow the trained ones in each forward pass."""
 
 import copy
 
