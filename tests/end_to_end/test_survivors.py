@@ -62,7 +62,7 @@ def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
 def test_a_paused_worker_that_is_alone_in_its_run_trains_on_in_its_process(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
-    """The driver takes it for lost, and it hears of that by no collective."""
+    """The driver takes the worker for lost, and no collective of a group of one shows that to the worker."""
     run = the_run(program)
     training = program.begin(**OUTLIVING, NUM_WORKERS=1, DATASET=make_data(40_000, row_group=1000))
     wait_for_reported_step(run, 60, training)

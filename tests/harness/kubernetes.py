@@ -373,7 +373,7 @@ def rayjob(name: str, run: str = "run", created: float | None = None, **spec: An
 
 
 def submitted(job: dict[str, Any]) -> dict[str, Any]:
-    """The RayJob as `sunspot submit` applies it."""
+    """Return the RayJob as `sunspot submit` applies it."""
     metadata = {name: job["metadata"][name] for name in ("name", "labels")} | {"namespace": "sunspot"}
     manifest = as_submission({**{name: job[name] for name in ("apiVersion", "kind", "spec")}, "metadata": metadata})
     return {**job, **manifest, "metadata": {**job["metadata"], **manifest["metadata"]}}

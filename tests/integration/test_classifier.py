@@ -33,7 +33,7 @@ def classifier(finished_run: FinishedRun) -> Classifier:
 
 @pytest.fixture(autouse=True)
 def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name the task of the run as its user does."""
+    """Set SUNSPOT_TASK to the run's task, as its user does."""
     monkeypatch.setenv("SUNSPOT_TASK", SETTINGS_OF_RUN["TASK"])
 
 

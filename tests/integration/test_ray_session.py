@@ -1,4 +1,4 @@
-"""A Ray session of our own on this machine: who can use it, and what it leaves behind."""
+"""A local Ray session: which processes can use it, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print(json.dumps(told))
 def test_a_session_is_for_its_user_alone_and_needs_no_home(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     home = tmp_path / "home"
-    home.write_text("")  # a file, because a folder without rights would not stop root
+    home.write_text("")  # this is a file, because root could write to a folder without permissions
     told = start_session({**environment, "HOME": str(home)})
     assert told["in a worker"]
     assert told["with the token"]
@@ -55,7 +55,7 @@ def test_a_session_is_for_its_user_alone_and_needs_no_home(tmp_path: Path) -> No
 
 
 def start_session(environment: dict[str, str]) -> dict[str, Any]:
-    """Run SESSION; starts it a second time if Ray's own processes were too slow."""
+    """Run SESSION, a second time if Ray's own processes were too slow."""
     for last in (False, True):
         done = subprocess.run(
             [sys.executable, "-c", SESSION], env=environment, cwd=REPOSITORY, capture_output=True, text=True

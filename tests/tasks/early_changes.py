@@ -1,4 +1,4 @@
-"""A loop whose steps change more than the weights, and that is broken off where a test says.
+"""A loop whose steps change more than the weights, and that breaks off at a place that the test chooses.
 
 TASK_ARGS: `way` names what a step changes besides the weights.
 """

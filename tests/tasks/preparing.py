@@ -19,7 +19,10 @@ __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 
 def build_model(settings: Settings, source: Source) -> torch.nn.Module:
     if not dist.is_initialized():
-        begun, fail, go = (Path(settings.task_args["folder"], name) for name in ("begun", "fail", "go"))
+        folder = Path(settings.task_args["folder"])
+        begun = folder / "begun"
+        fail = folder / "fail"
+        go = folder / "go"
         begun.touch()
         if fail.exists():
             fail.unlink()

@@ -113,7 +113,7 @@ def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
 def test_a_node_that_is_left_out_does_not_hide_the_group_that_trains_on(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
-    """The supervisor passes on notices to no group but the one that the control channel knows."""
+    """The supervisor passes notices only to the group that the control channel knows."""
     cluster.broken = "a"
     assert replace(training, group_ends=False)({A: None})
     assert cluster.done == [(A,)]

@@ -436,7 +436,7 @@ def test_a_superseded_process_leaves_its_next_act_undone(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
 
 
-def test_a_loop_that_never_asks_hears_that_its_commits_fail(run: Run) -> None:
+def test_a_loop_that_never_waits_for_copies_still_hears_that_its_commits_fail(run: Run) -> None:
     """A loop whose parameters no torch optimizer changes may not call `wait_for_copy`."""
     old = Trainee(run)
     old.train()
@@ -467,7 +467,7 @@ def test_a_run_deleted_while_a_commit_tidies_ends_it_as_superseded(run: Run, mon
 
 
 def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
-    """What might still be completed stays for a day: a step after the newest that is committed."""
+    """An upload of a step after the newest commit stays for a day, because it might still be completed."""
 
     def leave(attempt: Attempt, step: int, age_s: float = 0) -> str:
         name = checkpoint_name(step, attempt.number, attempt.nonce)

@@ -174,7 +174,7 @@ CODE_FILES = """
     kubeconfig.py kubeconfig_test.py config.json docker/config.json hosts.yml id_rsa.pub boto.py main.tf
     variables.tf secretary.json environment.yml
 """
-"""Files with ordinary code in them, whose names resemble those."""
+"""Files with ordinary code, whose names resemble those of SECRET_FILES."""
 
 
 def test_files_that_commonly_hold_secrets_are_refused_by_their_paths(
@@ -203,7 +203,7 @@ def test_a_credential_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     assert pack(tmp_path).names == {"my_task.py", "test_task.py"}
 
 
-def test_the_search_for_credentials_reads_a_part_of_each_file_and_no_binary(
+def test_the_search_for_credentials_reads_the_beginning_of_each_file_and_skips_binaries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "hf_" + "kJxQmZpLvBnTwRyHdFsGcAuEkJxQmZpLvB"
@@ -321,7 +321,7 @@ def test_what_git_archive_makes_is_taken(folder: Path, tmp_path: Path, node: Pat
     assert (Path(found) / "layers/__init__.py").exists()
 
 
-def test_a_folder_that_others_may_write_to_is_closed(node: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_to_which_others_may_write_is_made_private(node: Path, folder: Path, tmp_path: Path) -> None:
     home = node / f"sunspot-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Credentials that are recognised in a text and by the name of an argument, and what only looks like one."""
+"""Recognizing credentials in a text and by an argument's name, but not text that only looks like a credential."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sunspot.credentials import find_credential, find_credential_arguments
 
 RANDOM = "kJ3xQ9mZ2pL7vB4nT8wR5yH6dF1sG0cAuE" * 4
-"""Characters as a generator draws them. The credentials below are put together from them, so that none stands here."""
+"""Random characters. The credentials below are assembled from them, so that this file contains no credential."""
 
 HEX = "9f3a07c1e5b2846d" * 4
 
@@ -46,7 +46,7 @@ BEGIN = "-----BEGIN "
         (f"dapi{HEX[:32]}", "a token of Databricks"),
     ],
 )
-def test_a_credential_is_told_by_its_form(text: str, form: str) -> None:
+def test_a_credential_is_recognized_by_its_form(text: str, form: str) -> None:
     found = find_credential(f"# a comment\n{text}\n")
     assert found is not None
     assert (found.form, found.line) == (form, 2)
@@ -74,11 +74,11 @@ def test_a_credential_is_told_by_its_form(text: str, form: str) -> None:
         "",
     ],
 )
-def test_what_only_looks_like_a_credential_is_none(text: str) -> None:
+def test_text_that_only_looks_like_a_credential_is_accepted(text: str) -> None:
     assert find_credential(text) is None
 
 
-def test_the_first_credential_that_counts_is_named() -> None:
+def test_the_first_credential_that_is_not_allowed_is_named() -> None:
     made_up = "AKIAIOSFODNN7EXAMPLE\n"
     assert find_credential(f"{made_up}hf_{RANDOM[:34]}\nAKIA{BASE32}\n") == ("a token of Hugging Face", 2)
     assert find_credential(f"{made_up}AKIA{BASE32}\n") == ("an AWS access key", 2)
@@ -102,7 +102,7 @@ def test_the_first_credential_that_counts_is_named() -> None:
         *("connection_string",),
     ],
 )
-def test_an_argument_is_a_credential_by_its_name(name: str) -> None:
+def test_an_argument_that_holds_a_credential_is_recognized_by_its_name(name: str) -> None:
     assert list(find_credential_arguments({"model": {name: "word"}, "width": 3})) == [f"model.{name}"]
     assert list(find_credential_arguments({name: ["word"]})) == [name]
 
@@ -119,5 +119,5 @@ def test_an_ordinary_argument_is_no_credential(name: str) -> None:
     assert list(find_credential_arguments({name: "some_word_2"})) == []
 
 
-def test_a_credential_is_a_text() -> None:
+def test_only_arguments_with_text_hold_credentials() -> None:
     assert list(find_credential_arguments({"use_auth_token": True, "secret": "", "api_key": None, "token": 3})) == []

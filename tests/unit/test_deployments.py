@@ -58,12 +58,12 @@ def test_a_pod_runs_a_command_there_is_and_writes_nothing_but_its_tmp(folder: st
 
 
 def policies(folder: str) -> dict[str, dict[str, Any]]:
-    """The specs of a folder's policies, by name."""
+    """Return the specs of a folder's network policies, by name."""
     found = [item for item in build(manifests() / folder) if item["kind"] == "NetworkPolicy"]
     return {item["metadata"]["name"]: item["spec"] for item in found}
 
 
-def test_the_policies_of_the_base_let_a_pod_that_waits_reach_storage() -> None:
+def test_the_base_policies_let_the_pod_of_sunspot_wait_reach_storage() -> None:
     labels = template("gitops/wait")["metadata"]["labels"]
     everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-tracking", "to-workload-identity"}
     assert set(base_policies(labels)) == everyone
@@ -73,7 +73,7 @@ def test_the_policies_of_the_base_let_a_pod_that_waits_reach_storage() -> None:
         assert selector["matchLabels"].items() <= labels.items()
 
 
-def test_the_page_reaches_storage_alone_and_no_run_reaches_the_page() -> None:
+def test_the_live_page_reaches_only_storage_and_no_run_reaches_the_page() -> None:
     labels = template("ui")["metadata"]["labels"]
     assert list(base_policies(labels)) == [], "or it might open every port of a run, and every run its own"
     assert find("ui", "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -86,13 +86,13 @@ def test_the_page_reaches_storage_alone_and_no_run_reaches_the_page() -> None:
     assert own["from-ui"]["egress"] == allowed
 
 
-def test_the_page_reads_with_keys_of_its_own() -> None:
+def test_the_live_page_reads_with_its_own_keys() -> None:
     [container] = template("ui")["spec"]["containers"]
     secrets = [source["secretRef"] for source in container["envFrom"] if "secretRef" in source]
     assert secrets == [{"name": "sunspot-storage-read", "optional": True}], "those of the runs may write"
 
 
-def test_the_page_answers_to_the_names_of_its_service() -> None:
+def test_the_live_page_answers_to_its_services_names() -> None:
     [container] = template("ui")["spec"]["containers"]
     arguments = make_parser().parse_args(container["command"][3:])
     service = find("ui", "Service")["metadata"]

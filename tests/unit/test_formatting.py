@@ -1,4 +1,4 @@
-"""Foreign text, as a terminal and a page show it."""
+"""Foreign text as a terminal and a page show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sunspot.formatting import visible
 from sunspot.report.html import text
 
 JOINERS = "\u200c\u200d"
-"""Persian and emoji need these."""
+"""Joiners that Persian and emoji need."""
 
 SHOWN_SIGNS = "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
 """Format characters that can be seen."""
@@ -24,7 +24,7 @@ def hidden() -> list[str]:
     return [each for each in kinds if each not in JOINERS + SHOWN_SIGNS + scripts + "\t\n\r"]
 
 
-def test_no_character_that_hides_or_turns_text_reaches_a_terminal_or_a_page() -> None:
+def test_characters_that_hide_text_or_change_its_direction_reach_no_terminal_and_no_page() -> None:
     for each in hidden():
         escaped = each.encode("unicode_escape").decode()
         assert visible(f"a{each}b") == f"a{escaped}b"
@@ -34,5 +34,5 @@ def test_no_character_that_hides_or_turns_text_reaches_a_terminal_or_a_page() ->
 @pytest.mark.parametrize(
     "shown", ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001f468\u200d\U0001f680", "a\tb\nc", "\u2192"]
 )
-def test_what_is_written_stays(shown: str) -> None:
+def test_visible_text_stays_as_it_is(shown: str) -> None:
     assert visible(shown) == text(shown) == shown

@@ -36,8 +36,8 @@ def plan_of(rows: int, **settings: Any) -> Plan:
 
 
 @given(st.integers(2, 500), st.integers(2, 90), st.integers(1, 9), st.integers(0, 20))
-def test_no_pass_is_larger_than_those_of_all_workers(rows: int, batch: int, workers: int, micro: int) -> None:
-    """However many of nine workers are left."""
+def test_no_pass_gets_larger_when_workers_are_lost(rows: int, batch: int, workers: int, micro: int) -> None:
+    """This holds for any number of remaining workers, out of nine."""
     plan = plan_of(rows, num_workers=9, global_batch_size=batch, micro_batch_size=micro, compile="default")
 
     def passes_of(workers: int, limit: int) -> list[list[slice]]:
@@ -105,7 +105,7 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Count
 
 
 def test_one_graph_serves_any_number_of_workers(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
-    """And one more the evaluation."""
+    """The evaluation has one more graph."""
     settings = Settings(task="tests.tasks.tiny", num_workers="2..8", global_batch_size=64, compile="default")
     learner = make_worker(plan_without_evaluation(settings), group).learner
     batch = next(learner.loader.train(1, 0, 1))
@@ -156,8 +156,8 @@ def test_what_lightning_trains_compiles_itself() -> None:
         (0, "auto", "max-autotune-no-cudagraphs"),
     ],
 )
-def test_gradients_that_add_up_are_not_left_to_a_graphs_memory(micro: int, survivors: str, mode: str) -> None:
-    """A worker that outlives the other one adds up the gradients of two passes."""
+def test_accumulated_gradients_are_not_kept_in_a_cuda_graphs_memory(micro: int, survivors: str, mode: str) -> None:
+    """A worker that outlives the other one accumulates the gradients of two passes."""
     model, modes = nn.Linear(1, 1), []
     model.compile = lambda mode, dynamic: modes.append(mode)
     plan = plan_of(1000, micro_batch_size=micro, compile="max-autotune", survivors=survivors)

@@ -160,7 +160,7 @@ def test_losses_that_the_others_outlive_count_until_the_next_step(control: Contr
     assert "no new step" in control.gave_up_for[0]
 
 
-def test_a_zone_that_goes_within_a_step_does_not_end_those_who_train_on(control: Control) -> None:
+def test_the_loss_of_a_zone_within_a_step_does_not_end_the_workers_that_train_on(control: Control) -> None:
     judge = FailureJudge(control, 3, outlive=True)
     nodes = {rank: f"node-{rank}" for rank in range(16)}
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=nodes)
@@ -173,7 +173,7 @@ def test_a_zone_that_goes_within_a_step_does_not_end_those_who_train_on(control:
     assert judge({0: LOST})
 
 
-def test_without_failures_to_spare_the_first_loss_ends_a_run(control: Control) -> None:
+def test_with_max_failures_0_the_first_loss_ends_a_run(control: Control) -> None:
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=dict.fromkeys(range(16), "node"))
     assert not FailureJudge(control, 0, outlive=True)({1: LOST})
 

@@ -123,9 +123,10 @@ def test_rows_of_no_weight_have_no_part_in_a_step(task: Any) -> None:
     assert not same(models[0], build())
 
 
-def test_a_loop_asks_before_it_changes_variables(task: Any) -> None:
-    """As all loops do: a copy of the state may be under way, and a commit may have failed for good."""
-    rows, model, adapter = make_rows(), build(), load_task(settings_for())
+def test_the_keras_loop_waits_for_the_copy_before_it_changes_variables(task: Any) -> None:
+    """A copy of the state may be under way, and a commit may have failed for good."""
+    rows, model = make_rows(), build()
+    adapter = load_task(settings_for())
     optimizer = adapter.build_optimizer(model, settings_for())
     before = model.get_extra_state()["model"]
 

@@ -27,7 +27,7 @@ SECRET = b"a private key"
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    """A folder of the reader's, outside of the storage path."""
+    """Make a folder of the reader's own, outside of the storage path."""
     folder = tmp_path / "private"
     folder.mkdir()
     (folder / "key").write_bytes(SECRET)

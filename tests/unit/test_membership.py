@@ -1,4 +1,4 @@
-"""Who is in the group, whatever dies, comes, freezes, or is late, and which state the group goes on from.
+"""The group's members and the state from which it goes on, while processes die, join, freeze or are late.
 
 Hypothesis drives the real decider and the real choice of a start with processes that have states. A group is always
 followed by another, two groups never train at once, and the newest state that lives is never left behind.
@@ -51,17 +51,17 @@ class Process:
     name: str
     node: str
     connected: int = 0
-    "How often it has connected: the decider knows it by another uid each time."
+    "Number of its connections so far, each of which has another uid."
     inbox: list[Any] = field(default_factory=list)
     trains_in: int = 0
-    "Number of the generation that it believes to be in; 0 if it is in none."
+    "Number of the generation in which it believes to be; 0 if it is in none."
     stands: bool = False
     changes: bool = False
-    "Whether it was told that its generation changes after a step."
+    "True once it was told that its generation changes after a step."
     steps: tuple[int, ...] | None = None
-    "Its state: the number of each step in it. None: it has no usable state."
+    "The numbers of the steps in its state; None if it has no usable state."
     attempt: Attempt | None = None
-    "The attempt that it has trained in last."
+    "The attempt in which it trained last."
     frozen: bool = False
     cut: bool = False
     "Whether the decider has taken it for lost, which it has not noticed."
@@ -80,20 +80,20 @@ class Process:
 
 
 class Decisions(RuleBasedStateMachine):
-    """Deaths, newcomers, notices, freezes and late words in any order."""
+    """Makes deaths, newcomers, notices, freezes and late messages happen in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.membership = Membership(SIZE)
         self.processes: dict[str, Process] = {}
-        "Those that live, by name."
+        "The living processes, by name."
         self.started = 0
         self.draining: set[str] = set()
         self.stopped = False
-        "Whether the driver stands still."
+        "True while the driver stands still."
         self.unheard: list[Callable[[], None]] = []
-        "What the decider is to hear once the driver goes on."
+        "Messages that the decider receives once the driver goes on."
         self.groups: dict[int, list[Process]] = {}
         "The members of each generation, by rank."
         self.standing: list[Process] = []
@@ -101,12 +101,12 @@ class Decisions(RuleBasedStateMachine):
         self.claimed = 0
         "The generation that has claimed the newest attempt."
         self.attempt: Attempt | None = None
-        "The newest one."
+        "The newest attempt."
         self.steps: tuple[int, ...] = ()
-        "The newest state: each step is told apart from others of the same place."
+        "The newest state. Each step has a number of its own, even if another one took its place."
         self.taken = 0
         self.copies: dict[str, tuple[MemorySnapshot, tuple[int, ...]]] = {}
-        "The copy in each node's memory, and the state that it has."
+        "The copy in each node's memory, with its state."
         self.run = Run(MemoryStorage(), "run")
         keep_identity(self.run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
 
@@ -114,7 +114,7 @@ class Decisions(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """The first group trains."""
+        """Let the first group begin to train."""
         for node in NODES[:SIZE]:
             self.come(node)
         self.settle(1, SETTLE_S)
@@ -135,7 +135,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.whole())
     @rule(data=st.data())
     def die_in_step(self, data: st.DataObject) -> None:
-        """One of a group dies in a step; the others have taken it, or not, or a part of it."""
+        """Let a member die within a step that the others have taken, have not taken, or have taken in part."""
         group = self.whole()
         died = data.draw(st.sampled_from(range(len(group))))
         others = [process for rank, process in enumerate(group) if rank != died]
@@ -156,7 +156,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.processes and not self.stopped)
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        """The decider takes a process for lost, which may live."""
+        """Let the decider take a process for lost, although it may live."""
         process = self.draw(data)
         if not process.cut:
             process.cut = True
@@ -189,7 +189,7 @@ class Decisions(RuleBasedStateMachine):
 
     @rule()
     def claim(self) -> None:
-        """The newest group claims the next attempt, once all of its members have formed it."""
+        """Let the newest group claim the next attempt, once all of its members have formed it."""
         number = self.membership.generation.number
         group = self.groups.get(number, [])
         if number > self.claimed and group and all(self.forms(process, number) for process in group):
@@ -198,7 +198,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.whole())
     @rule(late=st.booleans(), copied=st.booleans())
     def step(self, late: bool, copied: bool) -> None:
-        """The group takes a step; `late`: rank 0 has ended it, and leaves, before the others have."""
+        """Let the group take a step. With `late`, rank 0 ends the step and leaves before the others have ended it."""
         group = self.whole()
         leaves = group[0].changes
         first = group[:1] if late and leaves else group
@@ -212,7 +212,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.whole())
     @rule(spared=st.booleans())
     def lose_group(self, spared: bool) -> None:
-        """All that train are killed, or all but rank 0 are, and their nodes stay."""
+        """Kill all processes that train, or all but rank 0; their nodes stay."""
         first, *others = self.whole()
         for process in others if spared else [first, *others]:
             self.end(process)
@@ -223,7 +223,7 @@ class Decisions(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, SETTLE_S / 2, SETTLE_S, NEXT_WAIT_S]))
     def decide(self, seconds: float) -> None:
-        """Time passes, and the driver goes on."""
+        """Let time pass, and the driver go on."""
         self.now += seconds
         self.stopped = False
         while self.unheard:
@@ -241,13 +241,14 @@ class Decisions(RuleBasedStateMachine):
 
     @rule(rounds=st.integers(1, 4), seconds=st.sampled_from([SETTLE_S, NEXT_WAIT_S]))
     def settle(self, rounds: int, seconds: float) -> None:
-        """Nothing else happens for a while."""
+        """Let time pass without any other event."""
         for _ in range(rounds):
             self.decide(seconds)
             for process in list(self.processes.values()):
                 self.read_all(process)
             self.claim()
-            if (group := self.whole()) and group[0].changes:
+            group = self.whole()
+            if group and group[0].changes:
                 self.step(False, False)
 
     # --------------------------------------------------------------------------------------------------- processes
@@ -256,7 +257,7 @@ class Decisions(RuleBasedStateMachine):
         return self.processes[data.draw(st.sampled_from(sorted(self.processes)))]
 
     def tell(self, act: Callable[[], None]) -> None:
-        """Tell the decider, which hears it when its driver does not stand still."""
+        """Send the decider a message, which it receives once its driver does not stand still."""
         self.unheard.append(act)
         while self.unheard and not self.stopped:
             self.unheard.pop(0)()
@@ -287,7 +288,7 @@ class Decisions(RuleBasedStateMachine):
             self.read_word(process)
 
     def read_word(self, process: Process) -> None:
-        """Have a process read its oldest word, and act on it."""
+        """Let a process read its oldest message, and act on it."""
         if process.frozen:
             return
         if process.cut:
@@ -308,16 +309,16 @@ class Decisions(RuleBasedStateMachine):
                 self.stand(process)
 
     def forms(self, process: Process, number: int) -> bool:
-        """Return whether a process takes part in a generation's collectives."""
+        """Return True if a process takes part in a generation's collectives."""
         return process.name in self.processes and process.trains_in == number and not process.frozen
 
     def whole(self) -> list[Process]:
-        """Return the members of the group that has claimed last, by rank; nothing if it cannot take a step."""
+        """Return the members, by rank, of the group that claimed last; empty if the group cannot take a step."""
         group = self.groups.get(self.claimed, [])
         return group if all(self.forms(process, self.claimed) for process in group) else []
 
     def take_step(self, ends: list[tuple[Process, str]]) -> None:
-        """Have processes end the group's next step, or not, or have half of it."""
+        """Let processes end the group's next step, take none of it, or take a part of it."""
         self.taken += 1
         after = (*self.steps, self.taken)
         for process, end in ends:
@@ -335,7 +336,7 @@ class Decisions(RuleBasedStateMachine):
                 self.copies[process.node] = held, process.steps
 
     def has_newest(self, process: Process) -> bool:
-        """Return whether a process has the newest state, and no group has claimed an attempt without it since."""
+        """Return True if a process has the newest state, and no group has claimed an attempt without it since."""
         return process.attempt == self.attempt and process.steps == self.steps
 
     # -------------------------------------------------------------------------------------------------- invariants
@@ -359,7 +360,7 @@ class Decisions(RuleBasedStateMachine):
             assert not leaving, "a member leaves once others have the state"
 
     def claim_next(self, number: int, group: list[Process]) -> None:
-        """Claim an attempt for a group, and look at where it starts."""
+        """Claim an attempt for a group, and check its start."""
         inventories = [
             NodeInventory(process.node, process.node, None, [], live=process.live, process=process.name)
             for process in group
@@ -414,14 +415,14 @@ class Decisions(RuleBasedStateMachine):
 
 
 class CopiesHidden(Decisions):
-    """A model in which a state hides the copies in memory, even if it does not count."""
+    """A model in which a live state hides the copies in memory, even if the state cannot be used."""
 
     def find_copies(self, inventories: list[NodeInventory]) -> list[NodeInventory]:
         return inventories if any(inventory.live for inventory in inventories) else super().find_copies(inventories)
 
 
 def choose_whoever_stays(self: Membership, candidates: Collection[str]) -> tuple[Member, ...]:
-    """Leave out all draining nodes, if there are others."""
+    """Leave out all draining nodes if there are others, as the decider must not do."""
     living = [member for uid, member in self._members.items() if uid in set(candidates)]
     return tuple([member for member in living if member.node not in self._draining] or living)
 
@@ -431,7 +432,7 @@ TestDecisions.settings = settings(max_examples=100, stateful_step_count=40, dead
 
 
 def expect_counterexample(machine: type[Decisions], text: str) -> None:
-    """Expect that some orders of events break a machine that lacks a cure; soon, from this seed."""
+    """Expect that some order of events breaks a faulty model; this seed finds it soon."""
     chosen = settings(
         max_examples=1000,
         stateful_step_count=40,
@@ -453,7 +454,7 @@ def test_a_decider_that_prefers_whoever_stays_leaves_the_newest_state_behind(mon
 
 
 def bring_back_a_stale_process(machine: Decisions) -> None:
-    """Let a process freeze while the others take a step and copy it to memory, and come back when they are gone."""
+    """Let a process freeze while the others take a step and copy it to memory, and return when they are gone."""
     machine.begin()
     machine.step(late=False, copied=False)
     stale = machine.processes["process-1"]
@@ -479,7 +480,7 @@ def test_the_model_notices_if_an_older_state_hides_the_copies() -> None:
         bring_back_a_stale_process(CopiesHidden())
 
 
-def test_the_model_notices_if_the_state_of_a_process_counts_that_missed_a_group(
+def test_the_model_notices_if_a_process_that_missed_a_group_counts_with_its_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copies, "was_in_all", lambda *_: True)

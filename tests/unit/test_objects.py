@@ -215,7 +215,7 @@ def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
     assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-def test_of_a_damaged_submission_the_job_is_known(run: Run) -> None:
+def test_a_damaged_submission_still_tells_its_job(run: Run) -> None:
     record_submission(begin(run), SubmissionRecord("run-1234", "sunspot"))
     [entry] = run.storage.list(run.key("submissions"))
     content = run.storage.read(entry.key)

@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else wrote: which task its reader imports, and what its records may hold."""
+"""Opening a checkpoint that somebody else wrote: the task that is imported, and the records that are accepted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def settings_with(task: str) -> dict[str, str]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the reader's folder that leaves a mark when it is imported."""
+    """Return a module in the reader's folder that leaves a mark when it is imported."""
     (tmp_path / "bystander.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -114,7 +114,7 @@ def test_the_tasks_that_come_with_sunspot_need_no_name(run: Run) -> None:
     ],
     ids=lambda extra: str(extra)[:40],
 )
-def test_odd_records_are_damage(run: Run, extra: Any) -> None:
+def test_malformed_records_are_reported_as_damage(run: Run, extra: Any) -> None:
     keep(run, extra)
     with pytest.raises(DamageError, match="cannot be used: it does not describe the model's data and"):
         open_checkpoint("run", "newest", run.storage.locate(""))

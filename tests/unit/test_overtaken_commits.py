@@ -1,4 +1,4 @@
-"""Commits of a process that outlives its groups: they go on beside the next group, as long as they count."""
+"""Commits of a process that outlives its groups go on while the next group trains, as long as they count."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Survivor:
     """A process that is rank 0 of one group after another, and saves once in each."""
 
     def __init__(self, run: Run, memory: NodeMemory, process: str = "p", **settings: Any) -> None:
-        self.run, self.memory, self.process = run, memory, process
+        self.run = run
+        self.memory = memory
+        self.process = process
         self.plan = Plan(Settings(**settings), EmptySource((1, 4), 2), None, Steps(10**6, 10), 10**5)
         self.model = torch.nn.Linear(4, 4)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
@@ -46,7 +48,7 @@ class Survivor:
     def form_group(
         self, start: str | None = None, tier: str = IN_PLACE, committed: float | None = None, others: str = "another"
     ) -> None:
-        """Begin the next attempt from the checkpoint `start`, or else in place, with the process called `others`."""
+        """Begin the next attempt, from the checkpoint `start` or in place, together with the process `others`."""
         self.leave()
         attempts = read_attempts(self.run)
         start = start or (self.checkpoints.name_at(self.step) if self.checkpoints else None)
@@ -80,7 +82,7 @@ class Survivor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A directory in shared memory: storage waits for each write to be on a disk."""
+    """Make a directory in shared memory, because storage waits until each write is on the disk."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as folder:
         yield Path(folder)
@@ -100,10 +102,12 @@ def memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeMemory
 
 
 class SlowStorage:
-    """Holds up each upload until `go` is called; counts those that are under way."""
+    """Delays each upload until `go` is called, and counts the uploads that are under way."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.under_way, self.most = list[str](), 0, 0
+        self.begun = list[str]()
+        self.under_way = 0
+        self.most = 0
         self._permits, self._lock = threading.Semaphore(0), threading.Lock()
         upload = sunspot.checkpoint.files.WholeState.files
 
@@ -193,7 +197,7 @@ def test_a_commit_that_ends_late_deletes_what_has_expired(run: Run, memory: Node
 
 
 @pytest.mark.parametrize("overtaken", ["by an older start", "by another process", "by another job", "without a part"])
-def test_a_commit_that_does_not_count_any_more_ends_and_leaves_nothing(
+def test_a_commit_that_no_longer_counts_ends_and_leaves_nothing(
     overtaken: str, run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=9)
@@ -332,13 +336,14 @@ def test_no_copy_is_made_of_buffers_that_a_broken_collective_left(
 
 
 def test_a_copy_that_is_needed_waits_for_the_one_before(run: Run, memory: NodeMemory) -> None:
-    """Under fsdp all go back to the newest copy at a notice or a join: it is to be of the last step."""
+    """The newest copy must be of the last step, because all go back to it at a notice or a join under fsdp."""
     survivor = Survivor(run, memory)
     survivor.form_group()
     survivor.take_step(save=False)
     assert memory._making
     memory._making.result()
-    go, complete, steps = threading.Event(), memory.complete, list[int]()
+    go = threading.Event()
+    complete, steps = memory.complete, list[int]()
 
     def slow_complete(slot: Any, manifest: Checkpoint, *more: Any) -> None:
         go.wait(20)

@@ -1,4 +1,4 @@
-"""Who owns a run, when RayJobs of one name train it in two places."""
+"""Owners of a run that RayJobs of one name train in two places."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ Driver = Callable[..., Claimant]
 
 RAYJOB = "digits-1a2b3c4d"
 
-HERE, OTHER_NAMESPACE, OTHER_CLUSTER = ("sunspot", "A"), ("teamb", "A"), ("sunspot", "B")
-"""A namespace, and the certificates of a cluster."""
+HERE = ("sunspot", "A")
+OTHER_NAMESPACE = ("teamb", "A")
+OTHER_CLUSTER = ("sunspot", "B")
+"""Places: the name of a namespace, and the certificates of a cluster."""
 
 
 @pytest.fixture
 def driver(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Makes a driver that begins in a place, as each try of its RayJob does."""
+    """Return a function that begins a driver in a place, as each try of its RayJob does."""
     certificates = tmp_path / "ca.crt"
     monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", certificates)
     begin(run)
@@ -61,7 +63,7 @@ def claim(claimant: Claimant) -> Attempt:
 
 @pytest.mark.parametrize("other", [OTHER_NAMESPACE, OTHER_CLUSTER])
 @pytest.mark.parametrize("submitted", [False, True])
-def test_of_two_rayjobs_of_one_name_the_later_takes_the_run_over_once(
+def test_the_later_of_two_rayjobs_of_one_name_takes_the_run_over_once(
     run: Run, driver: Driver, other: tuple[str, str], submitted: bool
 ) -> None:
     first_id, second_id = (new_submission(RAYJOB), new_submission(RAYJOB)) if submitted else (RAYJOB, RAYJOB)
@@ -85,7 +87,7 @@ def test_of_two_rayjobs_of_one_name_the_later_takes_the_run_over_once(
     ensure_owner(run, retried)
 
 
-def test_a_rayjob_that_is_submitted_again_may_train_and_what_is_left_of_the_old_one_may_not(
+def test_a_rayjob_that_is_submitted_again_may_train_and_processes_of_the_old_one_may_not(
     run: Run, driver: Driver
 ) -> None:
     first_id = new_submission(RAYJOB)
@@ -107,7 +109,9 @@ def test_a_run_whose_owner_an_earlier_version_recorded_goes_on(run: Run, driver:
         ensure_owner(run, old)
 
 
-def test_the_owner_without_kubernetes_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_without_kubernetes_has_the_owner_of_earlier_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", tmp_path / "none")
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert new_owner("job") == new_owner("job") == "job"

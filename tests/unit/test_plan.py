@@ -56,7 +56,7 @@ def test_the_plan_says_what_ends_the_run() -> None:
     [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
 def test_fewer_workers_make_passes_of_the_same_size(workers: str, micro: str, limit: int, rows: int) -> None:
-    """Under COMPILE all passes have one size, so five rows at most become four of each share of 16."""
+    """All passes have one size under COMPILE, so that a limit of five rows splits a share of 16 into passes of four."""
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)
     compiled = dataclasses.replace(plan, settings=settings.model_copy(update={"compile": "default"}))

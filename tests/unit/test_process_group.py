@@ -1,4 +1,4 @@
-"""What ends the groups of a process, whatever their members do."""
+"""Leaving a process's groups, whatever their other members do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 60.0
 
 
 def test_a_group_is_left_at_once_while_a_peer_stands_still() -> None:
-    """A broadcast is under way, as between two steps; what it waits for would come when the other goes on."""
+    """A broadcast is under way, as between two steps, and would end only when the peer goes on."""
 
     def take_part(rank: int) -> None:
         gc.freeze()  # the stores of earlier tests have no threads in a forked process, and cannot be destroyed there

@@ -451,7 +451,7 @@ class Protocol(RuleBasedStateMachine):
                 self.violations.append(f"{key} is gone of a run that is not being deleted")
 
     def commits_are_whole(self) -> None:
-        """Every checkpoint that counts is whole, but for a manifest that has come when its files had been removed."""
+        """Every checkpoint that counts is intact, except one whose manifest arrived after its files were removed."""
         counted = self.counted()
         for name in counted:
             checkpoint = read_manifest(self.run, name)
@@ -522,7 +522,7 @@ class NeverDeleted(Protocol):
 
 
 class TwoPlaces(NeverDeleted):
-    """The same with RayJobs of one name in two clusters: the first two of a repository, all others submitted."""
+    """RayJobs of one name in two clusters: the first two come from a repository, all others are submitted."""
 
     def owner_of(self, job: str) -> str:
         number = int(job.rpartition("-")[2])
@@ -722,7 +722,7 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
     )
 
 
-def test_an_owner_that_is_a_name_alone_takes_a_run_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_that_differ_only_in_name_take_a_run_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoPlaces, "owner_of", lambda self, job: "job")
     expect_counterexample(TwoPlaces, "claimed a run that its job had lost")
 

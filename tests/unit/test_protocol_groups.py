@@ -1,8 +1,8 @@
-"""A model of groups of several processes that share a run: some are lost, join or go on, while commits are under way.
+"""A model of groups of processes that share a run, and are lost, join or go on while commits are under way.
 
 It adds to tests/unit/test_protocol.py, whose processes are groups of one that commit before they go on. Here a group
-saves at its end, and the commit runs beside the groups that follow, as a thread of the process that was rank 0. That
-process may go on, or be cut off with its commit still running, or be gone.
+saves at its end, and the commit runs while the next groups train, as a thread of the process that was rank 0. That
+process may go on, be cut off while its commit still runs, or be gone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tests.unit.test_protocol import (
 __all__ = ["inline"]
 
 STEPS = 2
-"""Steps of a group; it saves after the last one, unless the commit before is under way."""
+"""Number of steps of a group. The group saves after its last step, unless the previous commit is under way."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Member:
 
 @dataclass
 class CommitThread:
-    """What a commit thread commits, and the attempts that it has seen when it looked last."""
+    """A commit thread: what it commits, and the attempts that it saw at its last check."""
 
     attempt: Attempt
     name: str
@@ -102,14 +102,14 @@ class Groups(Protocol):
         self.world.carry_out = look_and_carry_out  # type: ignore[method-assign]
 
     def living(self, number: int) -> Process:
-        """The living are many here: which one a number means differs from turn to turn."""
+        """Choose a living process by a number and by the length of the trace, because there are many of them."""
         living = self.world.living
         return living[(number + len(self.world.trace)) % len(living)]
 
     # --------------------------------------------------------------------------------------------------- processes
 
     def train(self, process: Process, owner: str, node: int) -> None:
-        """The groups of one driver, one after the other."""
+        """Run the groups of one driver, one after the other."""
         run, choices = Run(process.storage, RUN), random.Random(process.name)
         members = [self.make_member(process, f"{process.name}/{number}", node + number) for number in range(2)]
         frozen: list[Member] = []
@@ -182,7 +182,7 @@ class Groups(Protocol):
     def take_group_steps(
         self, attempt: Attempt, taker: int, members: list[Member], position: tuple[list[int], Any], saves: bool
     ) -> tuple[Snapshot | None, Ledger]:
-        """Take STEPS steps; returns what is to be committed after the last one."""
+        """Take STEPS steps, and return the snapshot to be committed after the last one."""
         state, windows = list(position[0]), position[1]
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
         snapshot = None
@@ -198,7 +198,9 @@ class Groups(Protocol):
                 slot = member.memory.free_slot(STATE_BYTES, needed=True)
                 slot.map[:STATE_BYTES] = content
                 member.memory.complete(slot, manifest, Sidecar(None, {}, [], windows, []).to_bytes())
-                member.state, member.live, member.windows = list(state), LiveState(name, True), windows
+                member.state = list(state)
+                member.live = LiveState(name, True)
+                member.windows = windows
             if saves and step == attempt.step + STEPS:
                 copied: Future[bool] = Future()
                 copied.set_result(True)
@@ -207,7 +209,7 @@ class Groups(Protocol):
         return snapshot, ledger
 
     def begin_commit(self, name: str, attempt: Attempt, snapshot: Snapshot, ledger: Ledger) -> Process:
-        """Begin a commit, in a thread of the process that is rank 0."""
+        """Begin a commit in a thread of the process that is rank 0."""
         commit = CommitThread(attempt, snapshot.manifest.name)
 
         def body(process: Process) -> None:
@@ -223,7 +225,7 @@ class Groups(Protocol):
         return self.world.start(name, body)
 
     def change(self, change: str, process: Process, members: list[Member], frozen: list[Member]) -> None:
-        """Change the group as its last step is done."""
+        """Change the group after its last step."""
         if change in ("lose first", "cut off first") and len(members) > 1:
             members.pop(0).memory._lock.close()
         elif change == "lose last" and len(members) > 1:
@@ -232,7 +234,7 @@ class Groups(Protocol):
             members.append(self.make_member(process, f"{process.name}/{len(self.world.trace)}", len(members)))
         elif change == "freeze" and len(members) > 1:
             frozen.append(members.pop())
-        elif change == "thaw" and frozen:  # with a state that may be of long ago, in the place of all others
+        elif change == "thaw" and frozen:  # it returns alone, perhaps with an old state
             members[:] = [frozen.pop()]
         elif change == "forget":  # parts, or half a step: they go back to a copy
             for member in members:
@@ -248,7 +250,7 @@ class Groups(Protocol):
     # -------------------------------------------------------------------------------------------------- invariants
 
     def changed(self, process: Process, operation: Operation, late: bool) -> None:
-        """A commit thread writes and deletes only what the attempts that it has seen let it."""
+        """A commit thread writes and deletes only what the attempts that it has seen allow."""
         commit = self.commits.get(process)
         folder, _, file = operation.key.removeprefix(f"{RUN}/").rpartition("/")
         if commit and not late and file == MANIFEST and folder.startswith("checkpoints/"):
@@ -264,7 +266,7 @@ class Groups(Protocol):
         super().changed(process, operation, late)
 
     def refused(self, commit: CommitThread) -> None:
-        """No commit is refused that leads to the newest attempt while its process is rank 0 of all since."""
+        """A commit is not refused if it leads to the newest attempt and its process has been rank 0 of all since."""
         attempts = read_attempts(self.run)
         since = [attempt for attempt in attempts if attempt.number > commit.attempt.number]
         same = all(each.metadata.processes[:1] == commit.attempt.metadata.processes[:1] for each in since)
@@ -273,7 +275,7 @@ class Groups(Protocol):
 
 
 class Behind(Groups):
-    """Groups whose first member has begun to change parameters again, and the others have not."""
+    """Groups in which only the first member has begun to change parameters again."""
 
     changes: ClassVar[list[str]] = ["fall behind"]
 
@@ -289,7 +291,7 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_a_commit_that_ends_with_its_attempt_is_lost_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_may_not_outlive_its_attempt_is_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
     expect_counterexample(Groups, "was refused, and leads to attempt")
 

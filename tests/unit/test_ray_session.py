@@ -1,4 +1,4 @@
-"""Ray sessions on this machine, without starting Ray: their token, their folder, and why none can be started."""
+"""Local Ray sessions, without starting Ray: their token, their folder, and the errors of starting one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sunspot.ray_session import MAX_SOCKET_PATH_BYTES, ray_session
 ray = pytest.importorskip("ray")
 
 SOCKET = "session_2026-11-28_16-44-23_288883_25507/sockets/plasma_store"
-"""A socket of Ray 2.60, below the folder of its sessions."""
+"""Path of a socket of Ray 2.60, below the folder of its sessions."""
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files; its path is short, as it is on most machines."""
+    """Make a folder for temporary files with a short path, as on most machines."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -29,7 +29,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, Any]]:
-    """What each `ray.init` was called with, and the token at that time."""
+    """Record the arguments of each call of `ray.init`, and the token at that time."""
     calls: list[dict[str, Any]] = []
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
         monkeypatch.setenv(name, "")  # so that the test's end restores it
@@ -65,7 +65,9 @@ def test_a_users_own_token_and_folder_are_kept(
     assert "_temp_dir" not in call
 
 
-def test_a_session_on_a_cluster_gets_neither(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_on_a_cluster_gets_neither_a_token_nor_a_folder(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     begin()
     [call] = started
@@ -103,7 +105,7 @@ def test_another_users_folder_is_refused(started: list[dict[str, Any]], temporar
         ("head:6379", "The request timed out.", "reached at RAY_ADDRESS=head:6379: The request"),
     ],
 )
-def test_why_ray_does_not_start_is_one_message(
+def test_an_error_of_starting_ray_is_one_message(
     address: str, fault: str, told: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(**_: object) -> None:

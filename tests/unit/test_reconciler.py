@@ -49,7 +49,7 @@ def changes(cluster: FakeCluster) -> list[str]:
     return [method for method, _ in cluster.requests if method in ("PATCH", "DELETE")]
 
 
-def test_a_path_that_a_job_names_is_not_read(
+def test_a_path_in_a_rayjob_is_not_read(
     cluster: FakeCluster, run: Run, shown: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_status(run, RunState.RUNNING, owner="run-1", step=4)

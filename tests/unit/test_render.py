@@ -429,12 +429,12 @@ def test_every_container_of_a_full_profile_meets_it_too(full: Rendered) -> None:
 
 
 def empty_volumes(pod: dict[str, Any]) -> dict[str, Any]:
-    """The volumes of a pod that begin empty, by name."""
+    """Return the `emptyDir` volumes of a pod, by name."""
     return {volume["name"]: volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume}
 
 
 def test_pods_are_told_their_namespace_and_cluster_without_a_token() -> None:
-    """No manifest differs between two clusters, and their RayJobs are two owners all the same."""
+    """The manifests are the same in all clusters, although their RayJobs are different owners."""
     for pod in pods_of(render("kind", {})):
         [container] = pod["containers"]
         [namespace] = [entry for entry in container["env"] if entry["name"] == POD_NAMESPACE]
@@ -771,7 +771,7 @@ def test_only_the_autoscalers_container_gets_a_kubernetes_token() -> None:
 
 
 def _paths(source: dict[str, Any]) -> list[str]:
-    """Return the files that a source of a projected volume brings."""
+    """Return the files in a source of a projected volume."""
     return [item["path"] for part in source.values() for item in part.get("items", [part])]
 
 

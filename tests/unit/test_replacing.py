@@ -1,4 +1,4 @@
-"""Which workers Ray is told to replace, and when a trainer without workers ends."""
+"""The workers that Ray is told to replace, and the end of a trainer without workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from sunspot.train.trainer import left_alone
 
 
 class Worker:
-    """A worker of Ray's that answers, or is dead, or does neither."""
+    """A Ray worker that answers, is dead, or never answers."""
 
     def __init__(self, name: str, answer: object) -> None:
-        self.name, self.answer, self.ended = name, answer, False
+        self.name = name
+        self.answer = answer
+        self.ended = False
         asked = SimpleNamespace(remote=lambda: self)
         self.actor = SimpleNamespace(clear_result_queue=asked, _actor_id=SimpleNamespace(hex=lambda: name))
 
@@ -33,7 +35,7 @@ class Worker:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ray and the clock: half a second passes in each wait."""
+    """Replace Ray and the clock, so that half a second passes in each wait."""
     now = [0.0]
 
     def wait(asked: list[Worker], num_returns: int, timeout: float) -> tuple[list[Worker], list[Worker]]:
@@ -58,7 +60,7 @@ def test_dead_workers_are_replaced_and_those_that_answer_are_not(time: list[floa
 
 
 def test_a_busy_worker_that_lives_is_not_ended_for_its_silence(time: list[float]) -> None:
-    """It keeps Python's lock for half a minute, while another one is to be replaced."""
+    """The worker holds the GIL for half a minute, while another one is being replaced."""
     busy, frozen = Worker("busy", None), Worker("frozen", None)
 
     def find_living() -> list[str]:

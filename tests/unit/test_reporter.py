@@ -138,7 +138,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
 
 @pytest.mark.parametrize("another", [True, False], ids=["another driver", "the next group of this driver"])
 def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: Path) -> None:
-    """Some loops commit seldom, and the thread that writes the status raises to nobody."""
+    """Some loops commit seldom, and nothing catches errors of the thread that writes the status."""
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning", driver="mine")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)

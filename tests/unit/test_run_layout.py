@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Run:
     return open_run(str(tmp_path), "run")
 
 
-def test_the_names_that_a_run_has_are_those_that_the_package_tells_of() -> None:
+def test_the_names_of_a_runs_files_are_those_in_the_packages_docstring() -> None:
     told = {
         name.rstrip("/") for name in re.findall(r"^ {8}([a-z-]+(?:\.[a-z]+|/|-[0-9a-f]+))", str(layout.__doc__), re.M)
     }

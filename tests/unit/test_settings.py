@@ -128,8 +128,8 @@ def test_a_wrong_value_is_named(variable: str, value: str) -> None:
         ("LABELS", '{"api_key": "canary"}', "holds a credential, by its name: api_key"),
     ],
 )
-def test_a_credential_is_no_setting(variable: str, value: str, told: str) -> None:
-    """The settings are read by one function for training here, for `submit` and for `render`."""
+def test_a_setting_that_holds_a_credential_is_refused(variable: str, value: str, told: str) -> None:
+    """Training here, `submit` and `render` read the settings through the same function."""
     with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
         load_settings({variable: value})
     assert f"SUNSPOT_{variable}: {told}; settings are stored with the run" in str(refused.value)
@@ -139,7 +139,7 @@ def test_a_credential_is_no_setting(variable: str, value: str, told: str) -> Non
         render(JobRequest(settings={"STORAGE_PATH": "s3://bucket/runs", variable: value}))
 
 
-def test_ordinary_arguments_are_settings() -> None:
+def test_ordinary_arguments_are_accepted() -> None:
     arguments = {
         "max_tokens": 512,
         "tokenizer": "byte",

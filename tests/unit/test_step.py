@@ -121,7 +121,7 @@ def test_who_joins_or_leaves_waits_for_an_evaluation(group: dist.ProcessGroup) -
 def test_parts_of_the_last_step_are_copied_before_a_change(
     sharded: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even while the copy before is on its way: all go back to the newest one."""
+    """This holds even while the previous copy is under way, because all go back to the newest copy."""
     worker = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", global_batch_size=8)), group)
     saved: list[dict[str, Any]] = []
     worker.checkpoints.save = lambda step, metrics, **how: saved.append(how)

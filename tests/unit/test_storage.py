@@ -538,7 +538,8 @@ def test_local_create_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch:
 
 
 def test_a_local_write_survives_the_deletion_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, mkdir, removals = LocalStorage(str(tmp_path)), os.mkdir, iter(range(2))
+    storage = LocalStorage(str(tmp_path))
+    mkdir, removals = os.mkdir, iter(range(2))
 
     def mkdir_then_lose(name: Any, *arguments: Any, **options: Any) -> None:
         mkdir(name, *arguments, **options)

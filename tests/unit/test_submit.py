@@ -251,14 +251,14 @@ def test_a_job_that_is_being_deleted_is_no_conflict(cluster: FakeCluster, sunspo
     assert "created" in sunspot.out
 
 
-def test_what_was_not_applied_is_not_on_record(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_job_that_was_not_applied_is_not_recorded(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.on("PATCH", "force=true", refuse_unless_dry_run)
     assert sunspot.submit() == 4
     assert newest_submission(sunspot.run) is None
 
 
 def refuse_unless_dry_run(handler: Any) -> None:
-    """Refuse an apply, which a dry run cannot tell beforehand."""
+    """Refuse to apply a job, which its dry run did not predict."""
     if "dryRun" in handler.path:
         handler.answer()
     else:
@@ -436,7 +436,7 @@ def test_storage_that_is_reached_only_inside_the_cluster(
 
 
 def test_stop_of_a_pending_run_and_resume(cluster: FakeCluster, sunspot: Command) -> None:
-    """Its RayJob would wait for nodes, so it goes; then nothing is left in the cluster to start again."""
+    """The RayJob would wait for nodes, so it is deleted, and nothing is left in the cluster to start again."""
     sunspot.submit("--set", "EPOCHS=3")
     name = only_job(cluster)
     cluster.set_status(name, "Initializing")
@@ -444,7 +444,7 @@ def test_stop_of_a_pending_run_and_resume(cluster: FakeCluster, sunspot: Command
     assert (sunspot.json["state"], "submit it again" in sunspot.json["reason"]) == ("stopped", True)
     assert cluster.jobs == {}
     assert sunspot("resume", "run") == 3
-    assert f"{name}, as `sunspot submit` applies it, is not in namespace sunspot of" in sunspot.err
+    assert f"{name}, as `sunspot submit` applies it, is no longer in namespace sunspot of" in sunspot.err
     storage = sunspot.run.storage.locate("")
     command = f"sunspot submit --profile kind --run run --storage {storage} --set SUNSPOT_EPOCHS=3"
     assert command in sunspot.err
@@ -486,7 +486,7 @@ PLANTED = {"image": "evil.example/miner", "serviceAccountName": "sunspot-submitt
 
 
 def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command) -> None:
-    """Whoever can write to the bucket may not choose what runs in the cluster."""
+    """A user who can write to the bucket may not choose what runs in the cluster."""
     sunspot.submit()
     name = only_job(cluster)
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -547,7 +547,7 @@ def test_a_rayjob_of_another_run_is_not_overwritten(cluster: FakeCluster, sunspo
 
 
 def test_resume_says_where_the_run_was_submitted(cluster: FakeCluster, sunspot: Command) -> None:
-    """Nothing is applied, and nothing recorded: storage would call the run pending."""
+    """Nothing is applied or recorded, because a record would make the run look pending."""
     sunspot.submit()
     name = only_job(cluster)
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -579,7 +579,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_run_that_is_alive_elsewhere_is_taken_over_only_if_told_to(
+def test_a_run_that_is_alive_elsewhere_is_taken_over_only_with_take_over(
     cluster: FakeCluster, sunspot: Command, place: str
 ) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
@@ -599,7 +599,7 @@ def test_a_run_that_is_alive_elsewhere_is_taken_over_only_if_told_to(
     assert sunspot.json["action"] == "attached"
 
 
-def test_a_silent_owner_is_taken_over_without_being_told_to(
+def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
@@ -608,7 +608,9 @@ def test_a_silent_owner_is_taken_over_without_being_told_to(
     assert sunspot.json["action"] == "created"
 
 
-def test_a_rayjob_that_was_just_deleted_here_is_not_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_owner_whose_rayjob_was_just_deleted_here_does_not_count_as_elsewhere(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
     assert sunspot.submit() == 0
     write_status(sunspot.run, Status(RunState.RUNNING, f"{owner(cluster)}@sunspot/{cluster_identity('A')}"))
@@ -618,7 +620,7 @@ def test_a_rayjob_that_was_just_deleted_here_is_not_elsewhere(cluster: FakeClust
 
 
 def test_the_loser_here_does_not_hide_who_trains_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
-    """Its RayJob has ended with 6: without being told to, `submit` takes nothing back."""
+    """The loser's RayJob has ended with 6, and `submit` takes nothing back without --take-over."""
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
     cluster.set_status(name, "Failed", "FAILED", reason="AppFailed")

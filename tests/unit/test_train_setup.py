@@ -132,7 +132,7 @@ def test_an_end_that_only_memory_has_is_evaluated_and_saved_again(
 def test_workers_whose_parameters_differ_go_back_to_a_copy_together(
     handed_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last bits differ where processors do, at each change: that is no failure."""
+    """The last bits differ at each change on processors of different kinds, which is not a failure."""
     for name in ("load_weights", "load_rest", "same_parameters"):
         monkeypatch.setattr(build, name, MagicMock(return_value=False))
     survivor, nothing = MagicMock(), cast(Any, None)

@@ -367,7 +367,7 @@ def test_a_server_answers_to_addresses_and_its_own_names_alone(
 
 
 def ask(url: str, request: bytes) -> bytes:
-    """What a server answers to these bytes."""
+    """Return a server's answer to these bytes."""
     place = urllib.parse.urlsplit(url)
     with socket.create_connection((str(place.hostname), place.port), timeout=30) as connection:
         connection.sendall(request)
@@ -416,7 +416,7 @@ def test_clients_that_send_no_request_keep_nobody_waiting(tmp_path: Path, monkey
 
 
 def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
-    """A page, or what comes instead of it, as the name of the run says."""
+    """Return a page, or fail in the way that the run's name says."""
     [name] = names
     if name == "too-large":
         return RunPage("", Html("x" * (400 << 20)))

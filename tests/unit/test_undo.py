@@ -23,7 +23,7 @@ BROKEN_AT = 5
 
 
 def outliving(learner: Learner, step: int) -> QuietWorker:
-    """A worker that outlives its group, and goes on from `step`."""
+    """Return a worker that outlives its group, and goes on from `step`."""
     stepped = learner.undo.stepped
 
     def nothing(*given: Any, **named: Any) -> None:
@@ -65,7 +65,7 @@ def learner_of(way: str, group: dist.ProcessGroup) -> Learner:
 def test_a_step_that_breaks_off_is_taken_back_or_found_out(
     way: str, taken_back: bool, group: dist.ProcessGroup
 ) -> None:
-    """Taken again, it leads to the weights of a run that nobody has disturbed."""
+    """Taking the step again leads to the weights of an undisturbed run."""
     calm, broken = (learner_of(way, group) for _ in range(2))
     train(outliving(calm, 0))
     early_changes.broken_off_at.add(BROKEN_AT)
@@ -82,7 +82,7 @@ def test_a_step_that_breaks_off_is_taken_back_or_found_out(
             assert torch.equal(broken.model.state_dict()[name], values), name
 
 
-def test_what_changes_too_early_is_named(group: dist.ProcessGroup) -> None:
+def test_parameters_that_change_too_early_are_named(group: dist.ProcessGroup) -> None:
     learner = learner_of("weights", group)
     train(outliving(learner, 0))
     assert learner.undo.early == {"student.weight"}
@@ -97,7 +97,7 @@ def follow(model: Any) -> None:
         model.teacher.weight.lerp_(model.student.weight, 0.1)
 
 
-def test_what_an_evaluation_and_a_loop_have_changed_between_two_steps_stays() -> None:
+def test_changes_by_an_evaluation_or_a_loop_between_two_steps_stay() -> None:
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     optimizer = torch.optim.SGD(model["student"].parameters(), 0.1)
     undo = StepUndo(model, optimizer)
@@ -141,7 +141,7 @@ def test_what_a_loop_has_changed_in_buffers_between_two_steps_stays(replaced: bo
 
 
 def test_a_teacher_that_moves_in_each_pass_is_named_once_a_step_has_more_passes() -> None:
-    """As it has when fewer workers are left."""
+    """A step has more forward passes with fewer workers."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))
     undo.keep()
@@ -161,7 +161,7 @@ def test_a_teacher_that_moves_in_each_pass_is_named_once_a_step_has_more_passes(
 
 @pytest.mark.parametrize("more_than_tensors", [False, True])
 def test_an_optimizer_gets_the_state_back_that_it_had_before_its_step(more_than_tensors: bool) -> None:
-    """In the step that is taken back, a parameter gets its first gradient; a list cannot be put back."""
+    """A parameter gets its first gradient in the step that is taken back. A list in the state cannot be put back."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
     first, last = (torch.optim.Adam(part.parameters(), 0.1) for part in model.values())
     undo = StepUndo(model, first)

@@ -299,7 +299,7 @@ def give_up_head(cluster: FakeCluster) -> None:
 
 
 def owner(cluster: FakeCluster) -> str:
-    """The owner that a driver of the RayJob claims for."""
+    """Return the owner for which a driver of the RayJob claims."""
     return settings_of(cluster.jobs[JOB])["SUNSPOT_JOB_ID"]
 
 
@@ -561,7 +561,7 @@ def test_status_works_when_storage_is_out_of_reach(
 
 
 def put_job_kept_in(path: str, cluster: FakeCluster) -> None:
-    """Have a RayJob run that names where it keeps its run."""
+    """Add a running RayJob whose settings name this storage path."""
     job = rayjob(JOB)
     container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     container["env"].append({"name": "SUNSPOT_STORAGE_PATH", "value": path})
@@ -569,7 +569,7 @@ def put_job_kept_in(path: str, cluster: FakeCluster) -> None:
     cluster.set_status(JOB, "Running", "RUNNING")
 
 
-def test_the_bucket_of_a_job_need_not_be_named_to_read(
+def test_commands_that_read_take_the_bucket_from_the_rayjob(
     cluster: FakeCluster, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_job_kept_in(f"s3://{s3_bucket}/runs", cluster)
@@ -580,7 +580,7 @@ def test_the_bucket_of_a_job_need_not_be_named_to_read(
 
 
 @pytest.mark.parametrize("verb", ["stop", "resume", "delete"])
-def test_a_verb_that_writes_does_not_take_the_storage_from_a_job(
+def test_commands_that_write_do_not_take_the_storage_from_the_rayjob(
     cluster: FakeCluster, s3_bucket: str, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     path = f"s3://{s3_bucket}/team b"
@@ -598,7 +598,7 @@ def test_a_verb_that_writes_does_not_take_the_storage_from_a_job(
 
 
 @pytest.mark.parametrize("verb", ["status", "wait", "stop", "delete", "doctor", "dashboard"])
-def test_a_path_in_a_job_is_one_of_its_pods(
+def test_a_path_in_a_rayjob_is_refused_because_it_is_one_in_its_pods(
     cluster: FakeCluster, run: Run, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     begin(run)
@@ -610,7 +610,7 @@ def test_a_path_in_a_job_is_one_of_its_pods(
     assert run.storage.list("run") == before
 
 
-def test_a_job_that_names_the_usual_storage_needs_no_option(
+def test_a_rayjob_that_names_the_default_storage_needs_no_option(
     cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run.storage.locate("")
