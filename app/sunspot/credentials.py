@@ -118,7 +118,7 @@ def is_credential(name: str, value: str) -> bool:
     return bool(value and (named or URL_PASSWORD.search(value) or find_credential(value)))
 
 
-def find_credential(text: str) -> Found | None:
+def find_credential(text: str) -> FoundCredential | None:
     """Find the first credential of a known form in a text; made-up ones and lines that are marked do not count."""
     found = [match for form in FORMS if form.marker in text for match in _matches(form, text)]
     if not found:
