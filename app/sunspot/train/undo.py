@@ -116,7 +116,7 @@ class StepUndo:
             log.warning(f"a step that was broken off cannot be taken back: {error}")
             return False
         without_copy = changed - self._moving - self._turns.returned
-        if complete:  # otherwise an optimizer may have changed them, as it should
+        if complete and self._in_step:  # otherwise an optimizer or DDP may have changed them, as it should
             self._note_early(without_copy)
         self._moving.update(filter(self._is_frozen, without_copy))
         return complete and not without_copy
