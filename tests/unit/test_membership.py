@@ -354,7 +354,7 @@ class Decisions(RuleBasedStateMachine):
         back = [process for process in self.processes.values() if process.breaks_off and not process.cut]
         known = {name for name in (process.name for process in back) if any(m.process == name for m in last.members)}
         assert self.unheard or not known, "a member that has come back is waited for"
-        stay_in = [process for process in group if last.place_of(process.uid) is not None]
+        stay_in = [process for process in group if process.uid in last.ranks]
         leaving = [process for process in stay_in if process.node in self.draining]
         if any(self.has_newest(process) for process in stay_in if process not in leaving):
             assert not leaving, "a member leaves once others have the state"

@@ -12,8 +12,9 @@ state over, and leave at the next change.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 SETTLE_S = 0.05
 """Seconds for which the decider waits for more losses before a generation forms: nodes often go together."""
@@ -46,9 +47,10 @@ class Generation:
     members: tuple[Member, ...]
     "By rank."
 
-    def place_of(self, uid: str) -> int | None:
-        """The rank of a member; None: it is none."""
-        return next((rank for rank, member in enumerate(self.members) if member.uid == uid), None)
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """The rank of each member, by uid."""
+        return {member.uid: rank for rank, member in enumerate(self.members)}
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,14 @@ class Membership:
     @property
     def newcomers(self) -> int:
         """How many processes stand that are to join the newest generation."""
-        return len(self._wanted() - self._inside()) if self._open else 0
+        return len(self._wanted() - self.generation.ranks.keys()) if self._open else 0
 
     @property
     def leavers(self) -> list[Member]:
         """The members that the next generation will leave out, because others have the state."""
-        wanted = self._wanted() if self._open else self._inside()
+        if not self._open:
+            return []
+        wanted = self._wanted()
         return [member for member in self.generation.members if member.uid not in wanted]
 
     @property
@@ -158,7 +162,7 @@ class Membership:
         return bool(self._living())
 
     def _living(self) -> set[str]:
-        return {member.uid for member in self.generation.members if member.uid in self._members}
+        return self.generation.ranks.keys() & self._members.keys()
 
     def _returned(self) -> set[str]:
         """Return the uids of processes of the newest generation that were taken for lost, and have connected again."""
@@ -166,21 +170,18 @@ class Membership:
         return {uid for uid, member in self._members.items() if member.process in processes}
 
     def _is_member(self, uid: str) -> bool:
-        return self.generation.place_of(uid) is not None
+        return uid in self.generation.ranks
 
     def _close(self, now: float) -> None:
         self._open = False
         self._settled_at = now + SETTLE_S
 
-    def _inside(self) -> set[str]:
-        return {member.uid for member in self.generation.members}
-
     def _wanted(self) -> set[str]:
         """Return the uids of the next generation if it formed now and all members had equally new states."""
-        return {member.uid for member in self._choose([*self._standing, *self._inside()])}
+        return {member.uid for member in self._choose(self._standing.keys() | self.generation.ranks.keys())}
 
     def _ask_for_change(self) -> list[tuple[str, Word]]:
-        return [] if self._wanted() == self._inside() else self._tell(Change)
+        return [] if self._wanted() == self.generation.ranks.keys() else self._tell(Change)
 
     def _tell(self, kind: type[Close] | type[Change]) -> list[tuple[str, Word]]:
         """Tell the members of the newest generation that live, once."""
@@ -193,7 +194,7 @@ class Membership:
     def _form(self, now: float) -> list[tuple[str, Word]]:
         """Form the next generation, once all who live of the last one stand for it, also under another uid."""
         living = self._living()
-        chosen = self._choose(self._standing)
+        chosen = self._choose(self._standing.keys())
         if now < self._settled_at or (living | self._returned()) - self._standing.keys() or not chosen:
             return []
         wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
@@ -205,7 +206,7 @@ class Membership:
             del self._standing[member.uid]
         return [(member.uid, self.generation) for member in chosen]
 
-    def _choose(self, candidates: Collection[str]) -> tuple[Member, ...]:
+    def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
         """Choose the next members: those of the last generation keep their order, and newcomers follow.
 
         A candidate on a draining node is left out if a member on a staying node has a state at least as new. A newcomer
@@ -213,12 +214,12 @@ class Membership:
         count, because the members may have trained since it left.
         """
         order = {member.process or member.uid: place for place, member in enumerate(self.generation.members)}
-        living = [self._members[uid] for uid in self._members if uid in set(candidates)]
+        living = [member for uid, member in self._members.items() if uid in candidates]
         living.sort(key=lambda member: order.get(member.process or member.uid, len(order)))
         staying = [member for member in living if member.node not in self._draining]
         held = [self._step_of(member) if self._is_member(member.uid) else NO_STATE for member in staying]
         newest = max(held, default=-math.inf)
-        return tuple(member for member in living if member in staying or self._step_of(member) > newest)
+        return tuple(member for member in living if member.node not in self._draining or self._step_of(member) > newest)
 
     def _step_of(self, member: Member) -> float:
         """Return the step of a process's state; a member that trains has the newest state."""

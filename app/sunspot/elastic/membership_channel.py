@@ -181,7 +181,7 @@ class MembershipServer:
 
         `error` is what ended the connection; None if the member was silent for too long.
         """
-        place = self.state.generation.place_of(member.uid)
+        place = self.state.generation.ranks.get(member.uid)
         if place is None or self.state.ended:
             return
         cause, detail = Cause.WORKER_LOST, f"rank {place} on node {member.node[:12]}"
@@ -199,12 +199,9 @@ class MembershipServer:
                 self._beating = time.monotonic()
                 told += [(connection, BEAT) for connection in self._connections.values()]
             changing = any(isinstance(word, Change) for _, word in words)
-            joining, leaving = self.state.newcomers, {member.node[:12] for member in self.state.leavers}
-        if changing and (joining or leaving):
-            cause, detail = Cause.JOINED, f"{plural(joining, 'worker')} more"
-            if leaving:
-                cause, detail = Cause.PREEMPTED, f"node {', '.join(sorted(leaving))}"
-            self._control.tell(ControlChannel.add_incident_facts, Incident(cause, detail, time.time()))
+            incident = self._incident_of_change() if changing else None
+        if incident:
+            self._control.tell(ControlChannel.add_incident_facts, incident)
         for connection, word in told:
             try:
                 connection.send(word)
@@ -212,6 +209,13 @@ class MembershipServer:
                 continue  # its thread notices
         if any(isinstance(word, Generation) for _, word in words):
             self._forget_meetings()
+
+    def _incident_of_change(self) -> Incident:
+        """Return why the members are told to change their group: some leave it with their nodes, or others join."""
+        leaving = sorted({member.node[:12] for member in self.state.leavers})
+        if leaving:
+            return Incident(Cause.PREEMPTED, f"node {', '.join(leaving)}", time.time())
+        return Incident(Cause.JOINED, f"{plural(self.state.newcomers, 'worker')} more", time.time())
 
     def _forget_meetings(self) -> None:
         """Delete the addresses that the members of earlier generations left in the store."""
@@ -327,9 +331,7 @@ class MembershipClient:
                     if self._newest_closed >= generation.number or self._link is not link:
                         self._leave()
                         break  # and stand again
-                    rank = generation.place_of(link.uid)
-                    assert rank is not None
-                    return generation, rank
+                    return generation, generation.ranks[link.uid]
 
     def _leave(self) -> None:
         self._generation = 0
