@@ -66,7 +66,7 @@ class Process:
     cut: bool = False
     "Whether the decider has taken it for lost, which it has not noticed."
     breaks_off: bool = False
-    "Whether it has connected again, and its step of the group before is not broken off yet."
+    "True if the process has connected again, and has not yet broken off its step in the previous group."
 
     @property
     def uid(self) -> str:
@@ -270,10 +270,15 @@ class Decisions(RuleBasedStateMachine):
         if stands:
             self.stand(process)
         else:
-            process.trains_in, process.stands, process.breaks_off = 0, False, True
+            process.trains_in = 0
+            process.stands = False
+            process.breaks_off = True
 
     def stand(self, process: Process) -> None:
-        process.trains_in, process.stands, process.changes, process.breaks_off = 0, True, False, False
+        process.trains_in = 0
+        process.stands = True
+        process.changes = False
+        process.breaks_off = False
         uid, step = process.uid, None if process.steps is None or not process.attempt else len(process.steps)
         self.tell(lambda: self.membership.stand(uid, self.now, step))
 

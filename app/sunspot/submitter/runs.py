@@ -25,7 +25,7 @@ class Target:
 
     run: str
     storage: str | None = None
-    "Where runs are kept. None stands for SUNSPOT_STORAGE_PATH or, only to read, the bucket that the RayJob names."
+    "The path or URL of the runs. None stands for SUNSPOT_STORAGE_PATH or, only to read, the RayJob's bucket."
     context: str | None = None
     "A context of the kubeconfig; None: its current one."
     namespace: str | None = None
