@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +56,29 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
         return survivor.kept[0] if survivor.kept else None
 
     assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
+
+
+@pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
+def test_a_process_that_hangs_while_it_prepares_itself_alone_is_ended(
+    hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active = list[float]()
+
+    @contextmanager
+    def ended_after(limit_s: float, until: str) -> Iterator[None]:
+        active.append(limit_s)
+        yield
+        active.remove(limit_s)
+
+    def build() -> Mock:
+        assert active == limits_s
+        return Mock()
+
+    monkeypatch.setattr(survivors, "ended_after", ended_after)
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    survivor.prepare_alone(build, hang_timeout_s)
+    assert survivor.learner
+    assert not active
 
 
 def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> None:

@@ -105,8 +105,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     if survivor:
         prepare = partial(prepare_learner, plan, control)
         if settings.parallel == "ddp" and survivor.others_train:  # a model in parts is built by all together
-            with survivor.building(settings.hang_timeout_s):
-                survivor.prepare(prepare)
+            survivor.prepare_alone(prepare, settings.hang_timeout_s)
         formed = survivor.form()
         if not formed:
             yield None

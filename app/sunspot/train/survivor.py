@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self
@@ -34,7 +34,7 @@ from sunspot.elastic.membership_channel import (
     MembershipClient,
 )
 from sunspot.elastic.restore import Position, TrainingState, hand_over
-from sunspot.elastic.watchdog import ended_after
+from sunspot.elastic.watchdog import FIRST_STEP_S, ended_after
 from sunspot.errors import SupersededError, find_in, shorten
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
@@ -115,6 +115,17 @@ class Survivor:
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build what this process will train with once it has the others' state, alone, if it has nothing yet."""
         self.learner = self.learner or build()
+
+    def prepare_alone(self, build: Callable[[], Learner], hang_timeout_s: float) -> None:
+        """Prepare this process while the others train, and end it if that hangs.
+
+        The others do not wait for this process, so none of them would notice. The limit is that of a first step: it is
+        FIRST_STEP_S longer than `hang_timeout_s`. A `hang_timeout_s` of 0 sets no limit.
+        """
+        until = "the model and the optimizer were built"
+        limit = ended_after(hang_timeout_s + FIRST_STEP_S, until) if hang_timeout_s else nullcontext()
+        with self.building(hang_timeout_s), limit:
+            self.prepare(build)
 
     def align(self, live: bool, build: Callable[[], Learner]) -> None:
         """Have all members of a group build what they train with together, or none: only a `live` state fits what any
