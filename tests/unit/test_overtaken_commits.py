@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,8 +26,8 @@ from sunspot.errors import SupersededError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, claim, new_nonce, read_attempts
-from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, list_checkpoints, list_directories
+from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, claim, new_nonce, read_attempts
+from sunspot.run.checkpoints import ABANDONED_S, MANIFEST, Checkpoint, find_faults, list_checkpoints, list_directories
 from sunspot.settings import Settings
 from sunspot.train.worker import RegroupError
 from tests.harness.waiting import wait_until
@@ -300,6 +302,73 @@ def test_the_next_group_saves_when_storage_is_older_than_the_interval(
         survivor.committer.begun_at -= age_s
     survivor.form_group(committed=time.time() - age_s if knows_by == "the status" else None)
     assert survivor.is_due() == due
+
+
+def test_a_process_that_is_rank_0_again_knows_the_commits_of_the_rank_0_in_between(
+    run: Run, memory: NodeMemory
+) -> None:
+    survivor = Survivor(run, memory, checkpoint_every_s=60.0)
+    survivor.form_group()
+    survivor.take_step()
+    wait_for_commit(survivor)
+    survivor.leave()
+    assert survivor.committer
+    survivor.committer.begun_at -= 100.0
+    survivor.form_group(committed=time.time() - 10.0)
+    assert not survivor.is_due()
+
+
+def test_a_rank_adds_its_part_to_a_commit_that_rank_0_began_before_the_group_ended(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sunspot.checkpoint.commit, "POLL_S", 60.0)
+    attempt = Attempt(1, "job", None, 0, nonce=new_nonce())
+    assert claim(run, [], attempt)
+    order, writer, snapshots = (
+        Mock(leads=False),
+        Mock(),
+        {step: Mock(torn=False, state={}, extra_state={}) for step in (4, 5)},
+    )
+    order.replaces.return_value, order.limit.return_value = False, -math.inf
+    committer = CheckpointCommitter(run, attempt, Settings(), writer, order, None, None)
+    for step, snapshot in snapshots.items():
+        snapshot.manifest.configure_mock(step=step, name=checkpoint_name(step, attempt.number, attempt.nonce))
+        committer.commit(snapshot)
+    wait_until(lambda: order.limit.called)
+    order.limit.return_value = 4
+    committer.abandon()
+    wait_until(lambda: not committer.busy)
+    committer.raise_if_failed()
+    writer.files.assert_called_once_with(snapshots[4])
+    for snapshot in snapshots.values():
+        snapshot.release.assert_called_once_with()
+
+
+def test_a_part_that_is_still_due_is_not_written_once_its_group_has_lost_a_process(run: Run) -> None:
+    metadata = Metadata(processes=("a", "b"))
+    attempt = Attempt(1, "job", None, 0, metadata=metadata, nonce=new_nonce())
+    order, snapshot = Mock(leads=False, in_parts=True), Mock()
+    snapshot.manifest.step = 4
+    order.replaces.return_value, order.limit.return_value = False, -math.inf
+    committer = CheckpointCommitter(run, attempt, Settings(), Mock(), order, None, None)
+    committer.commit(snapshot)
+    alone = Attempt(2, "job", None, 4, metadata=Metadata(processes=("a",)), nonce=new_nonce())
+    assert committer.stop_if_overtaken([attempt, alone])
+    committer.abandon()
+
+
+def test_a_file_is_as_old_as_the_clock_of_its_storage_says(
+    run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine whose clock is ahead must not take the upload of another process for an abandoned one."""
+    survivor = Survivor(run, memory)
+    survivor.form_group()
+    run.storage.write(run.key("checkpoints", checkpoint_name(9, 1, new_nonce()), "model.pt"), b"on its way")
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 2 * ABANDONED_S)
+    survivor.take_step()
+    wait_for_commit(survivor)
+    assert len(list_directories(run)) == 2
 
 
 def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMemory) -> None:

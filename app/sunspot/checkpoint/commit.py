@@ -175,12 +175,12 @@ class CheckpointCommitter:
         self._previous = previous
 
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
-        """Stop the commit that is under way if `attempts` no longer allow it, and return True if it was stopped.
+        """Stop the commit that is under way or due if `attempts` no longer allow it, and return True if it was stopped.
 
         `attempts` are all of the run. A commit of a state in parts needs all processes of its group. This method does
         not wait for the commit to end.
         """
-        snapshot = self._committing
+        snapshot = self._committing or next(iter(self._waiting), None)
         if not snapshot:
             return False
         left = set(self._attempt.metadata.processes) - set(attempts[-1].metadata.processes)
@@ -228,10 +228,17 @@ class CheckpointCommitter:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Begin no further commit, because the group has ended, and return while the one that is under way goes on."""
+        """Begin no further commit, because the group has ended, and return while the one that is under way goes on.
+
+        The commit under way is rank 0's. Another rank still adds its part to it, even if it has yet to begin.
+        """
+        begun = -math.inf if self._order.leads else self._order.limit()
         with self._changed:
-            while self._waiting:
-                self._waiting.pop().release()
+            kept = self._waiting_up_to(begun)
+            for snapshot in self._waiting:
+                if snapshot not in kept:
+                    snapshot.release()
+            self._waiting = kept
             self._closing = True
             self._changed.notify_all()
 
@@ -393,13 +400,14 @@ class CheckpointCommitter:
         attempts = read_attempts(self._run)
         if not attempts:
             return []  # the run has just been deleted; the next commit notices that and ends
+        now = time.time() + self._run.storage.ahead_s  # by the clock that dates the files
         abandoned, committed = list[str](), dict[str, Mapping[str, Entry]]()
         for name, files in directories.items():
             # A manifest that was delayed on its way to storage may arrive after its files were removed.
             late = files.keys() == {MANIFEST} and step_of(name) < newest.step
             if MANIFEST in files and not late:
                 committed[name] = files
-            elif late or why_abandoned(name, files, attempts, time.time(), newest.step):
+            elif late or why_abandoned(name, files, attempts, now, newest.step):
                 abandoned.append(name)
         counted = in_lineage(list_checkpoints(self._run, committed), lineage(attempts))
         keep, metric = self._settings.checkpoints_to_keep, self._settings.checkpoint_metric

@@ -115,13 +115,13 @@ class CheckpointManager:
         self._previous = previous
         if previous and self._committer:
             self._committer.follow(previous)
-        since: float | None = None
+        commits = list[float]()
         if previous and not previous.stop_if_overtaken(attempts):
-            since = previous.begun_at
-        elif committed is not None:
-            since = time.monotonic() - max(0.0, time.time() - committed)
-        if since is not None and self._attempt.metadata.tier in AHEAD_OF_STORAGE:
-            self._timer = Timer(since)
+            commits.append(previous.begun_at)
+        if committed is not None:  # by another process, if that was rank 0 in between
+            commits.append(time.monotonic() - max(0.0, time.time() - committed))
+        if commits and self._attempt.metadata.tier in AHEAD_OF_STORAGE:
+            self._timer = Timer(max(commits))
 
     def name_at(self, step: int) -> str:
         """Return the name of a checkpoint of the state after `step`."""
