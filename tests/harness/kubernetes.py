@@ -260,6 +260,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.reply_page([i for i in items if not key or i["metadata"].get("labels", {}).get(key) == value])
             else:
                 self.reply(200, document)
+        elif path in (f"{CORE}/resourcequotas", f"{CORE}/limitranges"):
+            self.reply_page([])
         elif path in cluster.objects:
             self.reply(200, {"metadata": {"name": path.rpartition("/")[2]}})
         else:
@@ -276,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
             if before is None and cluster.has_kueue and "kueue.x-k8s.io/queue-name" in job["metadata"]["labels"]:
                 job["spec"]["suspend"] = True
             if self.query.get("dryRun") == "All":
-                job["metadata"] = {**(before or job)["metadata"], **job["metadata"]}
+                job = {**(before or {}), **job, "metadata": {**(before or job)["metadata"], **job["metadata"]}}
             else:
                 if before is None or before["spec"] != job["spec"]:
                     job = cluster.put_job({**(before or {}), **job})

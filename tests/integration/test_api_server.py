@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sunspot.submitter.cluster.preflight import pod_templates
 from sunspot.submitter.manifest.profile import manifests
 from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.requirements import pod_templates
 from tests.harness import REPOSITORY, SHELL
 from tests.harness.manifests import in_pods, render
 

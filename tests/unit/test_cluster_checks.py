@@ -19,7 +19,7 @@ from sunspot.storage import open_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.storage.prove import FOLDER, Check, Result, probe_path, probe_storage
 from sunspot.submitter.cluster.api import connect
-from sunspot.submitter.doctor.cluster_checks import check_cluster, what_it_takes
+from sunspot.submitter.doctor.cluster_checks import check_cluster
 from sunspot.submitter.doctor.probe_pods import LABEL, make_pod, read_checks
 from sunspot.submitter.doctor.schedulable_nodes import find_room
 from sunspot.submitter.manifest.profile import manifests
@@ -267,10 +267,16 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "quota",
             fill_quota("30Gi", "40Gi"),
             "warning",
-            "11.8 GB needed, 10.7 GB free of 42.9 GB",
-            "wait until others",
+            "team: requests.memory: 11Gi needed, 10Gi free of 40Gi",
+            "they wait until others end",
         ),
-        ("quota", fill_quota("0", "10Gi"), "failed", "11.8 GB needed, 10.7 GB free of 10.7 GB", "ask for less"),
+        (
+            "quota",
+            fill_quota("0", "10Gi"),
+            "failed",
+            "team: requests.memory: 11Gi needed (head 5Gi + 2 workers 6Gi), 10Gi in all",
+            "it can never fit: ask for less",
+        ),
         ("quota", fill_quota("0", "40Gi"), "ok", "team has room for a run", ""),
         (
             "quota",
@@ -425,7 +431,6 @@ def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) ->
     limits = "head: {cpu_limit: 1}\nworker: {cpu_limit: 2}"
     profile.write_text(f"extends: kind\nsettings: {{NUM_WORKERS: 1..2}}\n{limits}")
     assert of_cluster(str(profile))["quota"].seen == "corp has room for a run"
-    assert what_it_takes(render(str(profile), {}).manifest)["limits.cpu"] == 1 + 1 + 2
     profile.write_text("extends: kind\nhead: {cpu_limit: 1}")
     assert of_cluster(str(profile))["quota"].result is Result.FAILED
 
@@ -456,14 +461,6 @@ def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:
 )
 def test_quantities(text: Any, number: float) -> None:
     assert parse_quantity(text) == number
-
-
-def test_what_a_run_takes_of_a_quota() -> None:
-    takes = what_it_takes(render("kind", {"RUN_NAME": "run", "STORAGE_PATH": "s3://b/p"}, image="i:1").manifest)
-    assert takes["requests.cpu"] == takes["cpu"] == 0.25 + 2 * 0.5
-    assert takes["requests.memory"] == takes["limits.memory"] == 11 * 2**30
-    assert "limits.cpu" not in takes
-    assert (takes["pods"], takes["count/rayjobs.ray.io"]) == (3, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- the bucket

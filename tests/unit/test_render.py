@@ -206,6 +206,7 @@ def test_nobody_but_the_submitter_gets_rights() -> None:
         {"apiGroups": ["ray.io"], "resources": ["rayjobs/status"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
+        {"apiGroups": [""], "resources": ["resourcequotas", "limitranges"], "verbs": ["list"]},
         {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["kube-root-ca.crt"], "verbs": ["get"]},
     ]
     assert {verb for rule in roles[VIEWER] for verb in rule["verbs"]} == {"get", "list", "watch"}

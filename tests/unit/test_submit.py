@@ -370,6 +370,7 @@ FORBIDDEN = 'pods "{}" is forbidden: '
         (403, FORBIDDEN + "failed quota: corp: must specify limits.cpu for: ray", 4),
         (403, 'admission webhook "policy.corp" denied the request: a pod needs an owner', 0),
         (403, FORBIDDEN + "exceeded quota: team, requested: pods=1, used: pods=9, limited: pods=9", 0),
+        (403, FORBIDDEN + "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2", 4),
         (400, 'admission webhook "old.corp" does not support dry run', 0),
         (404, "the server could not find the requested resource", 0),
     ],
@@ -389,12 +390,87 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
         fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or have the namespace allow it"
+        fix = "it can never fit: ask for less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
         assert "warning: pods of the group workers would be refused now" in sunspot.err
         assert f"{told}; {'they wait' if 'quota' in told else 'the operator'}" in sunspot.err
         assert sunspot.submit("--profile", str(profile)) == 0
         assert "refused" not in sunspot.err, "a run that lives is attached to, whether it would find room anew or not"
+
+
+QUOTAS = f"{CORE}/resourcequotas"
+
+
+def put_quota(cluster: FakeCluster, resource: str, hard: str, used: str = "0") -> None:
+    status = {"hard": {resource: hard}, "used": {resource: used}}
+    team = {"metadata": {"name": "team"}, "spec": {"hard": {resource: hard}}, "status": status}
+    cluster.documents[QUOTAS] = {"items": [team]}
+
+
+def test_a_quota_in_which_the_whole_run_never_fits_is_refused(cluster: FakeCluster, sunspot: Command) -> None:
+    """Each pod alone would be let in."""
+    put_quota(cluster, "requests.memory", "9Gi")
+    for words in ((), ("--dry-run",)):
+        assert sunspot.submit(*words) == 4
+        needed = "11Gi needed (head 5Gi + 2 workers 6Gi), 9Gi in all"
+        assert f"team: requests.memory: {needed}; it can never fit: ask for less" in sunspot.err
+        assert "wait" not in sunspot.err
+    assert cluster.jobs == {}
+    assert not sunspot.run.storage.list(""), "nothing is recorded either"
+
+
+def test_a_quota_that_others_use_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+    put_quota(cluster, "requests.memory", "20Gi", used="16Gi")
+    said = FORBIDDEN + "exceeded quota: team, requested: memory=5Gi, used: memory=16Gi, limited: memory=20Gi"
+    cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, 403))
+    assert sunspot.submit() == 0, sunspot.err
+    assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; they wait until others end" in sunspot.err
+    assert "would be refused now" not in sunspot.err, "one quota is told of once"
+
+
+def test_a_quota_with_room_for_some_of_an_elastic_run_is_told(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
+    put_quota(cluster, "requests.memory", "12Gi")
+    assert sunspot.submit("--set", "NUM_WORKERS=2..3") == 0, sunspot.err
+    assert "team: requests.memory: 12Gi, enough for 2 of 2..3 worker pods" in sunspot.err
+
+
+def test_a_live_run_is_attached_to_whatever_its_quota(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot.submit() == 0, sunspot.err
+    put_quota(cluster, "pods", "1", used="3")
+    assert sunspot.submit("--json") == 0, sunspot.err
+    assert sunspot.json["action"] == "attached"
+    end(cluster, sunspot.run, RunState.FAILED)
+    assert sunspot.submit() == 4, "it would start anew"
+    assert "team: pods: 3 needed" in sunspot.err
+    put_quota(cluster, "pods", "3", used="3")
+    assert sunspot.submit() == 0, "the old pods go first"
+
+
+def test_who_may_not_list_quotas_submits_without(cluster: FakeCluster, sunspot: Command) -> None:
+    put_quota(cluster, "pods", "1")
+    cluster.forbidden.add(QUOTAS)
+    assert sunspot.submit() == 0, sunspot.err
+
+
+def test_a_limit_range_is_compared_where_pods_cannot_be_tried(cluster: FakeCluster, sunspot: Command) -> None:
+    limits = {"limits": [{"type": "Container", "max": {"memory": "4Gi"}}]}
+    cluster.documents[f"{CORE}/limitranges"] = {"items": [{"metadata": {"name": "sizes"}, "spec": limits}]}
+    assert sunspot.submit("--dry-run") == 0, "the API server, which would refuse a pod, is asked itself"
+    cluster.forbidden.add("create pods")
+    assert sunspot.submit() == 4
+    assert "pods of the group head would be refused: a Container may have at most 4Gi of memory" in sunspot.err
+
+
+def test_a_full_quota_of_rayjobs_says_that_ended_ones_count(cluster: FakeCluster, sunspot: Command) -> None:
+    full = "count/rayjobs.ray.io=9"
+    said = (
+        f"rayjobs is forbidden: exceeded quota: team, requested: count/rayjobs.ray.io=1, used: {full}, limited: {full}"
+    )
+    cluster.on("PATCH", "dryRun=All", answer(403, said))
+    assert sunspot.submit() == 4
+    assert "RayJobs that have ended count, too: delete some (`sunspot delete`)" in sunspot.err
 
 
 def test_pods_are_not_tried_by_who_may_not_create_them(cluster: FakeCluster, sunspot: Command) -> None:

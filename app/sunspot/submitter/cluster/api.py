@@ -57,6 +57,7 @@ PATHS = {
     "nodes": "/api/v1/nodes",
     "all pods": "/api/v1/pods",
     "quotas": "/api/v1/namespaces/{namespace}/resourcequotas",
+    "limit ranges": "/api/v1/namespaces/{namespace}/limitranges",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies/{name}",
     "PodDisruptionBudget": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}",
     "LocalQueue": "/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues/{name}",
@@ -76,7 +77,6 @@ ROLES = {
     ("GET", "port"): "sunspot-dashboard",
     ("GET", "Secret"): "sunspot-dashboard",
     ("POST", "pods"): "sunspot-doctor",
-    ("GET", "quotas"): "sunspot-doctor",
     ("GET", "NetworkPolicy"): "sunspot-doctor",
     ("GET", "PodDisruptionBudget"): "sunspot-doctor",
 }

@@ -13,8 +13,9 @@ from sunspot.storage.prove import Check, Result, prove
 from sunspot.submitter.cluster.api import Cluster, RefusedError
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
-from sunspot.submitter.manifest.pods import pod_groups
+from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, CPU_LIMIT, check_limit_ranges, check_quotas, parse_exceeded
 from sunspot.submitter.manifest.render import image_problem
+from sunspot.submitter.manifest.requirements import pod_templates
 
 NEEDED = {
     ("ray.io", "rayjobs"): ("create", "get", "list", "patch", "delete"),
@@ -29,14 +30,8 @@ NOT_WITHOUT_EFFECT = "does not support dry run"
 NOT_ASKED = (404, 405)
 """Statuses of an API server that takes no pods here, whatever they are."""
 
-MAY_PASS = {
-    "exceeded quota": "they wait until there is room",
-    "admission webhook": "the operator's own may pass, where the policy looks at the owner; if none starts, it is this",
-}
-"""Refusals that need not come again when the operator creates the pods, with what to make of them."""
-
-CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
-"""What helps against a quota that counts limits of CPUs, and against a default limit below what is asked for."""
+OWNER_MAY_PASS = "the operator's own may pass, where the policy looks at the owner; if none starts, it is this"
+"""What to make of a webhook's refusal, which need not come again when the operator creates the pods."""
 
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
@@ -60,7 +55,11 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
             expected = cluster.apply(manifest, dry_run=True)
             take(find_queue_problem(expected))
             if not expected.version:  # the pods of one that lives may be all that the quota has room for
-                take(find_pod_problems(cluster, manifest))
+                quotas = list(find_quota_problems(cluster, manifest))
+                take(quotas)
+                take(find_pod_problems(cluster, manifest, quotas))
+            elif expected.terminal:  # what is left of its pods still counts, but goes
+                take(each for each in find_quota_problems(cluster, manifest) if each.result is Result.FAILED)
     except ClusterError as error:
         in_cluster.append(explain_refusal(error))
     in_storage = _find_storage_problems(run)
@@ -80,13 +79,26 @@ def find_queue_problem(expected: JobView) -> Iterator[Check]:
         yield Check("Kueue", Result.FAILED, what, f"{install}, or leave the queue out")
 
 
-def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
+def find_quota_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
+    """Find the ResourceQuotas without room for the whole run. FAILED are those in which it can never fit.
+
+    Finds nothing if this user may not list them.
+    """
+    quotas = list_if_allowed(cluster, "quotas")
+    if quotas:
+        checks = check_quotas(quotas, list_if_allowed(cluster, "limit ranges"), manifest)
+        yield from (check for check in checks if check.result is not Result.OK)
+
+
+def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Iterable[Check] = ()) -> Iterator[Check]:
     """Find what keeps the pods of a RayJob out, by creating each without effect.
 
     Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
-    the operator is refused. Nothing where this user may create no pods.
+    the operator is refused. If this user may create no pods, only LimitRanges are examined, and those only if they may
+    be listed. What `quotas` (of `find_quota_problems`) tell of a quota is not repeated.
     """
     if not cluster.allows("create", "", "pods"):
+        yield from check_limit_ranges(list_if_allowed(cluster, "limit ranges") or (), manifest)
         return
     for group, template in pod_templates(manifest).items():
         name = f"{manifest['metadata']['name']}-{group}"
@@ -97,15 +109,36 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Ch
             said = str(error)
             if error.status in NOT_ASKED or NOT_WITHOUT_EFFECT in said:
                 continue
-            may_pass = next((hint for words, hint in MAY_PASS.items() if words in said), "")
-            limit = CPU_LIMIT if "limits.cpu" in said or "cpu limit" in said else ""
-            fix = may_pass or limit or "change the profile, or have the namespace allow it"
-            result = Result.WARNING if may_pass else Result.FAILED
+            exceeded = parse_exceeded(said)
+            if exceeded and any(check.seen.startswith(f"{exceeded.name}: ") for check in quotas):
+                continue
+            result, fix = Result.FAILED, "change the profile, or have the namespace allow it"
+            if exceeded and exceeded.never_fits(manifest):
+                fix = f"it can never fit: {ASK_FOR_LESS}, or have the ResourceQuota {exceeded.name} raised"
+            elif "exceeded quota" in said:
+                result, fix = Result.WARNING, "they wait until others end or are deleted"
+            elif "admission webhook" in said:
+                result, fix = Result.WARNING, OWNER_MAY_PASS
+            elif "limits.cpu" in said or "cpu limit" in said:
+                fix = CPU_LIMIT
             yield Check("pods", result, f"pods of the group {group} would be refused now: {said}", fix)
 
 
+def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
+    """List the objects of a path in `api.PATHS`. Returns None if this user may not."""
+    try:
+        return cluster.list_all(kind)
+    except RefusedError as error:
+        if error.status == 403:
+            return None
+        raise
+
+
 def explain_refusal(error: ClusterError) -> str:
-    """Return the API server's words, with the fix where Kueue's leave it open."""
+    """Return the API server's words on a RayJob, with the fix if they leave it open."""
+    if exceeded := parse_exceeded(str(error)):
+        delete = "RayJobs that have ended count, too: delete some (`sunspot delete`)"
+        return f"{error}; {delete}, or have the ResourceQuota {exceeded.name} raised"
     if "workload slicing" not in str(error):
         return str(error)
     needs = "Kueue 0.18 or later (or its feature gate ElasticJobsViaWorkloadSlices)"
@@ -212,21 +245,6 @@ def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _named(source, secretRef="Secret", configMapRef="ConfigMap")
         for variable in container.get("env", ()):
             yield from _named(variable.get("valueFrom", {}), secretKeyRef="Secret", configMapKeyRef="ConfigMap")
-
-
-def pod_templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return each group's pod template, the autoscaler beside the head; none for a cluster that is there already."""
-    templates = {name: group["template"] for name, group in pod_groups(manifest["spec"]).items()}
-    cluster = manifest["spec"].get("rayClusterSpec") or {}
-    if cluster.get("enableInTreeAutoscaling"):
-        head = templates["head"]
-        [ray, *others] = head["spec"]["containers"]
-        options = cluster.get("autoscalerOptions", {})
-        fields = ("imagePullPolicy", "resources", "securityContext", "volumeMounts", "env", "envFrom")
-        beside = {"name": "autoscaler", "image": options.get("image", ray["image"])}
-        beside |= {name: options[name] for name in fields if name in options}
-        templates["head"] = {**head, "spec": {**head["spec"], "containers": [ray, beside, *others]}}
-    return templates
 
 
 def _containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sunspot.errors import ClusterError
-from sunspot.formatting import as_bytes, plural
+from sunspot.formatting import plural
 from sunspot.storage.prove import Check, Result, failure
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from sunspot.submitter.cluster.preflight import (
-    CPU_LIMIT,
     explain_refusal,
     find_missing_namespace,
     find_missing_object,
@@ -18,16 +17,18 @@ from sunspot.submitter.cluster.preflight import (
     find_missing_rights,
     find_pod_problems,
     find_queue_problem,
+    find_quota_problems,
     find_references,
-    pod_templates,
+    list_if_allowed,
 )
 from sunspot.submitter.doctor.identity_path import check_identity
-from sunspot.submitter.doctor.schedulable_nodes import find_room, requests_of
+from sunspot.submitter.doctor.schedulable_nodes import find_room
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
 from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.profile import QUEUE, manifests
-from sunspot.submitter.manifest.quantities import parse_quantity
+from sunspot.submitter.manifest.quotas import check_quotas
 from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.requirements import pod_templates
 from sunspot.submitter.manifest.yaml_files import read_documents
 
 OPERATOR = "app.kubernetes.io/component=kuberay-operator"
@@ -168,9 +169,8 @@ def _check_manifest(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
     try:
         expected = cluster.apply(manifest, dry_run=True)
         yield from find_queue_problem(expected)
-        for problem in find_pod_problems(cluster, manifest):
-            if problem.result is Result.FAILED:  # of a quota that is used up, the check of quotas tells more
-                yield problem
+        quotas = list(find_quota_problems(cluster, manifest))  # yielded by the check of quotas
+        yield from (each for each in find_pod_problems(cluster, manifest, quotas) if each.result is Result.FAILED)
         yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
     except RefusedError as error:
         if error.status == 404:
@@ -229,46 +229,4 @@ def _check_quota(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     quotas = cluster.list_all("quotas")
     if not quotas:
         yield Check("quota", Result.OK, f"none in namespace {cluster.namespace}")
-    needed = what_it_takes(manifest)
-    containers = [container for _, _, pod in groups_of(manifest) for container in pod["containers"]]
-    limited = all("cpu" in container.get("resources", {}).get("limits", {}) for container in containers)
-    for quota in quotas:
-        name = quota["metadata"]["name"]
-        hard = {**quota.get("spec", {}).get("hard", {}), **quota.get("status", {}).get("hard", {})}
-        used = quota.get("status", {}).get("used", {})
-        short, never = [], False
-        if "limits.cpu" in hard and not limited:
-            seen = f"{name} counts limits.cpu, so it lets in no pod without"
-            yield Check("quota", Result.FAILED, seen, CPU_LIMIT)
-            continue
-        for resource, limit in hard.items():
-            need = needed.get(resource, 0.0)
-            most = parse_quantity(limit)
-            taken = parse_quantity(used.get(resource, "0"))
-            if need and taken + need > most:
-                never = never or need > most
-                figures = [_amount(resource, value) for value in (need, most - taken, most)]
-                short.append("{}: {} needed, {} free of {}".format(resource, *figures))
-        if short:
-            fix = "wait until others end, raise it, or ask for less in the profile"
-            result = Result.FAILED if never else Result.WARNING
-            yield Check("quota", result, f"{name}: {'; '.join(short)}", fix)
-        else:
-            yield Check("quota", Result.OK, f"{name} has room for a run")
-
-
-def _amount(resource: str, value: float) -> str:
-    return as_bytes(int(value)) if "memory" in resource or "storage" in resource else f"{value:g}"
-
-
-def what_it_takes(manifest: dict[str, Any]) -> dict[str, float]:
-    """Sum up what a run starts with, by the names of a ResourceQuota."""
-    takes: dict[str, float] = {"count/rayjobs.ray.io": 1.0, "pods": 0.0}
-    for _, pods, pod in groups_of(manifest):
-        takes["pods"] += pods
-        for kind in ("requests", "limits"):
-            for name, amount in requests_of(pod, kind).items():
-                for resource in (f"{kind}.{name}", *([name] if kind == "requests" else [])):
-                    takes[resource] = takes.get(resource, 0.0) + pods * amount
-    takes["count/pods"] = takes["pods"]
-    return takes
+    yield from check_quotas(quotas, list_if_allowed(cluster, "limit ranges"), manifest)

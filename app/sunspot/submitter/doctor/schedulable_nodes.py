@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sunspot.submitter.manifest.quantities import parse_quantity
+from sunspot.submitter.manifest.requirements import requests_of
 
 
 def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str]:
@@ -18,19 +19,6 @@ def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str
     if short := [name for name, amount in wanted.items() if there.get(name, 0) < amount]:
         return 0, f"too little {', '.join(sorted(short))}"
     return int(min((there[name] // amount for name, amount in wanted.items()), default=1)), ""
-
-
-def requests_of(pod: Mapping[str, Any], kind: str = "requests") -> dict[str, float]:
-    """Sum up a pod's requests (or `limits`) by resource, in base units."""
-    total: dict[str, float] = {}
-    for container in pod["containers"]:
-        resources = container.get("resources", {})
-        amounts = resources.get(kind, {})
-        if kind == "requests":
-            amounts = {**resources.get("limits", {}), **amounts}  # a limit implies the request
-        for name, text in amounts.items():
-            total[name] = total.get(name, 0.0) + parse_quantity(text)
-    return total
 
 
 def _find_obstacle(pod: Mapping[str, Any], node: Mapping[str, Any]) -> str:

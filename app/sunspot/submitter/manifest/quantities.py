@@ -20,3 +20,10 @@ def format_quantity(amount: float, of_cpus: bool = False) -> str:
         small, large = (2.0**20, "Mi"), (2.0**30, "Gi")
     size, unit = large if amount % large[0] == 0 else small
     return f"{math.ceil(round(amount / size, 3))}{unit}"
+
+
+def format_like(amount: float, pattern: Any) -> str:
+    """Write an amount in the unit of the quantity `pattern`: 11.5Gi if that is 4Gi."""
+    text = str(pattern)
+    unit = text.removeprefix(text.rstrip("numkMGTPEKi"))
+    return f"{round(amount / UNITS.get(unit, 1.0), 3):.15g}{unit}"
