@@ -21,6 +21,7 @@ from sunspot.submitter.cluster.preflight import (
     find_references,
     list_if_allowed,
 )
+from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.doctor.identity_path import check_identity
 from sunspot.submitter.doctor.schedulable_nodes import find_room
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
@@ -90,11 +91,16 @@ def _or_ok(problems: Iterable[Check], name: str, good: str) -> Iterator[Check]:
 def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     name = "KubeRay operator"
     pods = cluster.list_all("all pods", OPERATOR)
-    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    running = [pod for pod in pods if pod_view(pod).ready]
     if not running:
-        # Not a failure: a cloud may run it out of sight.
-        fix = "install it, or see why it does not run; one with other labels has to be let in by k8s/base/network.yaml"
-        yield Check(name, Result.WARNING, f"no pod labelled {OPERATOR} runs in any namespace", fix)
+        seen = f"no pod labelled {OPERATOR} runs in any namespace"
+        if pods:
+            seen = f"{plural(len(pods), 'pod')} labelled {OPERATOR}, none of them ready"
+        fix = "install it, or see why it does not run: without it, a run waits for ever"
+        hidden = _find_hidden_operator(cluster)
+        if hidden:
+            fix = f"{hidden}. If it has other labels, let it in: k8s/base/network.yaml"
+        yield Check(name, Result.WARNING if hidden else Result.FAILED, seen, fix)
         return
     container = running[0]["spec"]["containers"][0]
     image = container["image"]
@@ -105,6 +111,17 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
     else:
         yield Check(name, Result.OK, where)
     yield _check_status_timeout(container, manifest)
+
+
+def _find_hidden_operator(cluster: Cluster) -> str:
+    """Say why an operator may run although no pod with its label does; empty if nothing speaks for that."""
+    handled = [job.name for job in cluster.list_jobs() if job.deployment_status]
+    if handled:
+        return f"one has handled the RayJob {handled[0]}: see whether it still runs"
+    nodes = list_if_allowed(cluster, "nodes") or ()
+    if any(node.get("spec", {}).get("providerID", "").startswith("gce://") for node in nodes):
+        return "GKE runs that of its add-on out of sight: see whether the cluster has the Ray operator add-on"
+    return ""
 
 
 def _check_status_timeout(operator: dict[str, Any], manifest: dict[str, Any]) -> Check:
