@@ -394,7 +394,7 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
         *[(1, "")] * 2,  # by the CPUs, two GPUs of one node serve one pod
         (0, "not labelled cloud.google.com/gke-spot=true"),
         (0, "taint team not tolerated"),
-        (0, f"too little {gpu}"),
+        (0, f"without {gpu}"),
     ]
     assert find_room(head, good) == (0, "excluded by the node affinity")
     assert find_room(head, node())[0]

@@ -23,7 +23,6 @@ from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_pla
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState, Status, restore_status
-from sunspot.submitter.doctor.pending import parse_refusals
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 from tests.harness.commands import Command
@@ -32,10 +31,7 @@ from tests.harness.runs import age, begin, commit, report, start, to_columns, wr
 
 JOB, CLUSTER = "run-1", "run-1-x"
 
-RESOURCES, TAINT, NO_NODE, NODES = Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NO_NODE, Diagnosis.NODES
-
 MASTER = "1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }"
-NOT_READY = "node.kubernetes.io/not-ready"
 PREEMPTION = (
     " no new claims to deallocate, preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
 )
@@ -135,27 +131,6 @@ def test_too_little_left(cluster: FakeCluster, job: Any, sunspot: Command) -> No
     assert "too little cpu left" in finding["evidence"]
 
 
-@pytest.mark.parametrize(
-    ("reasons", "found"),
-    [
-        (
-            ["1 node(s) didn't match Pod's node affinity/selector", "1 Insufficient nvidia.com/gpu", MASTER],
-            [(RESOURCES, 1, "nvidia.com/gpu"), (NO_NODE, 1, "didn't match Pod's node affinity/selector")],
-        ),
-        (["2 Insufficient cpu", "1 Insufficient memory"], [(RESOURCES, 2, "cpu"), (RESOURCES, 1, "memory")]),
-        ([MASTER], [(TAINT, 1, "node-role.kubernetes.io/control-plane")]),
-        ([f"1 node(s) had untolerated taint {{{NOT_READY}: }}"], [(NODES, 1, NOT_READY)]),
-        (["3 node(s) were unschedulable"], [(NODES, 3, "cordoned")]),
-        (["3 Too many pods"], [(RESOURCES, 3, "pods")]),
-        (["4 node(s) had untolerated taint(s)"], [(TAINT, 4, "")]),
-        (["1 node(s) had untolerated taint(s) {a: b}, {c: }"], [(TAINT, 1, "a=b"), (TAINT, 1, "c")]),
-    ],
-)  # fmt: skip
-def test_what_the_scheduler_says(reasons: list[str], found: list[tuple[Diagnosis, int, str]]) -> None:
-    assert parse_refusals(message(*reasons)) == found
-    assert parse_refusals("nothing of the kind") == []
-
-
 def test_a_quota(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     said = (
         f'Failed to create worker Pod sunspot/{CLUSTER}-worker-2, pods "{CLUSTER}-worker-2" is forbidden: exceeded '
@@ -168,8 +143,52 @@ def test_a_quota(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     quota = found["quota"]
     assert (quota["quota"], quota["requested"]) == ("sunspot", "requests.cpu=64")
     assert (quota["used"], quota["limited"]) == ("requests.cpu=65", "requests.cpu=100")
+    assert quota["advice"].startswith("ask for less"), "its own two workers need more than the quota has"
     cluster.pods = [head(), worker(1), worker(2)]
     assert "quota" not in findings(sunspot), "it has all its pods by now"
+
+
+def test_a_quota_is_told_once_and_without_the_troubles_of_earlier_tries(
+    cluster: FakeCluster, job: Any, sunspot: Command
+) -> None:
+    said = "forbidden: exceeded quota: team, requested: pods=1, used: pods=9, limited: pods=9"
+    refused = message("1 node(s) had untolerated taint(s)", "2 node(s) didn't match Pod's node affinity/selector")
+    cluster.events = [
+        warning(CLUSTER, "FailedToCreateHeadPod", said),
+        warning("run-1-w-head", "FailedScheduling", refused),
+        *(warning(f"run-1-w-workers-{number}", "FailedScheduling", refused) for number in range(3)),
+    ]
+    assert list(findings(sunspot)) == ["quota"]
+    [quota] = sunspot.json["findings"]
+    assert quota["advice"].startswith("end other runs of the namespace")
+    cluster.events = [warning("run-1-w-head", "FailedScheduling", refused, age=300)]
+    assert list(findings(sunspot)) == ["starting"], "the pods of an earlier try are no news"
+
+
+def test_the_first_finding_without_names_of_taints(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    """Kubernetes 1.34 names no taints; the nodes do, where they may be listed."""
+    unnamed, labels = "1 node(s) had untolerated taint(s)", "2 node(s) didn't match Pod's node affinity/selector"
+    refused = unschedulable(unnamed, labels)
+    cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
+    cluster.forbidden.add("/api/v1/nodes")
+    assert list(findings(sunspot)) == ["no node matches", "taint"]
+    assert any(text.startswith("its nodes: ") for text in sunspot.json["unseen"])
+    ready = {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"cpu": "96", "memory": "64Gi"}}
+    main = {"taints": [{"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}]}
+    specs = [main, {}, {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}]
+    names = [cluster.pods[0]["spec"]["nodeName"], "n1", "n2"]
+    nodes = [
+        {"metadata": {"name": name, "labels": {}}, "spec": spec, "status": ready}
+        for name, spec in zip(names, specs, strict=True)
+    ]
+    for waiting_pod in cluster.pods[1:]:
+        waiting_pod["spec"] = {}
+    cluster.documents["/api/v1/nodes"] = {"items": nodes}
+    cluster.forbidden.clear()
+    assert list(findings(sunspot)) == ["no node matches"]
+    nodes[2]["metadata"] |= {"labels": {"gpu": "l4"}}
+    assert list(findings(sunspot)) == ["taint", "no node matches"]
+    assert sunspot.json["findings"][0]["taint"] == "team"
 
 
 def test_a_policy_that_refuses_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:

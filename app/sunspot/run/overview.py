@@ -229,12 +229,17 @@ def describe_stall(status: Status) -> str:
     return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
 
 
-def describe_work(status: Status) -> str:
-    """Return what a run that gives signs of life does, when its status has no reason; its step is told beside it."""
+def describe_work(status: Status, asked: object = None) -> str:
+    """Return what a run that gives signs of life does, when its status has no reason; its step is told beside it.
+
+    `asked` is the number of workers that it was asked to have, if fewer train.
+    """
     if still := describe_stall(status):
         return still
     if not status.world_size:
         return "its driver has begun"
+    if asked:
+        return f"{status.world_size} of {asked} workers train"
     return f"{plural(status.world_size, 'worker')} train{'s' * (status.world_size == 1)}"
 
 

@@ -25,6 +25,10 @@ class Diagnosis(enum.StrEnum):
     "Its pods refer to it: a Secret, say."
     RESOURCES = "insufficient resources"
     "Matching nodes have too little left."
+    VOLUME = "volume"
+    "A volume is missing, or out of the nodes' reach."
+    AFFINITY = "affinity"
+    "Other pods keep its pods away: by affinity, spread or ports."
     TAINT = "taint"
     "Nodes repel its pods."
     NO_NODE = "no node matches"
@@ -70,7 +74,20 @@ class Diagnosis(enum.StrEnum):
     LEFTOVERS = "leftovers"
     "Commits that were killed take space."
 
+    FEWER_WORKERS = "fewer workers"
+    "It trains, with fewer workers than it was asked to."
     HEALTHY = "healthy"
+
+
+UNSCHEDULABLE = (
+    Diagnosis.RESOURCES,
+    Diagnosis.VOLUME,
+    Diagnosis.AFFINITY,
+    Diagnosis.TAINT,
+    Diagnosis.NO_NODE,
+    Diagnosis.NODES,
+)
+"""Why no node takes a pod. Which of them explains most depends on the nodes, so they keep the order they are given."""
 
 
 class Severity(enum.StrEnum):
@@ -110,4 +127,9 @@ class Finding:
 
 def most_explaining_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sorted by how much they explain."""
-    return sorted(findings, key=lambda f: (list(Severity).index(f.severity), -f.cost, list(Diagnosis).index(f.finding)))
+
+    def place(finding: Finding) -> tuple[int, float, int]:
+        kind = UNSCHEDULABLE[0] if finding.finding in UNSCHEDULABLE else finding.finding
+        return list(Severity).index(finding.severity), -finding.cost, list(Diagnosis).index(kind)
+
+    return sorted(findings, key=place)

@@ -15,8 +15,8 @@ from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, re
 from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
-from sunspot.submitter.cluster.state import JobInCluster, StoragePart, is_of, judge
-from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent
+from sunspot.submitter.cluster.state import JobInCluster, StoragePart, is_of, judge, workers_missed
+from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
@@ -43,9 +43,11 @@ class ClusterPart:
     pods: tuple[PodView, ...] = ()
     warnings: tuple[WarningEvent, ...] = ()
     hidden: Mapping[str, str] = field(default_factory=dict)
-    "What this user may not see (pods, events), and the API server's words on it."
+    "What this user may not see (pods, events, nodes), and the API server's words on it."
     trouble: str = ""
     "Why it is missing or old."
+    nodes: Nodes = ()
+    "All nodes, if they may explain something (`RunAccess.with_nodes`)."
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,17 @@ class RunSnapshot:
     @property
     def in_cluster(self) -> JobInCluster | None:
         """The newest RayJob with its pods."""
-        return JobInCluster(self.job, self.cluster.pods, self.cluster.warnings, self.time) if self.job else None
+        if not self.job:
+            return None
+        pods = mark_lost_pods(self.cluster.pods, self.cluster.nodes)
+        return JobInCluster(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes)
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether it trains with fewer workers than it was asked to."""
+        status = self.storage.status
+        trains = self.driver_began and status and status.state is RunState.RUNNING
+        return bool(trains and status and self.job and workers_missed(status, self.job))
 
     @property
     def known(self) -> bool:
@@ -114,6 +126,19 @@ class RunAccess:
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
         return RunSnapshot(seen, read_storage(self.run, next(iter(seen.jobs), None)), time.time())
+
+    def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
+        """Add all nodes of the cluster, which show which pods are lost, and what keeps pods away.
+
+        Users with rights in one namespace may not list nodes, which is recorded as `hidden`.
+        """
+        if not self.cluster or snapshot.cluster.nodes or "nodes" in snapshot.cluster.hidden:
+            return snapshot
+        try:
+            part = replace(snapshot.cluster, nodes=tuple(self.cluster.list_all("nodes")))
+        except ClusterError as error:
+            part = replace(snapshot.cluster, hidden={**snapshot.cluster.hidden, "nodes": str(error)})
+        return replace(snapshot, cluster=part)
 
     def observe_existing(self) -> RunSnapshot:
         """Look at a run to stop or resume. Raises `StorageError`, `NotFoundError`, `ConflictError` for one deleted."""

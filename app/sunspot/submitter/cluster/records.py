@@ -11,11 +11,10 @@ from sunspot.run.history import measured
 from sunspot.run.overview import RunSummary, RunView, list_runs, read_statuses, read_view, state_from_storage
 from sunspot.run.owner import Owner
 from sunspot.run.status import RunState, Status
-from sunspot.settings import PREFIX
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import JobInCluster, StoragePart, count_workers, judge
+from sunspot.submitter.cluster.state import NUM_WORKERS, JobInCluster, StoragePart, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -30,6 +29,8 @@ def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
     view = None
     with progress_note("reading the run"):
         snapshot = access.observe()
+        if snapshot.lacks_workers:
+            snapshot = access.with_nodes(snapshot)
         if not snapshot.storage.trouble:
             try:
                 with contextlib.suppress(NotFoundError):  # nothing of it there yet
@@ -83,7 +84,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         record["pods_wanted"] = wanted
         record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
         record["job"] = job.name
-        record["workers_wanted"] = settings_of(job.raw).get(PREFIX + "NUM_WORKERS")
+        record["workers_wanted"] = settings_of(job.raw).get(NUM_WORKERS)
         record["try"] = min(job.failed + 1, job.tries)
         record["tries"] = job.tries
     return record

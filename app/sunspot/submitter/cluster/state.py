@@ -8,6 +8,7 @@ a third to storage (`sunspot.run.status`). What decides:
 3. A status in storage counts for a RayJob if that RayJob owns it; a later owner has taken the run over.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,9 +16,12 @@ from sunspot.formatting import plural
 from sunspot.run.overview import describe_silence, describe_work
 from sunspot.run.owner import COUNTED, Owner
 from sunspot.run.status import SILENT_S, RunState, Status
-from sunspot.submitter.cluster.views import NOISE, JobView, PodProblem, Pods, PodView, WarningEvent, Warnings
+from sunspot.settings import PREFIX, WorkerRange
+from sunspot.submitter.cluster.views import NOISE, JobView, Nodes, PodProblem, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.findings import Diagnosis
 from sunspot.submitter.manifest.render import JOB_ID, settings_of
+
+NUM_WORKERS = PREFIX + "NUM_WORKERS"
 
 OPERATOR_OVERDUE_S = 30
 """Operators notice a new RayJob within seconds; if none has after this long, the reason says so."""
@@ -54,6 +58,8 @@ class JobInCluster:
     warnings: Warnings = ()
     now: float = 0.0
     "Seconds since the epoch."
+    nodes: Nodes = ()
+    "All nodes of the cluster; none if they were not needed, or may not be listed."
 
     @property
     def own_pods(self) -> list[PodView]:
@@ -178,7 +184,9 @@ def _running(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
     if silence := _silence(own, seen.now):
         return RunState.SILENT, f"{silence}, though its Ray job runs: frozen, cut off or gone{and_why}"
     stand_in = len(seen.job.training_groups) > 1  # then pods of one group may wait while those of another train
-    default = describe_work(own) if state is RunState.RUNNING and (stand_in or not why) else ""
+    default = (
+        describe_work(own, workers_missed(own, seen.job)) if state is RunState.RUNNING and (stand_in or not why) else ""
+    )
     said = own.reason or default
     return state, f"{said}{and_why}" if said else why or str(state)
 
@@ -282,6 +290,18 @@ def pod_problem(pod: PodView, warnings: Warnings) -> PodProblem | None:
             kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
             return PodProblem(kind, f"{event.reason}: {event.message}")
     return None
+
+
+def asked_workers(text: str) -> WorkerRange | None:
+    """Parse a value of the setting NUM_WORKERS. Returns None for another text, such as the choices of a search."""
+    match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
+    return WorkerRange(int(match[1]), int(match[2] or match[1])) if match else None
+
+
+def workers_missed(own: Status, job: JobView) -> WorkerRange | None:
+    """Return the number of workers that a run was asked to have, if fewer train."""
+    asked = asked_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
+    return asked if asked and own.world_size < asked.most else None
 
 
 def count_workers(seen: JobInCluster) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from sunspot.formatting import as_time
 from sunspot.submitter.findings import Diagnosis
 from sunspot.submitter.manifest.shape import SLOT
 
@@ -129,6 +130,8 @@ class PodView:
     "Why it cannot run; None if it runs, or may still start."
     out_of_memory: bool
     "Whether one of its containers last ended for that; it may run again."
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    "As the API server has it, with what admission has added."
 
     @property
     def deleting(self) -> bool:
@@ -152,6 +155,9 @@ class WarningEvent(NamedTuple):
 
 
 Pods = Sequence[PodView]
+
+Nodes = Sequence[Mapping[str, Any]]
+"""Nodes as the API server has them."""
 
 Warnings = Sequence[WarningEvent]
 
@@ -206,7 +212,39 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         restarts=sum(container.get("restartCount", 0) for container in containers),
         problem=None if ready else next(_pod_problems(raw), None),
         out_of_memory="OOMKilled" in [c.get("lastState", {}).get("terminated", {}).get("reason") for c in containers],
+        spec=raw.get("spec") or {},
     )
+
+
+def is_ready(node: Mapping[str, Any]) -> bool:
+    """Return True if the node's kubelet reports, and reports that the node is ready."""
+    return _ready_condition(node).get("status") == "True"
+
+
+def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
+    """Mark the pods whose nodes are gone or not ready as not ready: Kubernetes calls them Running for a while.
+
+    `nodes` are all nodes of the cluster, or none if they are not known.
+    """
+    by_name = {node["metadata"]["name"]: node for node in nodes}
+
+    def mark(pod: PodView) -> PodView:
+        node = by_name.get(pod.node)
+        if not nodes or not pod.node or pod.deleting or (node and is_ready(node)):
+            return pod
+        said = f"its node {pod.node} no longer exists"
+        if node:
+            changed = parse_time(_ready_condition(node).get("lastTransitionTime"))
+            said = f"its node {pod.node} is not ready" + (f" since {as_time(changed)}" if changed else "")
+        fix = "another pod takes its place when there is a node for it"
+        return replace(pod, ready=False, problem=PodProblem(Diagnosis.NODES, said, fix))
+
+    return tuple(map(mark, pods))
+
+
+def _ready_condition(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return next((each for each in conditions if each["type"] == "Ready"), {})
 
 
 def _pod_problems(raw: dict[str, Any]) -> Iterator[PodProblem]:

@@ -10,6 +10,7 @@ from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
 from sunspot.submitter.cluster.records import gather, summarize
+from sunspot.submitter.cluster.state import asked_workers
 from sunspot.submitter.commands.arguments import add_run, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
 
@@ -66,7 +67,10 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
     if record["attempt"]:
         workers = record["workers_running"]
+        asked = asked_workers(record["workers_wanted"] or "")
         train = f", {plural(workers, 'worker')} train{'s' * (workers == 1)}" if workers else ""
+        if workers and asked and workers < asked.most:
+            train = f", {workers} of {asked} workers train"
         line("attempt", f"{record['attempt']}{train}")
     if record["total_steps"]:
         line("step", f"{record['step']} of {record['total_steps']}, epoch {record['epoch']}")

@@ -10,11 +10,13 @@ from sunspot.run.history import newest_rank_records
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.records import gather
+from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
 from sunspot.submitter.doctor.training.saving import find_storage
+from sunspot.submitter.doctor.unschedulable import waits_for_node
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
 CHECKS = (find_end, find_hung, find_stall, find_slow, find_memory_growth, find_storage, find_losses)
@@ -40,6 +42,8 @@ def examine(access: RunAccess) -> Report:
     """Examine a run from cluster and storage, as far as they answer; raises like `gather`."""
     run = access.run
     snapshot, view = gather(access)
+    if snapshot.in_cluster and any(waits_for_node(pod) for pod in snapshot.in_cluster.own_pods):
+        snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
     findings = []
     unseen = _unseen(snapshot)
@@ -55,10 +59,13 @@ def examine(access: RunAccess) -> Report:
         case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time)
         of_training = [finding for check in CHECKS for finding in check(case)]
         findings += [finding for finding in of_training if not _explained(finding, findings)]
-        if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
+        shown = snapshot.in_cluster if "pods" not in snapshot.cluster.hidden else None
+        fewer = list(find_fewer_workers(case, shown))
+        findings += fewer
+        good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
+        if good and state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
             evidence, details = figures(case)
-            if state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
-                findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
+            findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
     elif snapshot.storage.trouble:
         advice = "let this user read it, or look from where it can be read: without it, nothing can be said of the run"
         trouble = snapshot.storage.trouble

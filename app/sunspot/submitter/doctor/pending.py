@@ -1,12 +1,11 @@
 """Why a run's pods do not all run, or its RayJob does not start, from what Kubernetes reports. Pure."""
 
-import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 from sunspot.formatting import in_words
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.state import (
+    CLOCK_SKEW_S,
     FAILURES,
     OPERATOR_OVERDUE_S,
     WARNING_FRESH_S,
@@ -24,32 +23,19 @@ from sunspot.submitter.cluster.views import (
     WarningEvent,
     Warnings,
 )
+from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, name_pods
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
-from sunspot.submitter.manifest.pods import pod_groups
+from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, parse_exceeded
+from sunspot.submitter.manifest.requirements import pod_templates
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
 """States in which missing pods keep the whole run from training."""
-
-CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
-"""Taints of nodes that are not for runs at all."""
-
-STATE_OF_NODE = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
-"""Prefixes of taints that describe a node's state; no toleration helps."""
 
 DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
     "DeadlineExceeded": ("activeDeadlineSeconds", "active_deadline_s"),
 }
 """The operator's reasons that are time limits, each with its field in a RayJob and its key in a profile."""
-
-
-class Refusal(NamedTuple):
-    """Why some nodes do not take a pod."""
-
-    kind: Diagnosis
-    nodes: int
-    what: str
-    "The resource, the taint, or the scheduler's words."
 
 
 def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
@@ -66,47 +52,13 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, seen.now)
-        # Of pods that are gone, the last warnings say what was wrong.
-        recent = [event for event in seen.warnings if late or seen.now - event.time < WARNING_FRESH_S]
+        # Of pods that are gone, the last warnings say what was wrong. Those of earlier tries do not count.
+        since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
+        recent = [event for event in seen.warnings if late or event.time > since]
         found += _explain_pods(seen, recent, severity)
     if not found and state in (RunState.PENDING, RunState.RETRYING):
         found.append(_starting(seen))
     return found
-
-
-def parse_refusals(message: str) -> list[Refusal]:
-    """Parse why nodes do not take a pod from the scheduler's message, the most useful reason first.
-
-    The scheduler checks a node's taints, then its labels, then its free resources, and names the first that fails:
-    nodes short of resources match otherwise, so they come first. Control planes count when there is nothing else.
-    """
-    text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
-    found: list[Refusal] = []
-    for part in re.split(r", (?=\d+ )", text):
-        number, _, words = part.partition(" ")
-        if not number.isdigit():
-            continue
-        found += [Refusal(kind, int(number), what) for kind, what in _read_reason(words)]
-    others = [refusal for refusal in found if refusal.what not in CONTROL_PLANE]
-    order = (Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NO_NODE, Diagnosis.NODES)
-    return sorted(others or found, key=lambda refusal: order.index(refusal.kind))
-
-
-def _read_reason(words: str) -> Iterator[tuple[Diagnosis, str]]:
-    words = words.removeprefix("node(s) ")
-    if words.startswith("Insufficient "):
-        yield Diagnosis.RESOURCES, words.removeprefix("Insufficient ")
-    elif words.lower().startswith("too many pods"):
-        yield Diagnosis.RESOURCES, "pods"
-    elif "taint" in words:
-        for taint in re.findall(r"\{([^}]*)\}", words) or [""]:  # Kubernetes 1.34 no longer names them
-            key, _, value = (part.strip() for part in taint.partition(":"))
-            kind = Diagnosis.NODES if key.startswith(STATE_OF_NODE) else Diagnosis.TAINT
-            yield kind, f"{key}={value}" if value else key
-    elif "unschedulable" in words:
-        yield Diagnosis.NODES, "cordoned"
-    else:
-        yield Diagnosis.NO_NODE, words
 
 
 def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
@@ -136,26 +88,34 @@ def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) ->
             details = {"group": "head" if pod.head else pod.group, "pods": [pod.name], "restarts": pod.restarts}
             yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details)
     missing = not has_head or sum(pod.group in job.training_groups for pod in mine) < wanted
-    if missing and (refused := refused_pod(job, warnings)):
-        yield _refused(refused, "worker" if has_head else "head", severity)
+    refused = refused_pod(job, warnings) if missing else None
+    if refused:
+        yield _refused(job, refused, "worker" if has_head else "head", severity)
     problems: dict[tuple[str, PodProblem], list[str]] = {}
     for pod in mine:
         if why := pod_problem(pod, warnings):
             problems.setdefault(("head" if pod.head else pod.group, why), []).append(pod.name)
-    if not mine:
-        for event in warnings:
-            if why := _last_problem(event):
+    if not mine and not refused:
+        told: set[tuple[str, Diagnosis]] = set()
+        for event in warnings:  # newest first
+            why = _last_problem(event)
+            if why and (event.object, why.kind) not in told:
+                told.add((event.object, why.kind))
                 group = "head" if "-head" in event.object else next(iter(job.training_groups), "")
-                names = problems.setdefault((group, why), [])
-                names += [event.object] if event.object not in names else []
+                problems.setdefault((group, why), []).append(event.object)
+    unplaced: dict[str, dict[PodProblem, list[str]]] = {}
     for (group, why), names in problems.items():
-        said = f"{_pods(names)}: {why.said}"
-        if why.kind is Diagnosis.NO_NODE and (refusals := parse_refusals(why.said)):
-            for refusal in refusals:
-                yield _unschedulable(job, group, names, refusal, severity)
+        if why.kind is Diagnosis.NO_NODE:
+            unplaced.setdefault(group, {})[why] = names
         else:
             advice = why.fix or "kubectl describe pod says more"
-            yield Finding(why.kind, severity, said, advice, {"group": group, "pods": names})
+            details = {"group": group, "pods": names}
+            yield Finding(why.kind, severity, f"{name_pods(names)}: {why.said}", advice, details)
+    templates = pod_templates(job.raw)
+    for group, said in unplaced.items():
+        one = next((pod for pod in mine if pod.name in next(iter(said.values()))), None)
+        spec = one.spec if one and one.spec.get("containers") else templates.get(group, {}).get("spec", {})
+        yield from explain_unplaced(UnplacedPods(group, said, spec), seen.nodes, severity)
 
 
 def _last_problem(event: WarningEvent) -> PodProblem | None:
@@ -169,63 +129,21 @@ def _last_problem(event: WarningEvent) -> PodProblem | None:
     return None
 
 
-def _refused(event: WarningEvent, which: str, severity: Severity) -> Finding:
+def _refused(job: JobView, event: WarningEvent, which: str, severity: Severity) -> Finding:
     evidence = f"a {which} pod cannot be made: {event.message}"
-    quota = re.search(r"exceeded quota: ([^,]+), requested: (.+?), used: (.+?), limited: ([^;]+)", event.message)
-    if quota:
-        name, requested, used, limited = (part.strip() for part in quota.groups())
-        less = "ask for less (NUM_WORKERS, or cpu and memory in the profile)"
-        advice = f"end other runs of the namespace (`sunspot list`), {less}, or have the ResourceQuota {name} raised"
-        details = {"quota": name, "requested": requested, "used": used, "limited": limited}
+    if exceeded := parse_exceeded(event.message):
+        raised = f"have the ResourceQuota {exceeded.name} raised"
+        advice = f"end other runs of the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
+        if exceeded.never_fits(job.raw):
+            evidence += "; the run alone needs more than that quota allows"
+            advice = f"{ASK_FOR_LESS}, or {raised}; that others end is not enough"
+        names = {"requested": exceeded.requested, "used": exceeded.used, "limited": exceeded.limited}
+        details = {"quota": exceeded.name, **names}
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in event.message:
         return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
     advice = "a policy of the namespace refuses it; correct what it names, or have the policy changed"
     return Finding(Diagnosis.REFUSED, severity, evidence, advice)
-
-
-def _unschedulable(job: JobView, group: str, names: list[str], refusal: Refusal, severity: Severity) -> Finding:
-    section = "head" if group == "head" else "data_workers" if group == "data" else "worker"
-    spec = pod_groups(job.spec).get(group, {}).get("template", {}).get("spec", {})
-    container = (spec.get("containers") or [{}])[0]
-    asks = container.get("resources", {}).get("requests", {})
-    nodes = f"{refusal.nodes} node{'s' * (refusal.nodes != 1)}"
-    details: dict[str, Any] = {"group": group, "pods": names, "nodes": refusal.nodes}
-    if refusal.kind is Diagnosis.RESOURCES:
-        asked = f" ({refusal.what} {asks[refusal.what]})" if refusal.what in asks else ""
-        key = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral_storage"}.get(refusal.what, "gpus")
-        evidence = f"{nodes} that would do otherwise: too little {refusal.what} left for {_pods(names)}{asked}"
-        advice = f"lower {section}.{key} in the profile, end what else runs there, or add nodes with more"
-        details |= {"resource": refusal.what, "asked": asks.get(refusal.what)}
-        if refusal.what == "pods":
-            advice = "end what else runs there, or add nodes: these have as many pods as they may"
-    elif refusal.kind is Diagnosis.TAINT:
-        key, _, value = refusal.what.partition("=")
-        named = f"the taint {refusal.what}" if key else "a taint that is not tolerated"
-        evidence = f"{nodes} with {named}, which keeps {_pods(names)} away"
-        toleration = f"{section}.tolerations: [{{key: {key or 'KEY'}, operator: Exists}}]"
-        advice = f"if it may run there, tolerate it in the profile ({toleration}); or add nodes without the taint"
-        if not key:
-            advice += "; kubectl describe nodes shows the taints"
-        details |= {"taint": key or None, "value": value or None}
-    elif refusal.kind is Diagnosis.NODES:
-        evidence = f"{nodes} that take no pods now ({refusal.what}), and no other for {_pods(names)}"
-        advice = "kubectl get nodes shows them; bring them back (kubectl uncordon), or add nodes"
-    else:
-        selector = spec.get("nodeSelector") or {}
-        wants = ", ".join(f"{name}={value}" for name, value in selector.items()) or _affinity(spec)
-        evidence = f"no node has what {_pods(names)} selects ({wants or 'see its spec'}): {nodes} {refusal.what}"
-        keys = f"{section}.node_selector" + (", worker.gpu_selector and spot" if section == "worker" else " and spot")
-        advice = f"correct {keys} in the profile, or label nodes so (kubectl get nodes --show-labels)"
-        details |= {"selector": selector}
-    return Finding(refusal.kind, severity, evidence, advice, details)
-
-
-def _affinity(spec: dict[str, Any]) -> str:
-    affinity = spec.get("affinity", {}).get("nodeAffinity", {})
-    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    terms = [e for term in required.get("nodeSelectorTerms", ()) for e in term.get("matchExpressions", ())]
-    return ", ".join(f"{e['key']} {e['operator']} {'|'.join(e.get('values', ()))}".strip() for e in terms)
 
 
 def _deadline(job: JobView, reason: str) -> Finding:
@@ -245,7 +163,3 @@ def _starting(seen: JobInCluster) -> Finding:
     limit = job.spec.get("preRunningDeadlineSeconds")
     advice = "wait" + (f": the operator gives up {in_words(limit - waited)} from now" if limit else "")
     return Finding(Diagnosis.STARTING, Severity.NOTE, evidence, advice, {"waited_s": round(waited)})
-
-
-def _pods(names: list[str]) -> str:
-    return f"pod {names[0]}" if len(names) == 1 else f"{len(names)} pods ({', '.join(names)})"

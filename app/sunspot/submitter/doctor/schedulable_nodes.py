@@ -3,44 +3,86 @@
 Pods that run there already are ignored: they may end, and not everybody may see other users' pods.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from sunspot.submitter.cluster.views import is_ready
+from sunspot.submitter.findings import Diagnosis
 from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.requirements import requests_of
+
+CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
+"""Taints of nodes that are not for runs at all."""
+
+STATE_OF_NODE = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
+"""Prefixes of taints that describe a node's state; no toleration helps."""
+
+
+class Obstacle(NamedTuple):
+    """What keeps a pod from a node, even if no other pod is there."""
+
+    kind: Diagnosis
+    what: str
+    "The taint, as `KEY` or `KEY=VALUE`; the resource of which the node has too little; or words."
+
+    def __str__(self) -> str:
+        if self.kind is Diagnosis.TAINT:
+            return f"taint {self.what} not tolerated"
+        return f"too little {self.what}" if self.kind is Diagnosis.RESOURCES else self.what
 
 
 def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str]:
     """Find how many pods with this spec a node takes when it is empty; if none, also why."""
-    if obstacle := _find_obstacle(pod, node):
-        return 0, obstacle
+    if obstacle := next(find_obstacles(pod, node), None):
+        return 0, str(obstacle)
     wanted = {name: amount for name, amount in requests_of(pod).items() if amount}
-    there = {name: parse_quantity(text) for name, text in node["status"].get("allocatable", {}).items()}
-    if short := [name for name, amount in wanted.items() if there.get(name, 0) < amount]:
-        return 0, f"too little {', '.join(sorted(short))}"
+    there = _allocatable(node)
     return int(min((there[name] // amount for name, amount in wanted.items()), default=1)), ""
 
 
-def _find_obstacle(pod: Mapping[str, Any], node: Mapping[str, Any]) -> str:
-    """Say why a node takes none of these pods, whatever its size; empty when nothing prevents it."""
+def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Obstacle]:
+    """Find everything that keeps pods with this spec from a node: its state, its labels, its taints, its size."""
     spec = node.get("spec", {})
     labels = node["metadata"].get("labels", {})
-    conditions = {c["type"]: c["status"] for c in node.get("status", {}).get("conditions", ())}
-    if conditions.get("Ready") != "True":
-        return "not ready"
+    if not is_ready(node):
+        yield Obstacle(Diagnosis.NODES, "not ready")
     if spec.get("unschedulable"):
-        return "cordoned"
+        yield Obstacle(Diagnosis.NODES, "cordoned")
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
-            return f"not labelled {key}={value}"
+            yield Obstacle(Diagnosis.NO_NODE, f"not labelled {key}={value}")
     required = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = required.get("nodeSelectorTerms", ())
-    if terms and not any(all(_holds(e, labels) for e in term.get("matchExpressions", ())) for term in terms):
-        return "excluded by the node affinity"
-    for taint in spec.get("taints", ()):
+    if terms and not any(_holds_all(term, node) for term in terms):
+        yield Obstacle(Diagnosis.NO_NODE, "excluded by the node affinity")
+    for taint in spec.get("taints") or ():
         if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(t, taint) for t in pod.get("tolerations", ())):
-            return f"taint {taint['key']} not tolerated"
-    return ""
+            kind = kind_of_taint(taint["key"])
+            if kind is Diagnosis.TAINT or (is_ready(node) and not spec.get("unschedulable")):
+                yield Obstacle(kind, f"{taint['key']}={taint['value']}" if taint.get("value") else taint["key"])
+    there = _allocatable(node)
+    for name, amount in sorted(requests_of(pod).items()):
+        if amount > there.get(name, 0.0):
+            lacks = "/" in name and not there.get(name)  # a node without GPUs is no small GPU node
+            yield Obstacle(Diagnosis.NO_NODE, f"without {name}") if lacks else Obstacle(Diagnosis.RESOURCES, name)
+
+
+def kind_of_taint(key: str) -> Diagnosis:
+    """Return NODES for a taint that describes a node's state, else TAINT."""
+    return Diagnosis.NODES if key.startswith(STATE_OF_NODE) else Diagnosis.TAINT
+
+
+def _allocatable(node: Mapping[str, Any]) -> dict[str, float]:
+    return {name: parse_quantity(text) for name, text in node["status"].get("allocatable", {}).items()}
+
+
+def _holds_all(term: Mapping[str, Any], node: Mapping[str, Any]) -> bool:
+    """Return True if a node meets a term of a node affinity. A term without conditions is met by no node."""
+    of_labels, of_fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
+    metadata = node["metadata"]
+    holds = [_holds(each, metadata.get("labels", {})) for each in of_labels]
+    holds += [_holds(each, {"metadata.name": metadata.get("name", "")}) for each in of_fields]
+    return bool(holds) and all(holds)
 
 
 def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

@@ -1,0 +1,266 @@
+"""Why no node takes a pod: by the scheduler's words and, where they may be listed, by the nodes themselves. Pure.
+
+The scheduler names for each node the first filter that fails: a node's taints, then its labels, then its free
+resources, then volumes and other pods. So a node with a taint may lack the labels, too, and a node that is short of
+resources has the labels. Since Kubernetes 1.34, the scheduler does not say which taints it means.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sunspot.formatting import plural
+from sunspot.submitter.cluster.views import Nodes, PodProblem, PodView
+from sunspot.submitter.doctor.schedulable_nodes import CONTROL_PLANE, Obstacle, find_obstacles, kind_of_taint
+from sunspot.submitter.findings import UNSCHEDULABLE, Diagnosis, Finding, Severity
+
+ONLY_THE_SCHEDULER_KNOWS = (Diagnosis.VOLUME, Diagnosis.AFFINITY)
+"""Reasons that do not lie in a node."""
+
+MAX_OTHERS = 3
+"""Further obstacles of the same nodes that a finding names."""
+
+
+class Refusal(NamedTuple):
+    """Why some nodes do not take a pod."""
+
+    kind: Diagnosis
+    nodes: int
+    what: str
+    "The resource, the taint, or the scheduler's words."
+    others: tuple[str, ...] = ()
+    "What else keeps the pod from the same nodes. Only if all of it is mended, they take it."
+    when_empty: bool = False
+    "Whether the nodes lack the resource even without any pods."
+
+    @property
+    def is_unnamed_taint(self) -> bool:
+        return self.kind is Diagnosis.TAINT and not self.what
+
+
+class UnplacedPods(NamedTuple):
+    """Pods of one group that no node takes."""
+
+    group: str
+    said: Mapping[PodProblem, Sequence[str]]
+    "The scheduler's messages, each with the names of its pods."
+    spec: Mapping[str, Any]
+
+    @property
+    def section(self) -> str:
+        """The section of a profile that describes them."""
+        return {"head": "head", "data": "data_workers"}.get(self.group, "worker")
+
+    def __str__(self) -> str:
+        return name_pods(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all of them."""
+        return list(dict.fromkeys(name for names in self.said.values() for name in names))
+
+
+def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> Iterator[Finding]:
+    """Explain why no node takes some pods, each reason once, and first the one whose cure lets them run.
+
+    `nodes` are all nodes of the cluster, or none if they may not be listed.
+    """
+    merged: dict[tuple[Diagnosis, str], tuple[Refusal, dict[PodProblem, Sequence[str]]]] = {}
+    for problem, names in pods.said.items():
+        refusals = find_refusals(problem.said, pods.spec, nodes)
+        if not refusals:
+            advice = problem.fix or "kubectl describe pod says more"
+            details = {"group": pods.group, "pods": list(names)}
+            yield Finding(problem.kind, severity, f"{name_pods(names)}: {problem.said}", advice, details)
+        for refusal in refusals:
+            _, said = merged.setdefault((refusal.kind, refusal.what), (refusal, {}))
+            said[problem] = names
+    only_kind = len({kind for kind, _ in merged}) == 1
+    for refusal, said in sorted(merged.values(), key=lambda each: each[0].is_unnamed_taint):
+        yield _describe(pods._replace(said=said), refusal, severity, only_kind)
+
+
+def waits_for_node(pod: PodView) -> bool:
+    """Return True if no node takes the pod."""
+    return bool(pod.problem and pod.problem.kind is Diagnosis.NO_NODE)
+
+
+def name_pods(names: Sequence[str]) -> str:
+    """Return `pod run-1-head` or `2 pods (run-1-a, run-1-b)`."""
+    return f"pod {names[0]}" if len(names) == 1 else f"{len(names)} pods ({', '.join(names)})"
+
+
+def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Refusal]:
+    """Find why nodes do not take a pod. The first refusal is the one whose cure lets the pod run.
+
+    `message` is the scheduler's. `nodes` are all nodes, or none if they may not be listed.
+    """
+    if not nodes:
+        return parse_refusals(message)
+    said = parse_refusals(message)
+    found = [list(find_obstacles(pod, node)) for node in nodes]
+    usual = [obstacles for obstacles in found if obstacles and not any(map(_is_control_plane, obstacles))]
+    if all(found):
+        return _nearest(usual or found)
+    # A node without an obstacle lacks what only the scheduler knows: room beside other pods, a volume.
+    hidden = [
+        _without_empty(each, found) for each in said if each.kind in (Diagnosis.RESOURCES, *ONLY_THE_SCHEDULER_KNOWS)
+    ]
+    return [*hidden, *_nearest([obstacles for obstacles in usual if len(obstacles) == 1])] if hidden else said
+
+
+def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:
+    """Return the refusal without the nodes that lack the resource even when they are empty."""
+    lack = sum(any(each.what in (refusal.what, f"without {refusal.what}") for each in obstacles) for obstacles in found)
+    return refusal._replace(nodes=max(1, refusal.nodes - lack))
+
+
+def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
+    """Return the obstacles of the nodes with the fewest of them."""
+    fewest = min(map(len, found), default=0)
+    nearest = [obstacles for obstacles in found if len(obstacles) == fewest]
+    refusals = []
+    for obstacle in dict.fromkeys(each for obstacles in nearest for each in obstacles):
+        having = [obstacles for obstacles in nearest if obstacle in obstacles]
+        others = dict.fromkeys(str(each) for obstacles in having for each in obstacles if each != obstacle)
+        refusals.append(Refusal(obstacle.kind, len(having), obstacle.what, tuple(others)[:MAX_OTHERS], True))
+    # The labels come last: that a node which has them is kept away by something else shows that they are right.
+    order = (Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NODES, Diagnosis.NO_NODE)
+    return sorted(refusals, key=lambda refusal: (order.index(refusal.kind), -refusal.nodes))
+
+
+def parse_refusals(message: str) -> list[Refusal]:
+    """Parse why nodes do not take a pod from the scheduler's message, the most useful reason first.
+
+    Nodes short of resources match otherwise, so they come first, unless GPU nodes are tainted and all others, of
+    course, lack GPUs. A taint without a name comes last: mostly it is the control plane's. Control planes count only if
+    there is nothing else.
+    """
+    text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
+    total = re.search(r"0/(\d+) nodes", message)
+    found: list[Refusal] = []
+    for part in re.split(r", (?=\d+ )", text):
+        number, _, words = part.partition(" ")
+        if not number.isdigit():  # of the pod, and so of all nodes
+            number, words = total[1] if total else "0", part
+        found += [Refusal(kind, int(number), what) for kind, what in _read_reason(words) if part]
+    others = [refusal for refusal in found if refusal.what not in CONTROL_PLANE]
+    short = [refusal.what for refusal in found if refusal.kind is Diagnosis.RESOURCES]
+
+    def place(refusal: Refusal) -> tuple[bool, bool, int]:
+        of_lacking = refusal.kind is Diagnosis.TAINT and refusal.what.partition("=")[0] in short
+        return refusal.is_unnamed_taint, not of_lacking, UNSCHEDULABLE.index(refusal.kind)
+
+    return sorted(others or found, key=place)
+
+
+def _read_reason(words: str) -> Iterator[tuple[Diagnosis, str]]:
+    words = words.removeprefix("node(s) ")
+    lower = words.lower()
+    if words.startswith("Insufficient "):
+        yield Diagnosis.RESOURCES, words.removeprefix("Insufficient ")
+    elif lower.startswith("too many pods"):
+        yield Diagnosis.RESOURCES, "pods"
+    elif "claims" in lower and "volume" not in lower:
+        yield Diagnosis.RESOURCES, "devices for its claim"
+    elif "taint" in lower:
+        for taint in re.findall(r"\{([^}]*)\}", words) or [""]:
+            key, _, value = (part.strip() for part in taint.partition(":"))
+            yield kind_of_taint(key), f"{key}={value}" if value else key
+    elif "unschedulable" in lower:
+        yield Diagnosis.NODES, "cordoned"
+    elif "volume" in lower:
+        yield Diagnosis.VOLUME, words
+    elif any(sign in lower for sign in ("pod affinity", "anti-affinity", "topology spread", "free ports")):
+        yield Diagnosis.AFFINITY, words
+    else:
+        yield Diagnosis.NO_NODE, words
+
+
+def _is_control_plane(obstacle: Obstacle) -> bool:
+    return obstacle.kind is Diagnosis.TAINT and obstacle.what.partition("=")[0] in CONTROL_PLANE
+
+
+def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, only_kind: bool) -> Finding:
+    """Return the finding for one refusal; `only_kind`: all refusals of these pods are of its kind."""
+    nodes = plural(refusal.nodes, "node")
+    details: dict[str, Any] = {"group": pods.group, "pods": pods.names, "nodes": refusal.nodes}
+    explain = {
+        Diagnosis.RESOURCES: _explain_resources,
+        Diagnosis.TAINT: _explain_taint,
+        Diagnosis.NODES: _explain_nodes,
+        Diagnosis.VOLUME: _explain_volume,
+        Diagnosis.AFFINITY: _explain_affinity,
+    }
+    if refusal.kind in explain:
+        evidence, advice, more = explain[refusal.kind](pods, refusal, nodes)
+    else:
+        evidence, advice, more = _explain_labels(pods, refusal, "no node has" if only_kind else f"{nodes} without")
+    if refusal.others:
+        evidence += f"; the same nodes also: {', '.join(refusal.others)}"
+    return Finding(refusal.kind, severity, evidence, advice, details | more)
+
+
+Explanation = tuple[str, str, dict[str, Any]]
+"""Evidence, advice and details of a finding."""
+
+
+def _explain_resources(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
+    container = (pods.spec.get("containers") or [{}])[0]
+    asked = container.get("resources", {}).get("requests", {}).get(refusal.what)
+    figure = f" ({refusal.what} {asked})" if asked else ""
+    key = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral_storage"}.get(refusal.what, "gpus")
+    evidence = f"{nodes} that would do otherwise: too little {refusal.what} left for {pods}{figure}"
+    advice = f"lower {pods.section}.{key} in the profile, end what else runs there, or add nodes with more"
+    if refusal.what == "pods":
+        advice = "end what else runs there, or add nodes: these have as many pods as they may"
+    elif refusal.when_empty:
+        evidence = f"{nodes} too small for {pods}, even without other pods: too little {refusal.what}{figure}"
+        advice = f"lower {pods.section}.{key} in the profile, or add larger nodes"
+    return evidence, advice, {"resource": refusal.what, "asked": asked}
+
+
+def _explain_taint(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
+    key, _, value = refusal.what.partition("=")
+    named = f"the taint {refusal.what}" if key else "a taint that is not tolerated"
+    evidence = f"{nodes} with {named}, which keeps {pods} away"
+    toleration = f"{pods.section}.tolerations: [{{key: {key or 'KEY'}, operator: Exists}}]"
+    advice = f"if it may run there, tolerate it in the profile ({toleration}); or add nodes without the taint"
+    if not key:
+        advice += "; kubectl describe nodes shows the taints"
+    return evidence, advice, {"taint": key or None, "value": value or None}
+
+
+def _explain_nodes(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
+    evidence = f"{nodes} that take no pods now ({refusal.what}), and no other for {pods}"
+    return evidence, "kubectl get nodes shows them; bring them back (kubectl uncordon), or add nodes", {}
+
+
+def _explain_volume(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
+    evidence = f"a volume keeps {pods} from {nodes}: {refusal.what}"
+    advice = "kubectl get pvc,pv shows the volumes; create what is missing, or add nodes in the volume's zone"
+    return evidence, advice, {}
+
+
+def _explain_affinity(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
+    evidence = f"other pods keep {pods} from {nodes}: {refusal.what}"
+    advice = f"correct {pods.section}.placement, or affinity, spread and ports below {pods.section}.pod; or add nodes"
+    return evidence, advice, {}
+
+
+def _explain_labels(pods: UnplacedPods, refusal: Refusal, which: str) -> Explanation:
+    selector = pods.spec.get("nodeSelector") or {}
+    wants = ", ".join(f"{name}={value}" for name, value in selector.items()) or _affinity(pods.spec)
+    select = f"{pods} select{'s' * (len(pods.names) == 1)}"
+    evidence = f"{which} what {select} ({wants or 'see its spec'}): {plural(refusal.nodes, 'node')} {refusal.what}"
+    keys = f"{pods.section}.node_selector"
+    keys += ", worker.gpu_selector and spot" if pods.section == "worker" else " and spot"
+    advice = f"correct {keys} in the profile, or label nodes so (kubectl get nodes --show-labels)"
+    return evidence, advice, {"selector": dict(selector)}
+
+
+def _affinity(spec: Mapping[str, Any]) -> str:
+    affinity = spec.get("affinity", {}).get("nodeAffinity", {})
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = [e for term in required.get("nodeSelectorTerms", ()) for e in term.get("matchExpressions", ())]
+    return ", ".join(f"{e['key']} {e['operator']} {'|'.join(e.get('values', ()))}".strip() for e in terms)

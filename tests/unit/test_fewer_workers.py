@@ -1,0 +1,148 @@
+"""A run that trains with fewer workers than it was asked to is not called healthy, and what it waits for is named."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from sunspot.run import Run
+from sunspot.run.status import RunState, Status, restore_status
+from sunspot.submitter.cluster.views import mark_lost_pods, pod_view
+from tests.harness.commands import Command
+from tests.harness.kubernetes import CORE, FakeCluster, answer, pod, rayjob, timestamp
+from tests.harness.runs import begin, start
+
+JOB, CLUSTER = "run-1", "run-1-x"
+
+
+def train(run: Run, *world_sizes: int) -> None:
+    """Have attempts with these numbers of workers, a minute apart, the last a minute ago."""
+    begin(run)
+    now = time.time()
+    settings = {"SUNSPOT_NUM_WORKERS": "2..3"}
+    for number, world_size in enumerate(world_sizes):
+        at = now - 60 * (len(world_sizes) - number)
+        attempt = start(run, JOB, world_size=world_size, settings=settings, tier="beginning", at=at)
+    usual = {"step": 7, "total_steps": 100, "began": now - 500, "heartbeat": now, "driver": f"{len(world_sizes):08x}"}
+    status = Status(RunState.RUNNING, JOB, attempt=attempt.number, world_size=world_sizes[-1], **usual)
+    restore_status(run, status)
+
+
+@pytest.fixture
+def job(cluster: FakeCluster) -> FakeCluster:
+    """A RayJob of 2 to 3 workers that runs, with all of its pods."""
+    made = rayjob(JOB)
+    spec = made["spec"]["rayClusterSpec"]
+    spec["workerGroupSpecs"][0] |= {"maxReplicas": 3}
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        group["template"]["spec"]["containers"][0]["env"] = [{"name": "SUNSPOT_NUM_WORKERS", "value": "2..3"}]
+    cluster.put_job(made)
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    workers = [pod(f"{CLUSTER}-worker-{number}", CLUSTER) for number in (1, 2, 3)]
+    cluster.pods = [pod(f"{CLUSTER}-head", CLUSTER, head=True), *workers]
+    return cluster
+
+
+def put_nodes(cluster: FakeCluster, *not_ready: int, gone: int = 0) -> None:
+    """Have a node for each pod, but for the worker's that is gone."""
+    nodes = []
+    for each in cluster.pods:
+        name = each["spec"]["nodeName"]
+        ready = not name.endswith(tuple(f"-{number}" for number in not_ready)) if not_ready else True
+        since = timestamp(1_700_000_000)
+        conditions = [{"type": "Ready", "status": "True" if ready else "Unknown", "lastTransitionTime": since}]
+        if not (gone and name.endswith(f"-{gone}")):
+            nodes.append({"metadata": {"name": name}, "spec": {}, "status": {"conditions": conditions}})
+    cluster.documents["/api/v1/nodes"] = {"items": nodes}
+
+
+def findings(sunspot: Command) -> dict[str, dict[str, Any]]:
+    assert sunspot("doctor", "run", "--json") == 0, sunspot.err
+    return {finding["finding"]: finding for finding in sunspot.json["findings"]}
+
+
+def test_a_run_with_all_its_workers_is_healthy(job: FakeCluster, run: Run, sunspot: Command) -> None:
+    train(run, 3)
+    assert list(findings(sunspot)) == ["healthy"]
+    assert not any(path.startswith("/api/v1/nodes") for _, path in job.requests), "nothing is to be explained by them"
+
+
+def test_pods_on_lost_nodes_do_not_run(job: FakeCluster, run: Run, sunspot: Command) -> None:
+    """Kubernetes calls pods on such nodes Running until it has taken them away."""
+    train(run, 3, 1)
+    put_nodes(job, 2, gone=3)
+    found = findings(sunspot)
+    assert list(found) == ["nodes unavailable", "fewer workers"]
+    evidence = [finding["evidence"] for finding in sunspot.json["findings"]]
+    second, third = (f"pod {CLUSTER}-worker-{number}: its node node-of-{CLUSTER}-worker-{number}" for number in (2, 3))
+    assert evidence[0] == f"{second} is not ready since 2023-11-14 22:13:20 UTC"
+    assert evidence[1] == f"{third} no longer exists"
+    assert evidence[2].startswith("1 of 2..3 workers train since ")
+    assert f"for 60 s; waits for: pod {CLUSTER}-worker-2 (its node node-of-{CLUSTER}-worker-2 is not" in evidence[2]
+    assert (found["fewer workers"]["workers"], found["fewer workers"]["severity"]) == (1, "note")
+    assert found["fewer workers"]["step"] == 7
+    assert sunspot("status", "run") == 0
+    assert "1 of 3 workers' pods run" in sunspot.out
+    assert "attempt:    2, 1 of 2..3 workers train" in sunspot.out
+
+
+def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, sunspot: Command) -> None:
+    train(run, 3, 2)
+    job.forbidden.add("/api/v1/nodes")
+    found = findings(sunspot)
+    assert list(found) == ["fewer workers"]
+    assert "2 of 2..3 workers train" in found["fewer workers"]["evidence"]
+    assert found["fewer workers"]["waits_for"] == "the workers of pods that run to join"
+    assert sunspot.json["unseen"][0].startswith("its nodes: ")
+    assert sunspot("status", "run", "--json") == 0
+    assert sunspot.json["reason"] == "2 of 2..3 workers train"
+
+
+@pytest.mark.parametrize(
+    ("last", "waits_for"),
+    [
+        (None, "1 more worker pod (the cluster has not been asked for them, or not made them yet)"),
+        ({"phase": "Pending"}, f"pod {CLUSTER}-worker-3 (it starts)"),
+        (
+            {
+                "phase": "Pending",
+                "conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes: x"}],
+            },
+            f"pod {CLUSTER}-worker-3 (no node takes it (0/3 nodes: x))",
+        ),
+    ],
+)
+def test_what_a_run_waits_for_is_named(
+    job: FakeCluster, run: Run, sunspot: Command, last: dict[str, Any] | None, waits_for: str
+) -> None:
+    train(run, 3, 2, 2)
+    job.pods[-1:] = [pod(f"{CLUSTER}-worker-3", CLUSTER, **last)] if last else []
+    put_nodes(job)
+    found = findings(sunspot)["fewer workers"]
+    assert found["waits_for"] == waits_for
+    assert found["since"] == pytest.approx(time.time() - 120, abs=20), "since the first attempt with fewer"
+
+
+def test_pods_that_may_not_be_listed_are_not_said_to_be_missing(job: FakeCluster, run: Run, sunspot: Command) -> None:
+    train(run, 1)
+    job.on("GET", f"{CORE}/pods", answer(403, "no pods"))
+    assert findings(sunspot)["fewer workers"]["waits_for"] == "not known, because no cluster shows its pods"
+
+
+def test_without_a_cluster_a_run_with_fewer_workers_is_not_healthy_either(run: Run, sunspot: Command) -> None:
+    train(run, 1)
+    found = findings(sunspot)
+    assert list(found) == ["fewer workers"]
+    assert "no cluster shows its pods" in found["fewer workers"]["waits_for"]
+
+
+def test_only_pods_whose_nodes_are_known_to_be_lost_are_marked() -> None:
+    view = pod_view(pod("w", CLUSTER))
+    ready = {"metadata": {"name": view.node}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    assert mark_lost_pods([view], []) == (view,), "no nodes were listed"
+    assert mark_lost_pods([view], [ready]) == (view,)
+    [lost] = mark_lost_pods([view], [{**ready, "metadata": {"name": "another"}}])
+    assert not lost.ready
+    assert "no longer exists" in str(lost.problem)
