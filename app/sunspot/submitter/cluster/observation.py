@@ -15,6 +15,7 @@ from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, re
 from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
+from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.state import JobInCluster, StoragePart, is_of, judge, workers_missed
 from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -48,6 +49,8 @@ class ClusterPart:
     "Why it is missing or old."
     nodes: Nodes = ()
     "All nodes, if they may explain something (`RunAccess.with_nodes`)."
+    gone: GoneJob | None = None
+    "The RayJob that the run lost before it had ended."
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,7 @@ class RunSnapshot:
             unseen = "pods" in self.cluster.hidden and not state.terminal and not self.driver_began
             return state, "this user may not list its pods, which would say why" if unseen else reason
         state, reason = self.storage.state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
-        if state is RunState.PENDING and not self.cluster.trouble:
-            return RunState.LOST, "it was submitted, but its RayJob is gone; submit it again"
-        return state, reason
+        return self.cluster.gone.judge(self.storage.stop_wanted) if self.cluster.gone else (state, reason)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,14 @@ class RunAccess:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
-        return RunSnapshot(seen, read_storage(self.run, next(iter(seen.jobs), None)), time.time())
+        storage = read_storage(self.run, next(iter(seen.jobs), None))
+        return RunSnapshot(self.with_gone_job(seen, storage), storage, time.time())
+
+    def with_gone_job(self, seen: ClusterPart, storage: StoragePart) -> ClusterPart:
+        """Add the RayJob that the run has lost, if the cluster knows none of the run."""
+        if not self.cluster or seen.trouble or seen.jobs or not storage.state:
+            return replace(seen, gone=None)
+        return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state[0], storage.status))
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
         """Add all nodes of the cluster, which show which pods are lost, and what keeps pods away.
@@ -298,7 +306,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
         storage = read_storage(access.run, next(iter(cluster.jobs), None))
         if storage.trouble:
             storage = replace(snapshot.storage, trouble=storage.trouble)
-        snapshot = RunSnapshot(cluster, storage)
+        snapshot = RunSnapshot(access.with_gone_job(cluster, storage), storage)
         yield snapshot
         time.sleep(LOOK_EVERY_S)
 

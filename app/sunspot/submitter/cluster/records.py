@@ -5,7 +5,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
+from sunspot.run import Run
 from sunspot.run.attempts import step_of
 from sunspot.run.history import measured
 from sunspot.run.overview import RunSummary, RunView, list_runs, read_statuses, read_view, state_from_storage
@@ -13,6 +15,7 @@ from sunspot.run.owner import Owner
 from sunspot.run.status import RunState, Status
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import NUM_WORKERS, JobInCluster, StoragePart, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
@@ -99,36 +102,48 @@ def describe_runs(
     """Describe the `limit` (None: all) runs modified last; also returns how many older ones are left out."""
     with progress_note("listing the runs"):
         runs = list_runs(storage)
-        jobs = _newest_jobs(storage, cluster)
+        jobs, known = _list_jobs(storage, cluster)
     stored = {run.name for run in runs}
     runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
     runs.sort(key=lambda run: run.modified, reverse=True)
     shown = runs[:limit]
-    found = zip(shown, read_statuses(storage, shown), strict=True)
-    return [_describe(storage, run, status, jobs.get(run.name)) for run, status in found], len(runs) - len(shown)
+    found = list(zip(shown, read_statuses(storage, shown), strict=True))
+
+    def describe(each: tuple[RunSummary, Status | None]) -> dict[str, Any]:
+        run, status = each
+        gone = None
+        if cluster and known is not None and run.name not in jobs and not run.deleting:
+            state, _ = state_from_storage(status, run, time.time())
+            gone = find_gone_job(cluster, Run(storage, run.name), state, status, known)
+        return _describe(run, status, jobs.get(run.name), gone)
+
+    with progress_note("reading the runs"):
+        rows = map_parallel(describe, found)
+    return rows, len(runs) - len(shown)
 
 
-def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView]:
-    """Find the newest RayJob of each run in this storage; none when the cluster does not answer."""
+def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, JobView], set[str] | None]:
+    """List the newest RayJob of each run in this storage, and the names of all; these are None without an answer."""
     newest: dict[str, JobView] = {}
     try:
         jobs = cluster.list_jobs() if cluster else []
     except ClusterError as error:
         warn(f"from storage alone, without the cluster: {error}")
-        return newest
+        return newest, None
     here = storage.locate("").rstrip("/")
     for job in jobs:
         if settings_of(job.raw).get(STORAGE_PATH, "").rstrip("/") == here:
             newest.setdefault(job.raw["metadata"]["labels"][RUN_LABEL], job)
-    return newest
+    return newest, {job.name for job in jobs}
 
 
-def _describe(storage: Storage, run: RunSummary, status: Status | None, job: JobView | None) -> dict[str, Any]:
+def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone: GoneJob | None) -> dict[str, Any]:
     now = time.time()
     if job and not run.deleting:
         state, reason = judge(JobInCluster(job, now=now), StoragePart(status, run.stop_requested))
     else:
         state, reason = state_from_storage(status, run, now)
+        state, reason = gone.judge(run.stop_requested) if gone else (state, reason)
     return {
         "run": run.name,
         "state": state.value,

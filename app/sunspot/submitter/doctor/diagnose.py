@@ -7,6 +7,7 @@ from sunspot.errors import StorageError
 from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
 from sunspot.run.history import newest_rank_records
+from sunspot.run.owner import Owner
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.records import gather
@@ -46,9 +47,12 @@ def examine(access: RunAccess) -> Report:
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
     findings = []
-    unseen = _unseen(snapshot)
+    unseen = _unseen(access, snapshot)
     if snapshot.in_cluster and "pods" not in snapshot.cluster.hidden:
         findings += find_pending(snapshot.in_cluster, state)
+    if snapshot.cluster.gone and state is RunState.STOPPING:
+        advice = "if that was not intended, submit it again when they have ended: it goes on from the last checkpoint"
+        findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
     if view:
         failures = []
         try:
@@ -75,13 +79,16 @@ def examine(access: RunAccess) -> Report:
     return Report(state, reason, most_explaining_first(findings), unseen)
 
 
-def _unseen(snapshot: RunSnapshot) -> list[str]:
+def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
     """List what could not be examined, and why."""
     texts = []
     if snapshot.cluster.trouble:
         texts.append(f"the cluster: {snapshot.cluster.trouble}")
     elif not snapshot.job:
-        texts.append("pods and their events: the run has no RayJob")
+        asked = f" in namespace {access.cluster.namespace} of {access.cluster.server}" if access.cluster else ""
+        owner = Owner.parse(snapshot.storage.status.owner) if snapshot.storage.status else Owner("")
+        last = f"; it was last trained by {owner.describe()}" if owner.namespace else ""
+        texts.append(f"pods and their events: the run has no RayJob{asked}{last}")
     texts += [f"its {what}: {refusal}" for what, refusal in snapshot.cluster.hidden.items()]
     if snapshot.storage.trouble:
         texts.append(f"what the run left in storage: {snapshot.storage.trouble}")

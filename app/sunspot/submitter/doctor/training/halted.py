@@ -6,6 +6,7 @@ from typing import Any
 
 from sunspot.formatting import in_words, plural
 from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, read_hangs, starved, suspects
+from sunspot.run.owner import Owner
 from sunspot.run.status import RunState
 from sunspot.submitter.doctor.training.case import Case, advise_full, cut
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -123,7 +124,9 @@ def find_stall(case: Case) -> Iterator[Finding]:
         return
     if case.state is RunState.SILENT:
         away = "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`"
-        again = "delete its RayJob or end its process, and submit again: it goes on from the last checkpoint"
+        owner = Owner.parse(status.owner)
+        end = f"delete its RayJob ({owner.describe()})" if owner.namespace else "delete its RayJob or end its process"
+        again = f"{end}, and submit again: it goes on from the last checkpoint"
         advice = f"{away}. If it stays so, {again}, and what comes back late changes nothing"
         details: dict[str, Any] = {"silent_s": round(case.now - status.seen)}
         yield Finding(Diagnosis.SILENT, Severity.ERROR, cut(case.reason), advice, details, cost=0.8)

@@ -1,0 +1,84 @@
+"""RayJobs that were deleted before their runs had ended, which storage alone cannot know.
+
+A RayJob is missed only in the place where the run says that it lives (docs/decisions/0009): the API server of another
+cluster, or another namespace, knows nothing of it. Nothing is concluded for users who may not read RayJobs, or the
+ConfigMap that identifies the cluster.
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sunspot.errors import ClusterError, StorageError
+from sunspot.run import Run
+from sunspot.run.attempts import attempt_of, step_of
+from sunspot.run.checkpoints import MANIFEST, list_directories
+from sunspot.run.owner import Owner
+from sunspot.run.requests import newest_submission
+from sunspot.run.status import RunState, Status, is_alive
+from sunspot.submitter.cluster.api import Cluster
+
+
+@dataclass(frozen=True)
+class GoneJob:
+    """A RayJob that last had a run, and is no longer in its namespace."""
+
+    name: str
+    namespace: str
+    began: bool
+    "Whether its driver ever began."
+    alive: bool
+    "Whether the run's processes still give signs of life."
+    saved_step: int | None
+    "Step of the run's newest checkpoint; None: it has none."
+
+    def judge(self, stop_wanted: bool) -> tuple[RunState, str]:
+        """Return the state of the run, and a sentence that says why."""
+        said = f"its RayJob {self.name} is gone from namespace {self.namespace}"
+        saved = "nothing is saved" if self.saved_step is None else f"saved at step {self.saved_step}"
+        if not self.began:
+            return RunState.LOST, f"{said}, and its driver never began; {saved}; submit it again"
+        if self.alive:
+            return RunState.STOPPING, f"{said}; its processes, which still give signs of life, save and end; {saved}"
+        if stop_wanted:
+            return RunState.STOPPED, f"told to stop; {said}; {saved}"
+        return RunState.LOST, f"{said}, so nothing trains it; {saved}; submit it again to go on from there"
+
+
+def find_gone_job(
+    cluster: Cluster, run: Run, state: RunState, status: Status | None, known: Collection[str] = ()
+) -> GoneJob | None:
+    """Find the RayJob that last had a run, if it is gone from this namespace; None if it is there, or that is not sure.
+
+    `state` is the run's by storage alone, for which the cluster showed no RayJob of the run. `known` are the names of
+    RayJobs that are there.
+    """
+    if state.terminal and state is not RunState.LOST:
+        return None
+    try:
+        job = _last_job(cluster, run, state, status)
+        if (
+            not job or job in known or cluster.find("job", job)
+        ):  # a search trains its runs with a RayJob of its own name
+            return None
+        committed = [name for name, files in list_directories(run).items() if MANIFEST in files]
+    except (ClusterError, StorageError):
+        return None
+    newest = max(committed, key=lambda name: (attempt_of(name), step_of(name)), default=None)
+    began = state is not RunState.PENDING
+    alive = began and status is not None and is_alive(status, time.time())
+    return GoneJob(job, cluster.namespace, began, alive, step_of(newest) if newest else None)
+
+
+def _last_job(cluster: Cluster, run: Run, state: RunState, status: Status | None) -> str:
+    """Return the name of the RayJob that last had the run, if that was in this namespace of this cluster; or empty."""
+    if state is RunState.PENDING:
+        record = newest_submission(run)
+        if not record:
+            return ""
+        same = record.cluster == cluster.identity if record.cluster and cluster.identity else None
+        here = (record.server == cluster.server if same is None else same) and record.namespace == cluster.namespace
+        return record.job if here or not record.namespace else ""  # an earlier version recorded no place
+    owner = Owner.parse(status.owner) if status else Owner("")
+    here = bool(owner.cluster) and (owner.cluster, owner.namespace) == (cluster.identity, cluster.namespace)
+    return owner.job if here else ""
