@@ -26,7 +26,7 @@ from sunspot.submitter.manifest.profile import manifests
 from sunspot.submitter.manifest.quantities import parse_quantity
 from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
-from tests.harness.kubernetes import CORE, FakeCluster, answer, pod, rayjob
+from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
 from tests.harness.manifests import OF_THE_IMAGE, render
 from tests.harness.s3 import FaultProxy, delay
 
@@ -166,12 +166,6 @@ def hide_operator(cluster: FakeCluster) -> None:
         each["spec"]["providerID"] = "gce://project/zone/node"
 
 
-def finish_a_job(cluster: FakeCluster) -> None:
-    cluster.documents["/api/v1/pods"]["items"] = []
-    cluster.put_job(rayjob("run-1"))
-    cluster.set_status("run-1", "Complete", "SUCCEEDED")
-
-
 def set_status_timeout(value: str | None) -> Any:
     def act(cluster: FakeCluster) -> None:
         [operator] = cluster.documents["/api/v1/pods"]["items"]
@@ -207,8 +201,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "without it, a run waits for ever",
         ),
         ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "see why it does not run"),
-        ("KubeRay operator", hide_operator, "warning", "no pod labelled", "GKE runs that of its add-on out of sight"),
-        ("KubeRay operator", finish_a_job, "warning", "no pod labelled", "one has handled the RayJob run-1"),
+        ("KubeRay operator", hide_operator, "warning", "no pod labelled", "add-on, which runs out of sight"),
         ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
         (
             "time for a new head",

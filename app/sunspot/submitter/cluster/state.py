@@ -301,7 +301,7 @@ def asked_workers(text: str) -> WorkerRange | None:
 def workers_missed(own: Status, job: JobView) -> WorkerRange | None:
     """Return the number of workers that a run was asked to have, if fewer train."""
     asked = asked_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
-    return asked if asked and own.world_size < asked.most else None
+    return asked if asked and 0 < own.world_size < asked.most else None
 
 
 def count_workers(seen: JobInCluster) -> tuple[int, int]:
