@@ -98,6 +98,7 @@ def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, su
     assert sunspot.json["unseen"][0].startswith("its nodes: ")
     assert sunspot("status", "run", "--json") == 0
     assert sunspot.json["reason"] == "2 of 2..3 workers train"
+    assert "nodes" not in sunspot.err, "most users may not list them"
 
 
 @pytest.mark.parametrize(

@@ -191,3 +191,10 @@ def test_a_pod_that_is_too_large_for_every_node_is_not_told_to_wait() -> None:
     [finding] = explain({message("2 Insufficient cpu", UNNAMED): ["w-1"]}, [MAIN, *PLAIN], cpu="64")
     assert finding.evidence == ("2 nodes too small for pod w-1, even without other pods: too little cpu (cpu 64)")
     assert finding.advice == "lower worker.cpu in the profile, or add larger nodes"
+
+
+def test_nodes_whose_device_plugin_does_not_run_offer_no_gpus() -> None:
+    said = {message(f"2 Insufficient {GPU}", UNNAMED): ["w-1"]}
+    [finding] = explain(said, [MAIN, node("l4", L4), node("m4", L4)], nodeSelector=L4, gpus=1)
+    assert finding.evidence == f"no node has {GPU}, which pod w-1 asks for"
+    assert "device plugin" in finding.advice

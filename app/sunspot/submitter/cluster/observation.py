@@ -238,9 +238,10 @@ def require_answers(snapshot: RunSnapshot) -> None:
 
 
 def warn_of_hidden(snapshot: RunSnapshot) -> None:
-    """Say what this user may not see of a run, which may be what explains it."""
+    """Say what this user may not see of a run, which may be what explains it. Most users may not list nodes."""
     for what, refusal in snapshot.cluster.hidden.items():
-        warn(f"without its {what}: {refusal}")
+        if what != "nodes":
+            warn(f"without its {what}: {refusal}")
 
 
 def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:

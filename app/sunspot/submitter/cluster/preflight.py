@@ -1,6 +1,6 @@
 """Checks of the cluster and the storage before a job is sent; every problem is reported at once."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sunspot.background import map_parallel
@@ -90,7 +90,7 @@ def find_quota_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[
         yield from (check for check in checks if check.result is not Result.OK)
 
 
-def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Iterable[Check] = ()) -> Iterator[Check]:
+def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequence[Check] = ()) -> Iterator[Check]:
     """Find what keeps the pods of a RayJob out, by creating each without effect.
 
     Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and

@@ -75,9 +75,8 @@ def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> It
         for refusal in refusals:
             _, said = merged.setdefault((refusal.kind, refusal.what), (refusal, {}))
             said[problem] = names
-    only_kind = len({kind for kind, _ in merged}) == 1
     for refusal, said in sorted(merged.values(), key=lambda each: each[0].is_unnamed_taint):
-        yield _describe(pods._replace(said=said), refusal, severity, only_kind)
+        yield _describe(pods._replace(said=said), refusal, severity, len(merged) == 1)
 
 
 def waits_for_node(pod: PodView) -> bool:
@@ -181,8 +180,8 @@ def _is_control_plane(obstacle: Obstacle) -> bool:
     return obstacle.kind is Diagnosis.TAINT and obstacle.what.partition("=")[0] in CONTROL_PLANE
 
 
-def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, only_kind: bool) -> Finding:
-    """Return the finding for one refusal; `only_kind`: all refusals of these pods are of its kind."""
+def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: bool) -> Finding:
+    """Return the finding for one refusal; `alone`: it is the only one of these pods."""
     nodes = plural(refusal.nodes, "node")
     details: dict[str, Any] = {"group": pods.group, "pods": pods.names, "nodes": refusal.nodes}
     explain = {
@@ -195,7 +194,7 @@ def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, only_kin
     if refusal.kind in explain:
         evidence, advice, more = explain[refusal.kind](pods, refusal, nodes)
     else:
-        evidence, advice, more = _explain_labels(pods, refusal, "no node has" if only_kind else f"{nodes} without")
+        evidence, advice, more = _explain_labels(pods, refusal, "no node has" if alone else f"{nodes} without")
     if refusal.others:
         evidence += f"; the same nodes also: {', '.join(refusal.others)}"
     return Finding(refusal.kind, severity, evidence, advice, details | more)
@@ -250,6 +249,11 @@ def _explain_affinity(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Expla
 
 def _explain_labels(pods: UnplacedPods, refusal: Refusal, which: str) -> Explanation:
     selector = pods.spec.get("nodeSelector") or {}
+    if refusal.what.startswith("without "):
+        ask = f"{pods} ask{'s' * (len(pods.names) == 1)} for"
+        evidence = f"{which} {refusal.what.removeprefix('without ')}, which {ask}"
+        plugin = "see whether the device plugin runs on nodes that should offer it"
+        return evidence, f"add nodes with it, or {plugin} (kubectl describe nodes)", {"selector": dict(selector)}
     wants = ", ".join(f"{name}={value}" for name, value in selector.items()) or _affinity(pods.spec)
     select = f"{pods} select{'s' * (len(pods.names) == 1)}"
     evidence = f"{which} what {select} ({wants or 'see its spec'}): {plural(refusal.nodes, 'node')} {refusal.what}"
