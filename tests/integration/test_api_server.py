@@ -5,9 +5,11 @@ Without effect, but for that namespace, which goes again: KUBE_CONTEXT names the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
+from sunspot.storage.prove import Result
 from sunspot.submitter.manifest.profile import manifests
+from sunspot.submitter.manifest.quotas import check_limit_ranges, check_quotas, parse_exceeded
 from sunspot.submitter.manifest.render import Rendered
 from sunspot.submitter.manifest.requirements import pod_templates
 from tests.harness import REPOSITORY, SHELL
@@ -32,10 +36,14 @@ FOR_OTHERS = ("priorityClassName", "runtimeClassName")
 pytestmark = pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 
 
+def ask(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = ["kubectl", "--context", SHELL["KUBE_CONTEXT"], *words]
+    return subprocess.run(command, input=text, env=SHELL, capture_output=True, text=True)
+
+
 def kubectl(*words: str, text: str = "") -> str:
     """What the API server warns of."""
-    command = ["kubectl", "--context", SHELL["KUBE_CONTEXT"], *words]
-    answer = subprocess.run(command, input=text, env=SHELL, capture_output=True, text=True)
+    answer = ask(*words, text=text)
     assert answer.returncode == 0, answer.stderr
     return answer.stderr
 
@@ -116,3 +124,75 @@ def test_every_overlay_is_accepted(base: str, components: list[str], namespace: 
 def test_every_deployment_is_accepted(folder: str, namespace: str, tmp_path: Path) -> None:
     said = kubectl("apply", "--dry-run=server", "--validate=strict", "-k", customize(tmp_path, namespace, folder))
     assert "PodSecurity" not in said
+
+
+@contextlib.contextmanager
+def applied(namespace: str, kind: str, spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Have an object in the namespace for as long as the block runs; yields it as the API server has it."""
+    made = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "tried", "namespace": namespace}, "spec": spec}
+    kubectl("apply", "-f", "-", text=yaml.safe_dump(made))
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            found: dict[str, Any] = yaml.safe_load(ask("get", "-n", namespace, kind, "tried", "-o", "yaml").stdout)
+            if kind != "ResourceQuota" or found.get("status", {}).get("hard") or time.monotonic() > deadline:
+                break  # a quota counts once its controller has seen it
+            time.sleep(0.2)
+        yield found
+    finally:
+        kubectl("delete", "-n", namespace, kind, "tried")
+
+
+def try_pods(rendered: Rendered) -> str:
+    """What the API server says against the pods of a run, each alone."""
+    return ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered))).stderr
+
+
+def test_the_refusal_of_a_quota_is_understood(namespace: str) -> None:
+    rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
+    with applied(namespace, "ResourceQuota", {"hard": {"requests.memory": "4Gi", "pods": "9"}}):
+        said = try_pods(rendered)
+    exceeded = parse_exceeded(said)
+    assert exceeded, said
+    assert exceeded.name == "tried"
+    assert exceeded.never_fits(rendered.manifest)
+
+
+@pytest.mark.parametrize(
+    ("spec", "refuses"),
+    [
+        ({"hard": {"requests.memory": "9Gi"}}, False),  # which is why the whole run is compared with it
+        ({"hard": {"limits.cpu": "100"}}, True),
+        ({"hard": {"pods": "0"}, "scopes": ["NotBestEffort"]}, True),
+        ({"hard": {"pods": "0"}, "scopes": ["BestEffort"]}, False),
+        ({"hard": {"pods": "0"}, "scopes": ["NotTerminating"]}, True),
+        ({"hard": {"requests.nvidia.com/gpu": "0"}}, False),
+    ],
+)
+def test_the_api_server_and_the_check_of_quotas_agree(namespace: str, spec: dict[str, Any], refuses: bool) -> None:
+    rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
+    with applied(namespace, "ResourceQuota", spec) as quota:
+        said = try_pods(rendered)
+    assert ("quota" in said) is refuses, said
+    [found] = check_quotas([quota], (), rendered.manifest)
+    assert (found.result is Result.FAILED) is (refuses or "requests.memory" in spec["hard"])
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "Container", "max": {"memory": "4Gi"}},
+        {"type": "Container", "max": {"memory": "8Gi"}},
+        {"type": "Container", "min": {"cpu": "1"}},
+        {"type": "Container", "default": {"cpu": "200m"}},
+        {"type": "Container", "default": {"cpu": "8"}, "maxLimitRequestRatio": {"cpu": "4"}},
+        {"type": "Pod", "max": {"memory": "4Gi"}},
+        {"type": "Pod", "max": {"cpu": "4"}},
+    ],
+)
+def test_the_api_server_and_the_check_of_limit_ranges_agree(namespace: str, item: dict[str, Any]) -> None:
+    rendered = render("kind", {"NUM_WORKERS": "2"}, namespace=namespace)
+    with applied(namespace, "LimitRange", {"limits": [item]}) as limits:
+        refused = ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered)))
+    found = list(check_limit_ranges([limits], rendered.manifest))
+    assert bool(found) is (refused.returncode != 0), refused.stderr
