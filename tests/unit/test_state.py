@@ -370,7 +370,7 @@ def test_pods_of_one_group_may_wait_while_those_of_another_train() -> None:
     pods = [view(raw) for raw in (head(), worker(1), worker(2, UNSCHEDULABLE))]
     state, reason = judge(of_two, pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
     assert state is RunState.RUNNING
-    assert reason.startswith("1 worker trains; 1 more worker pod asked for: no node takes it (0/4")
+    assert reason.startswith("1 of 2 workers train; 1 more worker pod asked for: no node takes it (0/4")
 
 
 @pytest.mark.parametrize(
