@@ -17,7 +17,7 @@ from tests.harness.runs import begin, start
 JOB, CLUSTER = "run-1", "run-1-x"
 
 
-def train(run: Run, *world_sizes: int) -> None:
+def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> None:
     """Have attempts with these numbers of workers, a minute apart, the last a minute ago."""
     begin(run)
     now = time.time()
@@ -26,7 +26,7 @@ def train(run: Run, *world_sizes: int) -> None:
         at = now - 60 * (len(world_sizes) - number)
         attempt = start(run, JOB, world_size=world_size, settings=settings, tier="beginning", at=at)
     usual = {"step": 7, "total_steps": 100, "began": now - 500, "heartbeat": now, "driver": f"{len(world_sizes):08x}"}
-    status = Status(RunState.RUNNING, JOB, attempt=attempt.number, world_size=world_sizes[-1], **usual)
+    status = Status(state, JOB, attempt=attempt.number, world_size=world_sizes[-1], **usual)
     restore_status(run, status)
 
 
@@ -86,6 +86,14 @@ def test_pods_on_lost_nodes_do_not_run(job: FakeCluster, run: Run, sunspot: Comm
     assert sunspot("status", "run") == 0
     assert "1 of 3 workers' pods run" in sunspot.out
     assert "attempt:    2, 1 of 2..3 workers train" in sunspot.out
+
+
+def test_pods_on_lost_nodes_do_not_run_while_no_worker_trains(job: FakeCluster, run: Run, sunspot: Command) -> None:
+    train(run, 3, 0, state=RunState.STARTING)
+    put_nodes(job, 1, 2, 3)
+    assert list(findings(sunspot)) == ["nodes unavailable", "starting"]
+    assert sunspot("status", "run") == 0
+    assert "0 of 3 workers' pods run" in sunspot.out
 
 
 def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, sunspot: Command) -> None:

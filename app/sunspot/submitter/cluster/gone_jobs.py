@@ -42,7 +42,8 @@ class GoneJob:
             return RunState.STOPPING, f"{said}; its processes, which still give signs of life, save and end; {saved}"
         if stop_wanted:
             return RunState.STOPPED, f"told to stop; {said}; {saved}"
-        return RunState.LOST, f"{said}, so nothing trains it; {saved}; submit it again to go on from there"
+        again = "submit it again" if self.saved_step is None else "submit it again to go on from there"
+        return RunState.LOST, f"{said}, so nothing trains it; {saved}; {again}"
 
 
 def find_gone_job(
@@ -57,9 +58,8 @@ def find_gone_job(
         return None
     try:
         job = _last_job(cluster, run, state, status)
-        if (
-            not job or job in known or cluster.find("job", job)
-        ):  # a search trains its runs with a RayJob of its own name
+        # The RayJob of a search, which trains several runs, has the label of the search.
+        if not job or job in known or cluster.find("job", job):
             return None
         committed = [name for name, files in list_directories(run).items() if MANIFEST in files]
     except (ClusterError, StorageError):

@@ -77,10 +77,12 @@ class RunSnapshot:
 
     @property
     def lacks_workers(self) -> bool:
-        """Whether it trains with fewer workers than it was asked to."""
-        status = self.storage.status
-        trains = self.driver_began and status and status.state is RunState.RUNNING
-        return bool(trains and status and self.job and workers_missed(status, self.job))
+        """Whether its driver works, and fewer workers train than it was asked to have."""
+        status, job = self.storage.status, self.job
+        if not (status and job and self.driver_began):
+            return False
+        fewer = status.state is RunState.RUNNING and workers_missed(status, job)
+        return bool(fewer) or status.state is RunState.STARTING
 
     @property
     def known(self) -> bool:
