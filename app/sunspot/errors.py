@@ -1,7 +1,6 @@
 """Every error that a user may see, its exit code, and how it ends a process."""
 
 import contextlib
-import io
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from typing import NoReturn
 
 from sunspot.credentials import CREDENTIAL
 from sunspot.formatting import visible
+from sunspot.standard_streams import flush_output, prepare_streams
 
 MAX_FOREIGN_TEXT = 400
 
@@ -170,9 +170,9 @@ def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupte
 
     A `SunspotError` prints its message alone; any other error is a defect and prints its traceback.
     """
-    _prepare_streams()
+    prepare_streams()
     code = _run(program, when_interrupted)
-    failure = _flush_output()
+    failure = flush_output()
     if failure and not isinstance(failure, BrokenPipeError):
         code = code or _refuse_output(failure)
     sys.exit(code)
@@ -189,36 +189,15 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         if isinstance(error, EndAtOnceError):
             os._exit(128 + signal.SIGINT)
         return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
-    except BrokenPipeError:
-        _mute()
-        return 0
     except Exception as error:
         # Python drops output that a full disk did not take. Only another write shows whether that was the error.
-        failure = _flush_output("\n") if isinstance(error, OSError) else None
+        failure = flush_output("\n") if isinstance(error, OSError) else None
+        if isinstance(failure, BrokenPipeError):  # `| head`: the program has not reached its end, so not 0
+            return 128 + signal.SIGPIPE
         if failure:
             return _refuse_output(failure)
         _complain(visible(format_trace(error)))
         return 1
-
-
-def _prepare_streams() -> None:
-    """Replace closed standard streams, and make the others print characters that they cannot encode as escapes."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # stays open until the process ends
-        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _flush_output(more: str = "") -> OSError | None:
-    """Print `more` and flush stdout. If stdout cannot be written, give it up and return the error."""
-    try:
-        print(more, end="", flush=True)
-    except OSError as error:
-        _mute()
-        return error
-    return None
 
 
 def _refuse_output(failure: OSError) -> int:
@@ -230,8 +209,3 @@ def _complain(text: str) -> None:
     """Print on stderr, unless it cannot be written."""
     with contextlib.suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)
-
-
-def _mute() -> None:
-    """Send stdout nowhere, as its reader is gone (`| head`) and Python would complain at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

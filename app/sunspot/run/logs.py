@@ -21,6 +21,7 @@ from sunspot.errors import DamageError, StorageError, SunspotError, format_trace
 from sunspot.formatting import COLOUR, as_bytes
 from sunspot.run import Run
 from sunspot.run.streams import Segment, read_segment, read_segments
+from sunspot.standard_streams import mute, print_escapes
 
 SHIP_EVERY_S = 5
 """Seconds of output that a killed process loses; shipping takes one small write, and none without output."""
@@ -146,7 +147,7 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
             log.append(f"error: {error}\n".encode())  # the entry point prints it on the terminal
             raise
         except Exception as error:
-            log.append(format_trace(error).encode(errors="replace"))
+            log.append(format_trace(error).encode(errors="backslashreplace"))
             raise
         finally:
             log.end()
@@ -161,6 +162,8 @@ def log_only() -> Callable[[str], None]:
 def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
     """Ship what this worker writes to stdout and stderr, from Python or from a library."""
     log = LogWriter(run, rank_stream(attempt, rank))
+    for stream in (sys.stdout, sys.stderr):
+        print_escapes(stream)
     tails = [_Tail(descriptor, log) for descriptor in (1, 2) if stat.S_ISREG(os.fstat(descriptor).st_mode)]
     with Background(SHIP_EVERY_S, *(tail.read for tail in tails), log.flush):
         try:
@@ -175,19 +178,40 @@ def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
 
 
 class _Tee:
-    """A text stream that also copies what is written to a log."""
+    """A text stream that also copies what is written to a log. A stream that fails does not end the run."""
 
     def __init__(self, stream: TextIO, log: LogWriter) -> None:
         self._stream, self._log = stream, log
+        self._failed = False
+        print_escapes(stream)
 
     def write(self, text: str) -> int:
         plain = COLOUR.sub("", text)  # Ray colours what it prints, also where nobody sees colours
         self.copy(plain)
-        self._stream.write(text if self._stream.isatty() else plain)
+        if not self._failed:
+            try:
+                self._stream.write(text if self._stream.isatty() else plain)
+            except OSError as error:
+                self._give_up(error)
         return len(text)
 
+    def flush(self) -> None:
+        if not self._failed:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Write only to the log from now on: the reader of the stream has gone, or its disk is full."""
+        self._failed = True
+        mute(self._stream)
+        why = error.strerror or error
+        told = "the run goes on, and `sunspot logs` shows what it prints"
+        print(f"warning: its output cannot be written here ({why}); {told}", file=sys.stderr)
+
     def copy(self, text: str) -> None:
-        self._log.append(text.encode(errors="replace"))
+        self._log.append(text.encode(errors="backslashreplace"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
