@@ -8,6 +8,7 @@ elsewhere /proc/self/cgroup names a folder below it, and the limits of the group
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,11 +60,11 @@ def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
     for folder in _folders("memory", groups, process):
         with contextlib.suppress(OSError, ValueError, KeyError):
             if (folder / "memory.max").exists():
-                limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+                limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
                 files = _read_table(folder / "memory.stat")["inactive_file"]
             else:
-                limit = (folder / "memory.limit_in_bytes").read_text()
-                used = (folder / "memory.usage_in_bytes").read_text()
+                limit = _read(folder / "memory.limit_in_bytes")
+                used = _read(folder / "memory.usage_in_bytes")
                 files = _read_table(folder / "memory.stat")["total_inactive_file"]
             left.append(int(limit) - int(used) + files)  # "max" is no number: no limit here
     with contextlib.suppress(OSError, KeyError):
@@ -82,7 +83,7 @@ def resident_memory(process: Path = PROCESS) -> int | None:
 def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
     """The group of this process, and those above it."""
     try:
-        lines = (process / "cgroup").read_text().splitlines()
+        lines = _read(process / "cgroup").splitlines()
     except OSError:
         return
     for line in lines:
@@ -97,12 +98,17 @@ def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
         yield from (above for above in (folder, *folder.parents) if above.is_relative_to(root) and above.is_dir())
 
 
+def _read(file: Path) -> str:
+    """Read a file of the kernel's, in which the names of processes and groups may be any bytes."""
+    return os.fsdecode(file.read_bytes())
+
+
 def _read_table(file: Path) -> dict[str, int]:
     """Lines of a name and a number."""
-    return {name: int(number) for name, number in (line.split() for line in file.read_text().splitlines())}
+    return {name: int(number) for name, number in (line.split() for line in _read(file).splitlines())}
 
 
 def _read_kilobytes(file: Path) -> dict[str, int]:
     """Lines such as `RssAnon:    1234 kB`, in bytes."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", _read(file), re.MULTILINE)
     return {name: int(number) * 1024 for name, number in found}

@@ -75,6 +75,16 @@ def below(training: Trainer) -> int | None:
     return next((pid for pid, (parent, title) in list_processes().items() if parent == own and "time" in title), None)
 
 
+def test_processes_of_any_name_are_listed(tmp_path: Path) -> None:
+    program = tmp_path / os.fsdecode(b"sleep-\xff")
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([program, "60"]) as process:
+        try:
+            assert list_processes()[process.pid][0] == os.getpid()
+        finally:
+            process.kill()
+
+
 def test_a_training_that_fails_ends_the_demonstration_with_what_it_printed() -> None:
     with trainer("print('no space left'); raise SystemExit(4)") as training:
         with pytest.raises(SunspotError, match=r"the training ended before the first step:\nno space left$"):

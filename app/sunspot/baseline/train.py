@@ -82,7 +82,7 @@ def save(folder: Path, model: nn.Module, history: list[dict[str, float]]) -> Non
     """Write model.pt and metrics.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), folder / "model.pt")
-    with open(folder / "metrics.csv", "w", newline="") as file:
+    with open(folder / "metrics.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(history[0]))
         writer.writeheader()
         writer.writerows(history)

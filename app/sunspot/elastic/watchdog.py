@@ -199,7 +199,7 @@ class Watchdog:
         lives_s = LINGER_S
         try:
             faulthandler.dump_traceback(self._file)
-            hang = describe(self._header(), self._path.read_text(errors="replace"), time.time())
+            hang = describe(self._header(), self._path.read_text(encoding="utf-8", errors="replace"), time.time())
             reports: list[Callable[[], Any]] = [
                 lambda: print(f"{hang.detail}\n", end="", file=sys.stderr, flush=True),  # at once: others print too
                 lambda: self._on_hang(hang, False),

@@ -24,5 +24,5 @@ def begin_log(log: Path) -> None:
 
 def read_network(log: Path) -> str:
     """Read which network NCCL took, in its own words: Socket, IB, Libfabric; empty if it does not say."""
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     return next(iter(re.findall(r"NCCL INFO Using network (.+)", text)), "").strip()

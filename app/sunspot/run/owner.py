@@ -77,7 +77,7 @@ def new_owner(job_id: str) -> str:
     if not job_id:
         return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
-        certificates = CERTIFICATES.read_text(errors="replace")
+        certificates = CERTIFICATES.read_text(encoding="utf-8", errors="replace")
     except OSError:  # the ConfigMap is optional, and outside a cluster there is none
         certificates = ""
     namespace = os.environ.get(POD_NAMESPACE, "")

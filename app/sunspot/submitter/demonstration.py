@@ -233,11 +233,11 @@ def list_processes() -> dict[int, tuple[int, str]]:
     if Path("/proc/self/stat").exists():
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended since
-                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                found[int(folder.name)] = int(parent), (folder / "cmdline").read_text(errors="replace")
+                parent = os.fsdecode((folder / "stat").read_bytes()).rpartition(")")[2].split()[1]
+                found[int(folder.name)] = int(parent), os.fsdecode((folder / "cmdline").read_bytes())
         return found
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,command="], capture_output=True, text=True, check=True)
-    for line in listed.stdout.splitlines():
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,command="], capture_output=True, check=True)
+    for line in os.fsdecode(listed.stdout).splitlines():
         pid, parent, *title = line.split(maxsplit=2)
         found[int(pid)] = int(parent), " ".join(title)
     return found
