@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from sunspot.run import open_run
+from sunspot.run.logs import list_streams, read_stream
 
 PROGRAM = """
 import sys
@@ -20,6 +25,23 @@ def main():
 
 run_and_exit(main)
 """
+
+DRIVER = """
+import sys
+from sunspot.errors import run_and_exit
+from sunspot.run import open_run
+from sunspot.run.logs import shipped_driver_output
+
+def main():
+    with shipped_driver_output(open_run(sys.argv[1], "run")):
+        for step in range(3):
+            print(f"gr\u00f6\u00dfe \\udcff of \u732b in step {step}", flush=True)
+    return 0
+
+run_and_exit(main)
+"""
+
+DOCUMENT = "from sunspot.submitter.printing import print_document; print_document('path: gr\\u00f6\\u00dfe\\n')"
 
 FULL = "error: standard output cannot be written: No space left on device; free some space, or redirect it\n"
 
@@ -60,3 +82,48 @@ def test_a_terminal_of_another_encoding_gets_escapes(encoding: str) -> None:
     code, shown, said = run_with("< /dev/null", PYTHONIOENCODING=encoding)
     assert (code, shown) == (0, "a pod \\u2192 \\u6c49 \\u202e a name\n")
     assert said == "a terminal to ask at: False\n"
+
+
+def test_a_verb_whose_reader_has_gone_does_not_end_with_0() -> None:
+    code, shown, said = run_with("< /dev/null | true; exit ${PIPESTATUS[0]}", 100_000)
+    assert (code, shown) == (128 + 13, "")
+    assert said == "a terminal to ask at: False\n"
+
+
+@pytest.mark.parametrize("kind", ["ascii", "gone", "full"])
+def test_a_run_goes_on_whatever_becomes_of_its_terminal(kind: str, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = {"ascii": subprocess.PIPE, "gone": writer, "full": os.open("/dev/full", os.O_WRONLY)}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(tmp_path)],
+        env={"PYTHONPATH": ":".join(sys.path), **({"PYTHONIOENCODING": "ascii"} if kind == "ascii" else {})},
+        stdout=output[kind],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    os.close(output["full"])
+    run = open_run(str(tmp_path), "run")
+    [stream] = list_streams(run)
+    logged = read_stream(run, stream).decode()
+    assert done.returncode == 0
+    assert [line for line in logged.splitlines() if "warning" not in line] == [
+        f"gr\u00f6\u00dfe \\udcff of \u732b in step {step}" for step in range(3)
+    ]
+    if kind == "ascii":
+        assert (done.stdout, done.stderr) == (logged.encode("ascii", "backslashreplace").decode(), "")
+    else:
+        why = "Broken pipe" if kind == "gone" else "No space left on device"
+        told = "the run goes on, and `sunspot logs` shows what it prints"
+        assert done.stderr == f"warning: its output cannot be written here ({why}); {told}\n"
+        assert done.stderr in logged
+
+
+def test_a_document_is_the_same_in_any_locale() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DOCUMENT],
+        env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+    )
+    assert (done.stdout.decode(), done.stderr) == ("path: gr\u00f6\u00dfe\n", b"")

@@ -4,6 +4,7 @@ All verbs print through here: what a run or a cluster has stored never commands 
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -32,6 +33,13 @@ MAX_LINE_WIDTH = 10_000
 def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
     """Print text, whoever wrote it."""
     print(visible(text), end=end, flush=flush)
+
+
+def print_document(text: str) -> None:
+    """Print a document for another program: in UTF-8 in any locale, because escapes would change what it says."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    print_text(text, end="")
 
 
 def clear_screen() -> None:

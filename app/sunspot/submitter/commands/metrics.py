@@ -13,7 +13,15 @@ from sunspot.run.history import read_journal
 from sunspot.run.size_limits import MAX_NAMES, cut
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.metric_tables import MARK, to_table, with_ranks
-from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn, write_file
+from sunspot.submitter.printing import (
+    print_document,
+    print_json,
+    print_table,
+    print_text,
+    progress_note,
+    warn,
+    write_file,
+)
 from sunspot.submitter.runs import find_run
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
@@ -46,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         writer = csv.DictWriter(lines, _columns(records), extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
-        print_text(lines.getvalue(), end="")
+        print_document(lines.getvalue())
     else:
         shown = [name for name in _columns(records) if name not in LEFT_OUT_OF_TABLE]
         print_table(shown, [[record.get(name) for name in shown] for record in records])

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from sunspot.errors import SettingsError
 from sunspot.submitter.commands.arguments import add_render_options, job_request
-from sunspot.submitter.printing import print_json, print_table, print_text, warn
+from sunspot.submitter.printing import print_document, print_json, print_table, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,4 +34,4 @@ def run(args: argparse.Namespace) -> None:
     elif args.json:
         print_json(rendered.manifest)
     elif args.output is None:
-        print_text(rendered.to_yaml(), end="")
+        print_document(rendered.to_yaml())
