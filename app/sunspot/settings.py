@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -447,6 +448,10 @@ def _misspelt(variable: str) -> str:
 
 def _explain(problem: Any) -> str:
     field = str(problem["loc"][0])
+    if problem["type"] == "string_unicode":  # Python keeps bytes that the locale's encoding lacks as surrogates
+        fix = "use other characters, or set LC_ALL=C.UTF-8 if the name is in UTF-8"
+        seen = f"{PREFIX}{field.upper()}={cut(problem['input'])}"
+        return f"{seen}: it has bytes that are no {sys.getfilesystemencoding()}, the encoding of this process; {fix}"
     return f"{PREFIX}{field.upper()}={cut(problem['input'])}: set it to {takes(field)}"
 
 

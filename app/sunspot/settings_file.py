@@ -14,11 +14,13 @@ FILE = Path("sunspot.toml")
 def read_settings_file(file: Path) -> dict[str, str]:
     """Read the settings in a file, under its own names for them; returns none if there is no file."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # Windows editors begin a file with a byte order mark
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file}: cannot be read: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{file}: it is not UTF-8, as TOML has to be; save it so ({error})") from error
     try:
         return {name: setting_text(name, value) for name, value in tomllib.loads(text).items()}
     except (tomllib.TOMLDecodeError, SettingsError) as error:

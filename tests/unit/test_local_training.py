@@ -100,6 +100,17 @@ def test_the_file_has_values_of_any_kind(tmp_path: Path) -> None:
     assert read_settings_file(tmp_path / "none.toml") == {}
 
 
+def test_the_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "sunspot.toml").write_bytes(b"\xef\xbb\xbfEPOCHS = 3\r\n")
+    assert read_settings_file(tmp_path / "sunspot.toml") == {"EPOCHS": "3"}
+
+
+def test_a_file_in_another_encoding_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "sunspot.toml").write_text("EPOCHS = 3", encoding="utf-16")  # as a redirection in PowerShell does
+    with pytest.raises(SettingsError, match=r"^\S*sunspot\.toml: it is not UTF-8, as TOML has to be; save it so"):
+        read_settings_file(tmp_path / "sunspot.toml")
+
+
 @pytest.mark.parametrize("content", [b"EPOCHS = [", b"EPOCHS = 2026-01-01", b"EPOCHS 3", b"\xff"])
 def test_a_file_that_cannot_be_used_is_one_message(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "sunspot.toml").write_bytes(content)

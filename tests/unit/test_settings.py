@@ -194,5 +194,6 @@ def test_weights_come_from_runs_of_this_storage_only(name: str) -> None:
 
 def test_bytes_in_the_environment_that_are_no_text_are_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_TASK", os.fsdecode(b"sunspot.\xff"))
-    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=sunspot\.\\udcff: "):
+    told = r"SUNSPOT_TASK=sunspot\.\\udcff: it has bytes that are no utf-8, the encoding of this process; "
+    with pytest.raises(SettingsError, match=told):
         load_settings()
