@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import secrets
 import tempfile
 import warnings
@@ -14,6 +13,7 @@ from typing import Any
 from sunspot.code_archive import CODE, SETUP_HOOK
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
 from sunspot.private_folder import private_folder, private_path
+from sunspot.ray_start_errors import explain_start, refuse_unreachable
 
 RAY_ENVIRONMENT = {
     # The controller's poll: it bounds how soon a lost worker is noticed, and how often workers may report.
@@ -41,9 +41,6 @@ LONGEST_SOCKET = "session_2026-11-28_23-59-59_000000_4194304/sockets/plasma_stor
 MAX_SOCKET_PATH_BYTES = 103
 """Longest path of a Unix socket: `sun_path` has 104 bytes on macOS and 108 on Linux, one of them for the end."""
 
-TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
-"""Words in Ray's errors if its own processes were too slow to start."""
-
 
 @contextmanager
 def ray_session() -> Iterator[None]:
@@ -66,17 +63,21 @@ def ray_session() -> Iterator[None]:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
     address = os.environ.get("RAY_ADDRESS")
+    if address == "local":  # Ray's word for a new session
+        address = None
     try:
         if address:
+            refuse_unreachable(address)
             ray.init(**quiet, **code)
         else:
             start_local_ray(num_cpus=cores_here(), **quiet, **code)
     except SunspotError:
         raise
     except Exception as error:  # Ray has no class of its own for it
-        what = f"reached at RAY_ADDRESS={address}" if address else "started on this machine"
-        fix = "; try again when it has less to do" if not address and TIMED_OUT.search(str(error)) else ""
-        raise SunspotError(f"Ray cannot be {what}{fix}: {shorten(error)}") from error
+        if address:
+            raise SunspotError(f"Ray cannot be reached at RAY_ADDRESS={address}: {shorten(error)}") from error
+        folder = Path(os.environ["RAY_TMPDIR"], "ray") if "RAY_TMPDIR" in os.environ else _session_folder()
+        raise SunspotError(explain_start(error, folder)) from error
     in_use = False
     try:
         yield

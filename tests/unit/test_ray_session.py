@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import re
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +44,13 @@ def started(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> list[dict[str, 
     return calls
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Listen at a port of this machine, as Ray does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
 def begin() -> None:
     with ray_session():
         pass
@@ -66,9 +77,9 @@ def test_a_users_own_token_and_folder_are_kept(
 
 
 def test_a_session_on_a_cluster_gets_neither_a_token_nor_a_folder(
-    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     begin()
     [call] = started
     assert call["token"] is None
@@ -93,27 +104,129 @@ def test_another_users_folder_is_refused(started: list[dict[str, Any]], temporar
     assert started == []
 
 
-@pytest.mark.parametrize(
-    ("address", "fault", "told"),
-    [
-        (
-            "",
-            "The current node timed out during startup.",
-            "started on this machine; try again when it has less to do: ",
-        ),
-        ("", "[Errno 30] Read-only file system: '/home/me/.ray'", "started on this machine: [Errno 30] Read-only"),
-        ("head:6379", "The request timed out.", "reached at RAY_ADDRESS=head:6379: The request"),
-    ],
-)
-def test_an_error_of_starting_ray_is_one_message(
-    address: str, fault: str, told: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(**_: object) -> None:
-        raise Exception(fault)
+def fail_with(error: Exception) -> Any:
+    def init(**_: object) -> None:
+        raise error
 
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(ray, "init", fail)
+    return init
+
+
+def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the message for a session that Ray does not start for this reason."""
+    monkeypatch.setattr(ray, "init", fail_with(error))
     with pytest.raises(SunspotError) as raised:
         begin()
-    assert str(raised.value).startswith(f"Ray cannot be {told}")
-    assert fault in str(raised.value)
+    return str(raised.value).removeprefix("Ray cannot be started on this machine: ")
+
+
+def test_a_machine_that_is_too_busy_is_named_with_rays_logs(
+    started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "The current node timed out during startup"
+    logs = f"{temporary}/sunspot-{os.getuid()}/ray/session_latest/logs"
+    assert refused(Exception(f"{said}."), monkeypatch) == (
+        f"{said}; try again when the machine has less to do; Ray's logs are in {logs}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "fix"),
+    [
+        (errno.ENOSPC, "TMPDIR/a", "free some space, or set TMPDIR to another folder"),
+        (errno.EROFS, "HOME/.ray", "let this user write there, or set HOME to another folder"),
+        (errno.EACCES, "/opt/a", "let this user write there"),
+        (errno.EMFILE, "TMPDIR/a", "raise the limit of open files, for example with `ulimit -n 65536`"),
+    ],
+)
+def test_an_error_of_the_system_is_told_with_its_fix(
+    number: int,
+    name: str,
+    fix: str,
+    started: list[dict[str, Any]],
+    temporary: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = name.replace("TMPDIR", str(temporary)).replace("HOME", str(tmp_path))
+    error = RuntimeError("Ray's own words")
+    error.__cause__ = OSError(number, os.strerror(number), file)
+    assert refused(error, monkeypatch) == f"Ray's own words; {fix}"
+
+
+def test_a_users_own_folder_that_is_too_long_is_named(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/long")
+    said = "validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /long/ray"
+    assert refused(Exception(said), monkeypatch) == (
+        f"{said}; set RAY_TMPDIR to a folder with a shorter path, or unset it"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+@pytest.mark.parametrize(("number", "fix"), [(errno.EROFS, "let this user write there"), (errno.ENOSPC, "free some")])
+def test_shared_memory_that_cannot_be_written_is_not_blamed_on_load(
+    number: int, fix: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail_with(OSError(number, os.strerror(number))))
+    told = refused(Exception("The current node timed out during startup."), monkeypatch)
+    assert told.startswith(f"/dev/shm cannot be written ({os.strerror(number)}), and Ray needs it; {fix}")
+
+
+# ------------------------------------------------------------------------------------------------------- at RAY_ADDRESS
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "[::1]:1", "nowhere.invalid:6379", "127.0.0.1:99999"]
+)
+def test_an_address_where_nothing_listens_is_named_with_the_fix(
+    address: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sunspot.ray_start_errors.REACH_WITHIN_S", 0)
+    monkeypatch.setattr("sunspot.ray_start_errors.TRY_EVERY_S", 0)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(SunspotError, match=f"^Ray cannot be reached at RAY_ADDRESS={re.escape(address)}: ") as raised:
+        begin()
+    assert "correct it, start Ray there, or unset it to start Ray on this machine" in str(raised.value)
+    assert started == []
+
+
+def test_a_head_that_starts_later_is_waited_for(
+    port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect, tries = socket.create_connection, []
+
+    def refuse_first(*words: Any) -> socket.socket:
+        tries.append(words)
+        if len(tries) == 1:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return connect(*words)
+
+    monkeypatch.setattr(socket, "create_connection", refuse_first)
+    monkeypatch.setattr("sunspot.ray_start_errors.TRY_EVERY_S", 0)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with caplog.at_level(logging.INFO, "sunspot"):
+        begin()
+    assert len(started) == 1
+    assert f"waiting up to 60 s for Ray at RAY_ADDRESS=127.0.0.1:{port}: " in caplog.text
+
+
+def test_an_error_of_a_cluster_names_its_address(
+    port: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    monkeypatch.setattr(ray, "init", fail_with(Exception("The request timed out.")))
+    with pytest.raises(SunspotError) as raised:
+        begin()
+    assert str(raised.value) == f"Ray cannot be reached at RAY_ADDRESS=127.0.0.1:{port}: The request timed out."
+
+
+def test_the_address_local_starts_a_session_of_our_own(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    begin()
+    [call] = started
+    assert call["address"] == "local"
+    assert len(call["token"]) == 64

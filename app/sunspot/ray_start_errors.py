@@ -1,0 +1,111 @@
+"""Why a Ray session cannot be started or reached, and what to do about it."""
+
+import errno
+import logging
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sunspot.errors import SunspotError, shorten
+
+log = logging.getLogger(__name__)
+
+REACH_WITHIN_S = 60.0
+"""How long nothing may listen at RAY_ADDRESS. Ray 2.60 itself tries 20 times, which takes 14 minutes, and says why only
+in its logs."""
+
+CONNECT_WITHIN_S = 5.0
+
+TRY_EVERY_S = 1.0
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Ray keeps its objects on Linux."""
+
+TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
+"""Words in Ray's errors if its own processes were too slow to start, or could not."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+NO_FILES_LEFT = (errno.EMFILE, errno.ENFILE)
+
+
+def explain_start(error: Exception, folder: Path) -> str:
+    """Explain in one line why no session could be started on this machine in `folder`, and the fix.
+
+    What Ray's own processes met is in no error of Ray's: if they did not start in time, what they need is tried here.
+    """
+    failed = f"Ray cannot be started on this machine: {shorten(error).rstrip('.')}"
+    if "AF_UNIX" in str(error):
+        return f"{failed}; set RAY_TMPDIR to a folder with a shorter path, or unset it"
+    fixes = [_find_fix(cause) for cause in _chain(error) if isinstance(cause, OSError)]
+    if any(fixes):
+        return f"{failed}; {next(filter(None, fixes))}"
+    if TIMED_OUT.search(str(error)):
+        for needed in (SHARED_MEMORY, folder):
+            trouble = _try_to_write(needed) if needed.is_dir() else ""
+            if trouble:
+                return f"Ray cannot be started on this machine: {needed} {trouble}"
+        return f"{failed}; try again when the machine has less to do; Ray's logs are in {folder}/session_latest/logs"
+    return failed
+
+
+def refuse_unreachable(address: str) -> None:
+    """Wait until something listens at an address in the form of RAY_ADDRESS.
+
+    Raises `SunspotError` if nothing does within REACH_WITHIN_S. An address without a port is left to Ray.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdecimal():
+        return
+    deadline, waiting = time.monotonic() + REACH_WITHIN_S, False
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN_S).close()
+            return
+        except (OSError, OverflowError, UnicodeError) as error:  # a port above 65535, a name that is none
+            if time.monotonic() > deadline:
+                seen = f"RAY_ADDRESS={address}: {shorten(error)}, for {REACH_WITHIN_S:.0f} s"
+                fix = "correct it, start Ray there, or unset it to start Ray on this machine"
+                raise SunspotError(f"Ray cannot be reached at {seen}; {fix}") from error
+            if not waiting:
+                log.info(f"waiting up to {REACH_WITHIN_S:.0f} s for Ray at RAY_ADDRESS={address}: {shorten(error)}")
+                waiting = True
+            time.sleep(TRY_EVERY_S)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _find_fix(error: OSError) -> str:
+    """Return how to mend what an error of the operating system says; empty if that is not known."""
+    if error.errno in NO_FILES_LEFT:
+        return "raise the limit of open files, for example with `ulimit -n 65536`"
+    folders = {"TMPDIR": tempfile.gettempdir(), "HOME": os.path.expanduser("~")}
+    file = Path(os.fsdecode(error.filename or ""))
+    variable = next((name for name, folder in folders.items() if file.is_relative_to(folder)), "")
+    elsewhere = f", or set {variable} to another folder" if variable else ""
+    if error.errno in FULL:
+        return f"free some space{elsewhere}"
+    return f"let this user write there{elsewhere}" if error.errno in NOT_WRITABLE else ""
+
+
+def _try_to_write(folder: Path) -> str:
+    """Return why a file of a page cannot be written in a folder, and the fix; empty if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        fix = "free some space there" if error.errno in FULL else "let this user write there"
+        if folder == SHARED_MEMORY:
+            fix += " (in a container: --shm-size, or a volume of memory)"
+        return f"cannot be written ({error.strerror}), and Ray needs it; {fix}"
+    return ""
