@@ -742,6 +742,20 @@ def test_stop_without_waiting_leaves_the_marker_alone(cluster: FakeCluster, suns
     assert cluster.jobs
 
 
+def test_stop_with_an_expired_credential_says_that_the_run_ends_by_its_stop_marker(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
+    sunspot.submit()
+    cluster.set_status(only_job(cluster), "Running", "RUNNING")
+    write_status(sunspot.run, Status(RunState.RUNNING, owner(cluster)))
+    cluster.on("GET", "/rayjobs", answer(401, "Unauthorized"))
+    assert sunspot("stop", "run") == 4
+    assert "refuses these credentials (Unauthorized); renew them, or choose another --context. " in sunspot.err
+    assert "the stop marker is in storage, so the run saves and ends by itself; `sunspot stop run " in sunspot.err
+    assert stop_requested(sunspot.run)
+    assert cluster.jobs
+
+
 def test_stop_of_a_run_that_is_over_or_unknown(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("stop", "run") == 3
     assert sunspot("resume", "run") == 3

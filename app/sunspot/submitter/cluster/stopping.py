@@ -5,11 +5,11 @@ import socket
 import time
 from collections.abc import Sequence
 
-from sunspot.errors import GaveUpError
+from sunspot.errors import ClusterError, GaveUpError
 from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.observation import RunAccess, follow
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
@@ -25,7 +25,8 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
 
     A RayJob that has ended stays for `resume`, and the operator removes its cluster. Without `wait`, only leave the
     marker. Returns the run's state then, and the reason as a sentence. Raises `NotFoundError` if there is no such run,
-    and `GaveUpError` if it has not ended after `timeout` seconds.
+    `GaveUpError` if it has not ended after `timeout` seconds, and `ClusterError` if the cluster does not answer. The
+    marker stays even then.
     """
     snapshot = access.observe_existing()
     state, reason = snapshot.state()
@@ -34,6 +35,17 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     request_stop(access.run, f"{getpass.getuser()}@{socket.gethostname()}")
     if not wait:
         return RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended"
+    try:
+        return _wait_and_delete(access, snapshot, timeout)
+    except ClusterError as error:
+        left = "the stop marker is in storage, so the run saves and ends by itself"
+        again = f"`sunspot stop {access.arguments}` waits for that and removes its cluster, once the API server answers"
+        raise ClusterError(f"{error}. {left}; {again}") from error
+
+
+def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -> tuple[RunState, str]:
+    """Wait until a run with a stop marker has ended, and delete RayJobs that would begin it again."""
+    state, reason = snapshot.state()
     began = time.monotonic()
     deleted = False
     training = snapshot.driver_began and state is not RunState.RETRYING
