@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import gaierror
 from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -146,6 +149,26 @@ def test_a_registry_that_does_not_tell_leaves_the_tag_and_is_named(
     pinned, [said] = pin_images(render("kind", {}, image=registry.image).manifest)
     assert images(pinned) == {registry.image}
     assert said.startswith(f"image {registry.image}: by its tag, as its registry does not tell the digest: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (URLError(gaierror(-2, "Name or service not known")), "Name or service not known"),
+        (URLError(ConnectionRefusedError(111, "Connection refused")), "Connection refused"),
+        (URLError(TimeoutError("timed out")), "no answer within 5 s"),
+        (HTTPError("http://here", 404, "Not Found", Message(), None), "HTTP Error 404: Not Found"),
+    ],
+)
+def test_why_a_registry_does_not_answer_is_told_without_classes(
+    error: Exception, told: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(image: str) -> str:
+        raise error
+
+    monkeypatch.setattr("sunspot.submitter.cluster.image_digests.ask_digest", fail)
+    _, [said] = pin_images(render("kind", {}, image=registry.image).manifest)
+    assert said.endswith(f": by its tag, as its registry does not tell the digest: {told}")
 
 
 @pytest.mark.parametrize("image", ["sunspot:1", "{host}/team/sunspot@sha256:" + "c" * 64])
