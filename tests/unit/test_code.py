@@ -101,6 +101,30 @@ def test_without_git_all_goes_along_but_what_is_no_code(tmp_path: Path) -> None:
     assert pack(tmp_path).names == {"my_task.py", "lib/data/reader.py", "conf/model.yaml"}
 
 
+LEFT_BEHIND = ("evil.py.bak", "my_task.py~", ".my_task.py.swp", "#my_task.py#", ".DS_Store", "sub/__pycache__/a.pyc")
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+def test_what_editors_leave_behind_makes_no_other_archive(in_git: bool, folder: Path) -> None:
+    if not in_git:
+        shutil.rmtree(folder / ".git")
+    before = pack(folder)
+    write(folder, dict.fromkeys(LEFT_BEHIND, "x"))
+    (folder / ".#my_task.py").symlink_to("me@host.1")  # as Emacs locks a file
+    assert pack(folder).sha256 == before.sha256
+
+
+def test_files_that_git_does_not_track_are_named_and_tracked_ones_all_go_along(folder: Path) -> None:
+    write(folder, {"kept.bak": "data"})
+    git(folder, "add", "kept.bak")
+    archive = pack(folder)
+    assert "kept.bak" in archive.names
+    assert archive.untracked == ("new.py", "ключ.py")
+    assert str(archive).endswith("; not tracked by git: new.py, ключ.py")
+    commit_all(folder)
+    assert pack(folder).untracked == ()
+
+
 def test_the_same_files_are_the_same_archive_wherever_and_whenever(folder: Path, tmp_path: Path) -> None:
     first = pack(folder)
     copy = tmp_path / "copy"

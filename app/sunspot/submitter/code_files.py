@@ -32,6 +32,11 @@ LEFT_OUT = {".git", ".venv", "venv", "__pycache__", ".ipynb_checkpoints", "node_
 WRITTEN = {"data", "runs"}
 """Folders that training here has written, and no code unless they are deeper."""
 
+LEFT_BEHIND = re.compile(
+    r"(.*/)?([^/]*~|[^/]*\.(bak|orig|rej|py[co])|\.[^/]*\.sw[a-p]|\.#[^/]*|#[^/]*#|\.DS_Store|Thumbs\.db|desktop\.ini)"
+)
+"""Files that editors, `patch`, Python and file managers leave behind; they go along only if git tracks them."""
+
 SECRET = re.compile(
     r"""
     (.*/)?(
@@ -72,6 +77,8 @@ class CodeArchive:
     names: frozenset[str]
     "Paths of its files, relative to the folder."
     content: bytes
+    untracked: tuple[str, ...] = ()
+    "Files among them that git does not track, although it tracks the folder."
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -93,7 +100,9 @@ class CodeArchive:
 
     def __str__(self) -> str:
         size = as_bytes(len(self.content))
-        return f"{plural(len(self.names), 'file')} of {self.folder}, {size}, sha256:{self.sha256[:12]}"
+        shown, more = ", ".join(self.untracked[:MAX_NAMED]), len(self.untracked) - MAX_NAMED
+        untracked = f"; not tracked by git: {shown}{f' and {more} more' if more > 0 else ''}" if shown else ""
+        return f"{plural(len(self.names), 'file')} of {self.folder}, {size}, sha256:{self.sha256[:12]}{untracked}"
 
 
 def pack(folder: Path) -> CodeArchive:
@@ -103,7 +112,8 @@ def pack(folder: Path) -> CodeArchive:
     """
     if not folder.is_dir():
         raise SettingsError(f"code {folder}: no such folder; name that of your code, such as --code .")
-    names = sorted(set(islice(list_files(folder), 2 * MAX_FILES)))
+    found = dict(islice(list_files(folder), 2 * MAX_FILES))
+    names = sorted(found)
     problems = [problem for name in names if (problem := _find_problem(folder, name))]
     size = sum((folder / name).stat().st_size for name in names) if not problems else 0
     if len(names) > MAX_FILES or size > MAX_BYTES:
@@ -120,32 +130,51 @@ def pack(folder: Path) -> CodeArchive:
             f"{plural(len(problems), 'problem')} with code {folder}:\n{lines}\nto leave it out: {ignore}list it "
             "in .gitignore (`git rm --cached` it if git tracks it), or give a folder without it, such as --code src"
         )
-    return CodeArchive(folder, frozenset(names), _pack(folder, names))
+    untracked = tuple(name for name in names if not found[name]) if _in_git(folder) else ()
+    return CodeArchive(folder, frozenset(names), _pack(folder, names), untracked)
 
 
-def list_files(folder: Path) -> Iterator[str]:
-    """List what git tracks or does not ignore, submodules too; or without git, every file that may be code."""
+def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
+    """List the files that go along, each with whether git tracks it.
+
+    These are the files that git tracks or does not ignore, also of submodules, or without git every file that may be
+    code. Of what git does not track, LEFT_BEHIND stays here.
+    """
     if not _in_git(folder):
         for place, folders, files in os.walk(folder):
             here = Path(place).relative_to(folder)
             left_out = LEFT_OUT if here.parts else LEFT_OUT | WRITTEN
             folders[:] = [name for name in folders if name not in left_out]
             links = [name for name in folders if Path(place, name).is_symlink()]  # which are refused by name
-            yield from ((here / name).as_posix() for name in files + links)
+            names = ((here / name).as_posix() for name in files + links)
+            yield from ((name, False) for name in names if not LEFT_BEHIND.fullmatch(name))
         return
-    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in _ask_git(folder, "--cached"):
+        yield from ((each, True) for each in _list_below(folder, name))
+    for name in _ask_git(folder, "--others", "--exclude-standard"):
+        if not LEFT_BEHIND.fullmatch(name):
+            yield from ((each, False) for each in _list_below(folder, name))
+
+
+def _ask_git(folder: Path, *options: str) -> list[str]:
+    """Return the names that `git ls-files` lists. Raises `SettingsError` with what it says if it fails."""
+    command = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         said = os.fsdecode(error.stderr).strip() if isinstance(error, subprocess.CalledProcessError) else shorten(error)
         raise SettingsError(f"code {folder}: git cannot say which files are its code: {said}") from error
-    for name in filter(None, os.fsdecode(listed).split("\0")):
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():  # a submodule, or another repository
-            if (path / ".git").exists():
-                yield from (f"{name.rstrip('/')}/{below}" for below in list_files(path))
-        elif os.path.lexists(path):  # or it was deleted, and that is not committed
-            yield name
+    return list(filter(None, os.fsdecode(listed).split("\0")))
+
+
+def _list_below(folder: Path, name: str) -> Iterator[str]:
+    """List the file of a name that git lists, the files of a submodule, or nothing if it was deleted since."""
+    path = folder / name
+    if path.is_dir() and not path.is_symlink():  # a submodule, or another repository
+        if (path / ".git").exists():
+            yield from (f"{name.rstrip('/')}/{below}" for below, _ in list_files(path))
+    elif os.path.lexists(path):
+        yield name
 
 
 def _in_git(folder: Path) -> bool:
