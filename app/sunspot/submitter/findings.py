@@ -9,6 +9,9 @@ from typing import Any
 class Diagnosis(enum.StrEnum):
     """What is wrong with a run; of two with equal weight, the earlier explains more."""
 
+    UNSEEN = "cluster not seen"
+    "The API server refuses this user, or cannot be reached."
+
     # Its pods do not all run.
     NO_OPERATOR = "no operator"
     "No operator handles its RayJob."

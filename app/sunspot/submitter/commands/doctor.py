@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> None:
         print_json({"run": access.run.name, **report.record()})
     else:
         _print_report(access.run.name, report, args.stacks)
+    if report.cluster_trouble:
+        raise ClusterError(f"{access.run.name} trains in a cluster that was not examined; its first finding says why")
 
 
 def _print_report(name: str, report: Report, stacks: bool) -> None:
@@ -55,7 +57,8 @@ def _print_report(name: str, report: Report, stacks: bool) -> None:
     if not stacks and any(finding.traces for finding in report.findings):
         warn("--stacks shows whole stacks and tracebacks")
     for text in report.unseen:
-        warn(f"not looked at: {text}")
+        if not report.cluster_trouble or report.cluster_trouble not in text:  # which is the first finding
+            warn(f"not looked at: {text}")
 
 
 def _check_preconditions(args: argparse.Namespace) -> None:

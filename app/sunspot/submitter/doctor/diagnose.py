@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sunspot.errors import StorageError
+from sunspot.run import Run
 from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
 from sunspot.run.history import newest_rank_records
 from sunspot.run.owner import Owner
+from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.records import gather
@@ -32,6 +34,8 @@ class Report:
     reason: str
     findings: list[Finding]
     unseen: list[str]
+    cluster_trouble: str = ""
+    "Why the cluster was not examined, if what happens to the run now can be seen only there."
 
     def record(self) -> dict[str, Any]:
         """Return it as a JSON document has it."""
@@ -48,6 +52,10 @@ def examine(access: RunAccess) -> Report:
     state, reason = snapshot.state()
     findings = []
     unseen = _unseen(access, snapshot)
+    trouble = "" if state.terminal or not _is_in_cluster(access.run, snapshot) else snapshot.cluster.trouble
+    if trouble:
+        advice = "renew the credentials, or reach the API server, and ask again; what else is found is from storage"
+        findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, trouble, advice, cost=1.0))
     if snapshot.in_cluster and "pods" not in snapshot.cluster.hidden:
         findings += find_pending(snapshot.in_cluster, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
@@ -76,7 +84,13 @@ def examine(access: RunAccess) -> Report:
         findings.append(Finding(Diagnosis.STORAGE, Severity.ERROR, trouble, advice, cost=1.0))
     if not findings:
         findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
-    return Report(state, reason, most_explaining_first(findings), unseen)
+    return Report(state, reason, most_explaining_first(findings), unseen, trouble)
+
+
+def _is_in_cluster(run: Run, snapshot: RunSnapshot) -> bool:
+    """Return True if a RayJob trains the run, or is to, by what storage says."""
+    status = snapshot.storage.status
+    return bool(Owner.parse(status.owner).namespace if status else list_submissions(run))
 
 
 def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
