@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 import sunspot.run
-from sunspot.errors import DamageError, StorageError
+from sunspot.errors import DamageError, SettingsError, StorageError
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, give_up_damaged, newest_number, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
 from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_place, read_failures, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
-from sunspot.run.status import RunState, Status, restore_status
+from sunspot.run.status import RunState, Status, restore_status, write_status
+from sunspot.settings import load_settings
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 from tests.harness.commands import Command
@@ -547,6 +548,25 @@ def test_the_first_error_is_told_once_for_all_ranks(run: Run, sunspot: Command) 
     assert "failed" not in findings(sunspot), "the run has a new owner, and its errors are none of its"
 
 
+def test_a_checkpoint_is_named_in_advice_only_if_there_is_one(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    failed(run)
+    record_failure(run, Failure(1, 0, 6, "SettingsError", "SUNSPOT_TASK=mine: its loss is a mean", "..."))
+    found = findings(sunspot)["failed"]
+    assert found["evidence"] == "SUNSPOT_TASK=mine: its loss is a mean; rank 0, after step 6"
+    assert found["advice"] == "mend what it names; then start the run again"
+    commit(run, attempt, 5)
+    again = "mend what it names; then start the run again: it goes on from the last checkpoint"
+    assert findings(sunspot)["failed"]["advice"] == again
+
+
+def test_an_error_of_ours_has_no_place_but_in_the_users_code() -> None:
+    with pytest.raises(SettingsError) as raised:
+        load_settings({"EPOCHS": "many"})
+    assert describe_failure(raised.value, 1, 0, 0).file == __file__
+    assert describe_failure(raised.value.with_traceback(raised.tb.tb_next), 1, 0, 0).file == ""
+
+
 def test_a_run_that_failed_without_a_traceback(run: Run, sunspot: Command) -> None:
     trains(run)
     failed(run, "no checkpoint could be committed for 600 s")
@@ -746,6 +766,32 @@ def test_a_cluster_that_is_away_leaves_storage(cluster: FakeCluster, run: Run, s
     found = findings(sunspot)
     assert "data-bound" in found
     assert any("cannot be reached" in text for text in sunspot.json["unseen"])
+
+
+@pytest.mark.parametrize("state", [RunState.STARTING, RunState.SUCCEEDED])
+def test_a_refused_credential_is_the_first_finding_of_a_run_that_trains_in_the_cluster(
+    cluster: FakeCluster, run: Run, sunspot: Command, state: RunState
+) -> None:
+    begin(run)
+    write_status(run, Status(state, "run-1#1a2b3c4d@sunspot/0123456789"))
+    cluster.on("GET", "/rayjobs", answer(401, "Unauthorized"))
+    ended = state is RunState.SUCCEEDED
+    assert sunspot("doctor", "run", "--json") == (0 if ended else 4)
+    assert ("cluster not seen" in names(sunspot)[:1]) is not ended
+    sunspot("doctor", "run")
+    if not ended:
+        assert sunspot.out.startswith("run: starting\n\n1. cluster not seen (error)\n   http://127.0.0.1")
+        assert "ask again; what else is found is from storage" in sunspot.out
+        assert sunspot.err == "error: run trains in a cluster that was not examined; its first finding says why\n"
+    assert (sunspot.out + sunspot.err).count("refuses these credentials") == 1
+
+
+def test_a_refused_credential_does_not_matter_for_a_run_of_this_machine(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
+    report(run, trains(run), *windows(5, data_wait_s=[5.0, 5.0]))
+    cluster.on("GET", "/rayjobs", answer(401, "Unauthorized"))
+    assert "data-bound" in findings(sunspot)
 
 
 def test_storage_that_is_away_leaves_the_cluster(

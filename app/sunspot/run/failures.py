@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sunspot.background import map_parallel
-from sunspot.errors import format_trace, without_secrets
+from sunspot.errors import SunspotError, by_name, format_trace, without_secrets
 from sunspot.run import Run, to_json
 from sunspot.run.logs import STREAM, driver_stream, rank_stream
 from sunspot.run.objects import Count, Moment, Workers, as_event, read, read_or_default
@@ -52,15 +52,28 @@ class Failure:
     "Seconds since the epoch."
 
     @property
+    def summary(self) -> str:
+        """The class of the error and the first line of its message; one of Sunspot's errors says all by its message."""
+        first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+        if by_name(self.type).__name__ == self.type:
+            return first
+        return f"{self.type}: {first}"
+
+    @property
     def consequence(self) -> bool:
         """Whether it failed because another process was gone."""
         return bool(LOST_PEER.search(f"{self.type}: {self.message}"))
 
 
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
-    """Return the record of an error that ends a process; that of a remote Ray task is found in its text."""
+    """Return the record of an error that ends a process; that of a remote Ray task is found in its text.
+
+    An error that Sunspot raises where no code of the user's is called has no place: its message says what is wrong.
+    """
     kind, message, trace = type(error).__name__, without_secrets(str(error)), format_trace(error)
     place = find_place(trace)
+    if isinstance(error, SunspotError) and OURS.match(place[0]):
+        place = ("", 0, "")
     return Failure(attempt, rank, step, kind, message[-MAX_MESSAGE:], trace[-MAX_TRACEBACK:], *place)
 
 

@@ -26,10 +26,10 @@ def find_end(case: Case) -> Iterator[Finding]:
     elif case.state is RunState.FAILED:
         advice = f"`sunspot logs {case.view.run.name}` and, of a worker, `--rank 0` have all that they printed"
         if full := advise_full(case, case.reason):
-            advice = f"{full}; then start the run again: it goes on from the last checkpoint"
+            advice = f"{full}; then start the run again{_where_it_goes_on(case)}"
         yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(case.reason), advice, cost=1.0)
     if case.state is RunState.LOST:
-        advice = "submit it again, or repeat the same command: it goes on from the last checkpoint"
+        advice = f"submit it again, or repeat the same command{_where_it_goes_on(case)}"
         yield Finding(Diagnosis.LOST, Severity.ERROR, cut(case.reason), advice, cost=0.9)
     elif case.state is RunState.DELETING:
         advice = f"`sunspot delete {case.view.run.name}` goes on with that"
@@ -37,8 +37,13 @@ def find_end(case: Case) -> Iterator[Finding]:
     elif case.state is RunState.STOPPED:
         advice = f"`sunspot resume {case.view.run.name}` lets it go on"
         if case.view.status and case.view.status.reason:  # a signal to its process has one, `sunspot stop` has not
-            advice = "repeat the command that started it: it goes on from the last checkpoint"
+            advice = f"repeat the command that started it{_where_it_goes_on(case)}"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+
+
+def _where_it_goes_on(case: Case) -> str:
+    """Return the end of an advice to start again; empty for a run without a checkpoint."""
+    return ": it goes on from the last checkpoint" if case.view.checkpoint else ""
 
 
 def _counts(case: Case, failure: Failure) -> bool:
@@ -58,10 +63,9 @@ def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> F
     place = f" in {first.function} at {first.file}:{first.line}" if first.file else ""
     again = f", in {plural(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
     more = f"; then {', '.join(f'{times} {kind}' for kind, times in others.items())}" if others else ""
-    said = next((line.strip() for line in first.message.splitlines() if line.strip()), "")
-    evidence = f"{first.type}: {cut(said)}{place}; {who}{again}, after step {first.step}{more}"
+    evidence = f"{cut(first.summary)}{place}; {who}{again}, after step {first.step}{more}"
     mend = advise_full(case, first.message) or "mend what it names"
-    advice = f"{mend}; then start the run again: it goes on from the last checkpoint"
+    advice = f"{mend}; then start the run again{_where_it_goes_on(case)}"
     if "OutOfMemory" in first.type or "out of memory" in first.message:
         advice = "lower MICRO_BATCH_SIZE, which leaves the result as it is, or give the workers more memory"
     elif severity is not Severity.ERROR:
@@ -126,7 +130,7 @@ def find_stall(case: Case) -> Iterator[Finding]:
         away = "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`"
         owner = Owner.parse(status.owner)
         end = f"delete its RayJob ({owner.describe()})" if owner.namespace else "delete its RayJob or end its process"
-        again = f"{end}, and submit again: it goes on from the last checkpoint"
+        again = f"{end}, and submit again{_where_it_goes_on(case)}"
         advice = f"{away}. If it stays so, {again}, and what comes back late changes nothing"
         details: dict[str, Any] = {"silent_s": round(case.now - status.seen)}
         yield Finding(Diagnosis.SILENT, Severity.ERROR, cut(case.reason), advice, details, cost=0.8)
