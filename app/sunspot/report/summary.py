@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from sunspot.errors import shorten
 from sunspot.formatting import columns
 from sunspot.report import Report
 from sunspot.run import Run
@@ -10,14 +9,15 @@ from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.history import in_digits, measured
 
 
-def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]:
-    """Yield the newest and the best checkpoint side by side, the error that ended the run, and the weights' place."""
+def describe(run: Run, report: Report) -> Iterator[str]:
+    """Yield the state, the newest and the best checkpoint side by side, and the path of the weights.
+
+    The error that ended the run is not among the lines, because the entry point prints it after them.
+    """
     newest, best = report.checkpoint, report.best
     metric, order = report.best_by, report.retention[2]
     of = f" of {report.total_steps}" if report.total_steps else ""
     yield f"{report.state} at step {report.step}{of}"
-    if error:
-        yield f"  error: {type(error).__name__}: {shorten(error)}"
     if newest is None:
         made = report.checkpoints or report.checkpoints_left_out or (report.status and report.status.checkpoint)
         yield "  no checkpoint is whole" if made else "  no checkpoint was made"

@@ -86,7 +86,7 @@ def recorded_outcome(
         fail(RunState.FAILED, str(error), error)
         raise
     except KeyboardInterrupt as error:
-        fail(RunState.STOPPED, str(error) or "interrupted; the same command goes on from the last checkpoint", error)
+        fail(RunState.STOPPED, str(error) or "interrupted; the same command goes on", error)
         raise
     except Exception as error:
         if fail(RunState.FAILED, shorten(error), error):

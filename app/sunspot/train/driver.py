@@ -171,9 +171,9 @@ def identify_rows(plan: Plan) -> Rows:
 def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
     """Print the result of the run, and write its report, when the context ends (`on_exit`)."""
 
-    def report(error: Exception | None) -> None:
+    def report(_: Exception | None) -> None:
         try:
-            with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver, error))
+            with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver))
         except Exception as trouble:  # how the run ended does not depend on its report
             log.warning(f"the report could not be written: {shorten(trouble)}")
 
@@ -196,12 +196,12 @@ def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
     report(None)
 
 
-def _write_report(run: Run, driver: str, error: Exception | None) -> None:
+def _write_report(run: Run, driver: str) -> None:
     status = read_status(run)
     if status is None or status.driver != driver:
         return  # it never began, was deleted meanwhile, or is another process's by now
     report = gather(run, status.state, status.reason)
-    for line in describe(run, report, error):
+    for line in describe(run, report):
         print(visible(line))
     page = render(report)
     if not own_status(run, driver):

@@ -152,7 +152,10 @@ def outcome_of_training(
     if not failure:
         stop_request.raise_signal(kept, plan.settings.job_id)
     reason = failure or "the workers ended before the last step"
-    raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
+    more = f"`sunspot doctor {run.name}` says more"
+    if checkpoint:  # otherwise the summary of the run says that there is none
+        more = f"{kept}; {more}"
+    raise SunspotError(f"training failed: {reason}\n{more}") from failure
 
 
 def read_end(plan: Plan, claimant: Claimant) -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
