@@ -15,6 +15,7 @@ from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import Settings
 from sunspot.tasks.defaults import fill_in
+from sunspot.tasks.signatures import refuse_other_arguments
 
 HOOKS = ("train", "augment", "augment_row")
 """What loops over batches call; those of some libraries do not."""
@@ -197,4 +198,5 @@ def load_task(settings: Settings) -> Task:
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor "
             "build_module, build_keras, build_trainer or build_trees, which a task for a library defines"
         )
+    refuse_other_arguments(settings.task, module)
     return cast(Task, fill_in(module, settings))

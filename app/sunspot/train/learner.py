@@ -18,6 +18,7 @@ from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
+from sunspot.tasks.signatures import place_of_function
 from sunspot.train.randomness import augment
 from sunspot.train.undo import StepUndo
 
@@ -121,10 +122,11 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
     values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.shape != (rows,):
+            place = place_of_function(learner.task.loss)
             shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise SettingsError(
-                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss: {name}: a {type(value).__name__}{shape}; return "
-                f'the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a dict of '
-                "metrics of that shape"
+                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss{place}: {name}: a {type(value).__name__}{shape}; "
+                f'return the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a '
+                "dict of metrics of that shape"
             )
     return losses, metrics

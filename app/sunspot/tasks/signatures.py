@@ -1,0 +1,44 @@
+"""The functions of a task: with which arguments they are called, and where they are defined."""
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from sunspot.errors import SettingsError
+from sunspot.settings import PREFIX
+
+CALLED_WITH = {
+    "build_model": ("settings", "source"),
+    "loss": ("model", "batch"),
+    "build_optimizer": ("model", "settings"),
+    "build_scheduler": ("optimizer", "settings", "total_steps"),
+    "schedule": ("step", "total_steps"),
+    "train": ("run",),
+}
+"""The arguments of a task's functions, which are given by position (`Task`)."""
+
+
+def refuse_other_arguments(task: str, module: ModuleType) -> None:
+    """Raise `SettingsError` for a function of a task's module that cannot be called with its arguments."""
+    for name, arguments in CALLED_WITH.items():
+        function = getattr(module, name, None)
+        if not callable(function):
+            continue
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # of a function in C, which does not tell
+            continue
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise SettingsError(
+                f"{PREFIX}TASK={task}: {name}{signature}{place_of_function(function)}, is called as "
+                f"{name}({', '.join(arguments)}); define it so"
+            ) from error
+
+
+def place_of_function(function: Callable[..., Any]) -> str:
+    """Return `, defined at FILE:LINE` for a function; empty for any other callable, such as an adapter's method."""
+    own = inspect.unwrap(function)
+    return f", defined at {own.__code__.co_filename}:{own.__code__.co_firstlineno}" if inspect.isfunction(own) else ""
