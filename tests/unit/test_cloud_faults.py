@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -203,6 +204,19 @@ def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense")
     with pytest.raises(StorageError, match=r"AZURE_STORAGE_\* environment cannot be used"):
         open_storage("az://container/runs")
+
+
+def test_expired_credentials_say_to_sign_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of a single sign-on is looked for in a file, and nothing is sent."""
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL")
+    for name in keys:
+        monkeypatch.delenv(name, raising=False)
+    sso = "sso_start_url=https://x.invalid\nsso_region=us-east-1\nsso_account_id=1\nsso_role_name=r\n"
+    (tmp_path / "config").write_text(f"[default]\n{sso}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(StorageError, match=r"Error loading SSO Token: .*; sign in again, for example with `aws sso"):
+        open_storage("s3://bucket").read("run.json")
 
 
 def test_google_is_asked_for_the_parts_as_they_were_written() -> None:

@@ -33,6 +33,15 @@ WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
 """S3's error codes for a part that does not match the checksum sent along, and MinIO's."""
 
 
+EXPIRED = "sign in again, for example with `aws sso login`, or renew AWS_SESSION_TOKEN and its keys"
+
+EXPIRED_CODES = (
+    *("ExpiredToken", "ExpiredTokenException", "InvalidToken", "RequestExpired", "TokenRefreshRequired"),
+    *("SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
+)
+"""Codes of S3, and classes of botocore, for credentials that were valid once."""
+
+
 class S3Storage(Bucket):
     """A prefix of a bucket, through boto3: endpoint, region and credentials come from the usual AWS environment."""
 
@@ -46,6 +55,7 @@ class S3Storage(Bucket):
         "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod's service "
         "account a role",
         "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        **dict.fromkeys(EXPIRED_CODES, EXPIRED),
         "PreconditionFailed": "it was replaced while it was read; try again",
         "RequestTimeTooSkewed": "set this machine's clock by NTP",
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
