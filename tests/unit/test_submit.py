@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sunspot.run.requests import (
     SubmissionRecord,
     clear_stop,
     newest_submission,
+    read_stop,
     record_submission,
     request_stop,
     stop_requested,
@@ -754,6 +756,21 @@ def test_stop_with_an_expired_credential_says_that_the_run_ends_by_its_stop_mark
     assert "the stop marker is in storage, so the run saves and ends by itself; `sunspot stop run " in sunspot.err
     assert stop_requested(sunspot.run)
     assert cluster.jobs
+
+
+def test_a_user_without_a_name_may_stop_a_run(
+    sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a container whose user has a number only."""
+    for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    write_status(sunspot.run, Status(RunState.STOPPED, "host-1"))
+    assert sunspot("stop", "run") == 0, sunspot.err
+    request = read_stop(sunspot.run)
+    assert request
+    assert request.by.startswith(f"{os.getuid()}@")
 
 
 def test_stop_of_a_run_that_is_over_or_unknown(cluster: FakeCluster, sunspot: Command) -> None:

@@ -5,7 +5,10 @@ says what was submitted and where, for people to read. Nothing is ever applied t
 anybody who can write to storage could have written it.
 """
 
+import getpass
+import os
 import re
+import socket
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -56,6 +59,15 @@ class StopRequest:
             raise KeyboardInterrupt(f"interrupted: {kept}")
         if self.terminated:
             raise (SunspotError if job else TerminatedError)(f"told to end by SIGTERM: {kept}")
+
+
+def who_asks() -> str:
+    """Return the user and the host of this process, for people; a container's user may have a number only."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def request_stop(run: Run, by: str) -> None:

@@ -6,9 +6,7 @@ reported.
 """
 
 import contextlib
-import getpass
 import shutil
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.identity import read_identity
 from sunspot.run.objects import CHECKPOINT
 from sunspot.run.overview import holds_run
-from sunspot.run.requests import DELETION, clear_deletion, deletion_begun, mark_deletion, submitted_job
+from sunspot.run.requests import DELETION, clear_deletion, deletion_begun, mark_deletion, submitted_job, who_asks
 from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
@@ -192,7 +190,7 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
 
     Raises `GaveUpError` when its pods do not go, and `ConflictError` when something goes on writing it.
     """
-    mark_deletion(run, f"{getpass.getuser()}@{socket.gethostname()}")
+    mark_deletion(run, who_asks())
     if cluster and jobs:
         warn(f"waiting until {plural(len(jobs), 'RayJob')} and the pods are gone")
         if not delete_jobs(cluster, jobs, GONE_WITHIN_S, frozen=True):

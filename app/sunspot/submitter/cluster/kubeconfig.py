@@ -30,7 +30,7 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
     Raises `ClusterError` when there is no such context or no credential, or no configuration at all.
     """
     files = os.environ.get("KUBECONFIG") or "~/.kube/config"
-    has_file = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep))
+    has_file = any(Path(os.path.expanduser(file)).is_file() for file in files.split(os.pathsep))
     if not has_file and (context or not os.environ.get("KUBERNETES_SERVICE_HOST")):
         advice = "set KUBECONFIG to the file that your cluster's administrator or cloud gave you"
         raise ClusterError(f"no cluster: {files} is not there; {advice}")

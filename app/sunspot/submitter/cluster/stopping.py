@@ -1,12 +1,10 @@
 """Stops a run, and removes its cluster."""
 
-import getpass
-import socket
 import time
 from collections.abc import Sequence
 
 from sunspot.errors import ClusterError, GaveUpError
-from sunspot.run.requests import request_stop
+from sunspot.run.requests import request_stop, who_asks
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, follow
@@ -32,7 +30,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     state, reason = snapshot.state()
     if state is RunState.SUCCEEDED:
         return state, f"there is nothing to stop: {reason}"
-    request_stop(access.run, f"{getpass.getuser()}@{socket.gethostname()}")
+    request_stop(access.run, who_asks())
     if not wait:
         return RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended"
     try:
