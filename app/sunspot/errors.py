@@ -190,6 +190,9 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
             os._exit(128 + signal.SIGINT)
         return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and _was_folder_deleted():
+            _complain("error: the folder in which this was started has been deleted; change to another one\n")
+            return SettingsError.exit_code
         # Python drops output that a full disk did not take. Only another write shows whether that was the error.
         failure = flush_output("\n") if isinstance(error, OSError) else None
         if isinstance(failure, BrokenPipeError):  # `| head`: the program has not reached its end, so not 0
@@ -198,6 +201,15 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
             return _refuse_output(failure)
         _complain(visible(format_trace(error)))
         return 1
+
+
+def _was_folder_deleted() -> bool:
+    """Return True if the working directory of this process does not exist, so that no relative path means anything."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _refuse_output(failure: OSError) -> int:

@@ -140,6 +140,21 @@ run_and_exit(fail)
     assert "\x1b" not in ended.stderr
 
 
+def test_a_deleted_working_directory_is_named() -> None:
+    program = """
+import os, tempfile
+from pathlib import Path
+from sunspot.errors import run_and_exit
+folder = tempfile.mkdtemp()
+os.chdir(folder)
+os.rmdir(folder)
+run_and_exit(lambda: print(Path("runs").absolute()))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    told = "error: the folder in which this was started has been deleted; change to another one\n"
+    assert (ended.returncode, ended.stderr) == (2, told)
+
+
 def test_a_second_interrupt_waits_for_no_thread_and_not_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
 import threading, time

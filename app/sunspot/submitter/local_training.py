@@ -22,6 +22,7 @@ def refuse_without_training() -> None:
 
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a training: FILE below this process's below what is `given`. Raises `SettingsError`."""
+    os.getcwd()  # raises FileNotFoundError if it was deleted, where torch would abort the process
     kept = as_variables(read_settings_file(FILE))
     if kept:
         warn(f"{FILE} sets {', '.join(name.removeprefix(PREFIX) for name in kept)}")
