@@ -121,10 +121,12 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     of_batch = TASK.replace("predict(model, images)", "predict(model, batch)").replace(
         "model(images)", 'model(batch["image"])'
     )
-    checked = check_task(tmp_path, (of_batch if loop else TASK) + loop, monkeypatch, AUDIT="true", EMA="0.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = {"AUDIT": "true", "EMA": "0.9", "USE_GPU": "true"}
+    checked = check_task(tmp_path, (of_batch if loop else TASK) + loop, monkeypatch, **given)
     assert {"loss at first", "hits", "test_loss", "test_hits"} <= checked.metrics.keys()
     assert checked.checkpoint_bytes > 10_000
-    assert checked.not_checked == ["AUDIT=True"]
+    assert checked.not_checked == ["AUDIT=True", "USE_GPU=true, because torch sees no GPU here"]
 
 
 def test_weights_that_change_before_the_optimizers_step_are_named(
