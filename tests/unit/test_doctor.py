@@ -768,7 +768,7 @@ def test_a_cluster_that_is_away_leaves_storage(cluster: FakeCluster, run: Run, s
     assert any("cannot be reached" in text for text in sunspot.json["unseen"])
 
 
-@pytest.mark.parametrize("state", [RunState.STARTING, RunState.SUCCEEDED])
+@pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.SUCCEEDED])
 def test_a_refused_credential_is_the_first_finding_of_a_run_that_trains_in_the_cluster(
     cluster: FakeCluster, run: Run, sunspot: Command, state: RunState
 ) -> None:
@@ -780,10 +780,21 @@ def test_a_refused_credential_is_the_first_finding_of_a_run_that_trains_in_the_c
     assert ("cluster not seen" in names(sunspot)[:1]) is not ended
     sunspot("doctor", "run")
     if not ended:
-        assert sunspot.out.startswith("run: starting\n\n1. cluster not seen (error)\n   http://127.0.0.1")
+        assert sunspot.out.startswith(f"run: {state}\n\n1. cluster not seen (error)\n   http://127.0.0.1")
         assert "ask again; what else is found is from storage" in sunspot.out
         assert sunspot.err == "error: run trains in a cluster that was not examined; its first finding says why\n"
     assert (sunspot.out + sunspot.err).count("refuses these credentials") == 1
+
+
+@pytest.mark.parametrize(("state", "code"), [(RunState.STARTING, 4), (RunState.RUNNING, 0)])
+def test_without_a_cluster_storage_explains_a_run_that_trains(
+    run: Run, sunspot: Command, state: RunState, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    begin(run)
+    write_status(run, Status(state, "run-1#1a2b3c4d@sunspot/0123456789"))
+    assert sunspot("doctor", "run", "--json") == code
+    assert (names(sunspot)[0] == "cluster not seen") is (code == 4)
 
 
 def test_a_refused_credential_does_not_matter_for_a_run_of_this_machine(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sunspot.errors import StorageError
-from sunspot.run import Run
 from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
 from sunspot.run.history import newest_rank_records
@@ -24,6 +23,9 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explai
 
 CHECKS = (find_end, find_hung, find_stall, find_slow, find_memory_growth, find_storage, find_losses)
 """What explains the state of a run that has begun; each finds nothing when nothing seems wrong."""
+
+EXPLAINED_BY_PODS = (RunState.PENDING, RunState.STARTING, RunState.SILENT)
+"""States that storage alone does not explain."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def examine(access: RunAccess) -> Report:
     state, reason = snapshot.state()
     findings = []
     unseen = _unseen(access, snapshot)
-    trouble = "" if state.terminal or not _is_in_cluster(access.run, snapshot) else snapshot.cluster.trouble
+    trouble = snapshot.cluster.trouble if _needs_cluster(access, snapshot, state) else ""
     if trouble:
         advice = "renew the credentials, or reach the API server, and ask again; what else is found is from storage"
         findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, trouble, advice, cost=1.0))
@@ -87,10 +89,15 @@ def examine(access: RunAccess) -> Report:
     return Report(state, reason, most_explaining_first(findings), unseen, trouble)
 
 
-def _is_in_cluster(run: Run, snapshot: RunSnapshot) -> bool:
-    """Return True if a RayJob trains the run, or is to, by what storage says."""
+def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
+    """Return True if a RayJob trains the run, or is to, by what storage says, and its pods may explain the state.
+
+    Without a cluster to ask, the state of a run that trains is known from storage.
+    """
     status = snapshot.storage.status
-    return bool(Owner.parse(status.owner).namespace if status else list_submissions(run))
+    in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)
+    lives = not state.terminal or state is RunState.LOST
+    return bool(in_cluster) and (lives if access.cluster else state in EXPLAINED_BY_PODS)
 
 
 def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
