@@ -133,7 +133,7 @@ def test_a_machine_that_is_too_busy_is_named_with_rays_logs(
     ("number", "name", "fix"),
     [
         (errno.ENOSPC, "TMPDIR/a", "free some space, or set TMPDIR to another folder"),
-        (errno.EROFS, "HOME/.ray", "let this user write there, or set HOME to another folder"),
+        (errno.EROFS, "/home/me/.ray", "let this user write there, or set HOME to another folder"),
         (errno.EACCES, "/opt/a", "let this user write there"),
         (errno.EMFILE, "TMPDIR/a", "raise the limit of open files, for example with `ulimit -n 65536`"),
     ],
@@ -144,11 +144,10 @@ def test_an_error_of_the_system_is_told_with_its_fix(
     fix: str,
     started: list[dict[str, Any]],
     temporary: Path,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = name.replace("TMPDIR", str(temporary)).replace("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", "/home/me")
+    file = name.replace("TMPDIR", str(temporary))
     error = RuntimeError("Ray's own words")
     error.__cause__ = OSError(number, os.strerror(number), file)
     assert refused(error, monkeypatch) == f"Ray's own words; {fix}"
