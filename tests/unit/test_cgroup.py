@@ -81,6 +81,6 @@ def test_without_any_group_the_machine_is_the_limit(kernel: tuple[Path, Path]) -
 
 def test_a_process_may_have_a_name_of_any_bytes(kernel: tuple[Path, Path]) -> None:
     _, process = kernel
-    cut = "tr\u00e4ner-f\u00fcr-\u00e4".encode()[:15]  # as Linux cuts it, within a character
+    cut = "training-f\u00fcr-\u00e4".encode()[:15]  # as Linux cuts it, within a character
     (process / "status").write_bytes(b"Name:\t" + cut + b"\nRssAnon:\t 300 kB\n")
     assert resident_memory(process) == 300 * 1024
