@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sunspot.run import open_run
-from sunspot.run.logs import list_streams, read_stream
+from sunspot.run.logs import list_streams, rank_stream, read_stream
 
 PROGRAM = """
 import sys
@@ -39,6 +39,15 @@ def main():
     return 0
 
 run_and_exit(main)
+"""
+
+WORKER = """
+import sys
+from sunspot.run import open_run
+from sunspot.run.logs import shipped_worker_output
+
+with shipped_worker_output(open_run(sys.argv[1], "run"), 1, 0):
+    print("read picture-\\udcff.png")
 """
 
 DOCUMENT = "from sunspot.submitter.printing import print_document; print_document('path: gr\\u00f6\\u00dfe\\n')"
@@ -118,6 +127,19 @@ def test_a_run_goes_on_whatever_becomes_of_its_terminal(kind: str, tmp_path: Pat
         told = "the run goes on, and `sunspot logs` shows what it prints"
         assert done.stderr == f"warning: its output cannot be written here ({why}); {told}\n"
         assert done.stderr in logged
+
+
+def test_a_worker_prints_the_name_of_any_file(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", WORKER, str(tmp_path)],
+            env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "utf-8"},  # as Ray opens it
+            stdout=output,
+            stderr=subprocess.PIPE,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "out").read_text() == "read picture-\\udcff.png\n"
+    assert read_stream(open_run(str(tmp_path), "run"), rank_stream(1, 0)) == b"read picture-\\udcff.png\n"
 
 
 def test_a_document_is_the_same_in_any_locale() -> None:
