@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from sunspot.data.convert import convert_image_folder
 from sunspot.data.order import Steps, run_order
 from sunspot.data.ray_loader import RoundPlanner, RoundReader
 from sunspot.data.source import PREDICTED_BY, ModelData, find_sources, rows_in
-from sunspot.data.table import TableSource, open_table
+from sunspot.data.table import TableSource, find_files, open_table
 from sunspot.errors import DataError
 from sunspot.settings import Settings
 from tests.harness.datasets import everything, random_images, refusal
@@ -306,3 +307,11 @@ def test_saved_pictures_and_class_names_are_read_as_they_are(tmp_path: Path) -> 
     pq.write_table(table.set_column(1, "label", pa.array([1, 3])), tmp_path / "a.parquet")
     with refusal(DataError, "a.parquet: label 3, but its metadata names 3 classes"):
         find_sources(Settings(dataset=str(tmp_path / "a.parquet")))
+
+
+def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "hund"
+    folder.mkdir()
+    (folder / os.fsdecode(b"x\xff.png")).touch()
+    with pytest.raises(DataError, match=r"hund/x\\udcff\.png: its name is not UTF-8; rename it"):
+        find_files(str(tmp_path))

@@ -99,7 +99,10 @@ def list_visible(location: str) -> dict[str, int]:
     system, path = _file_system(location)
     with parquet_errors(location):
         found = system.get_file_info(fs.FileSelector(path, recursive=True))
-    sizes = {os.path.relpath(info.path, path): info.size for info in found if info.type == fs.FileType.File}
+    try:
+        sizes = {os.path.relpath(info.path, path): info.size for info in found if info.type == fs.FileType.File}
+    except UnicodeDecodeError as error:  # Arrow takes paths in UTF-8 only
+        raise DataError(f"{os.fsdecode(error.object)}: its name is not UTF-8; rename it") from error
     return {name: sizes[name] for name in sorted(sizes) if not any(p.startswith(("_", ".")) for p in name.split("/"))}
 
 
