@@ -54,10 +54,10 @@ def examine(access: RunAccess) -> Report:
     state, reason = snapshot.state()
     findings = []
     unseen = _unseen(access, snapshot)
-    trouble = snapshot.cluster.trouble if _needs_cluster(access, snapshot, state) else ""
-    if trouble:
+    cluster_trouble = snapshot.cluster.trouble if _needs_cluster(access, snapshot, state) else ""
+    if cluster_trouble:
         advice = "renew the credentials, or reach the API server, and ask again; what else is found is from storage"
-        findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, trouble, advice, cost=1.0))
+        findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, cluster_trouble, advice, cost=1.0))
     if snapshot.in_cluster and "pods" not in snapshot.cluster.hidden:
         findings += find_pending(snapshot.in_cluster, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
@@ -86,7 +86,7 @@ def examine(access: RunAccess) -> Report:
         findings.append(Finding(Diagnosis.STORAGE, Severity.ERROR, trouble, advice, cost=1.0))
     if not findings:
         findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
-    return Report(state, reason, most_explaining_first(findings), unseen, trouble)
+    return Report(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
 
 
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:

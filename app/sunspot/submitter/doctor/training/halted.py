@@ -130,7 +130,7 @@ def find_stall(case: Case) -> Iterator[Finding]:
         away = "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`"
         owner = Owner.parse(status.owner)
         end = f"delete its RayJob ({owner.describe()})" if owner.namespace else "delete its RayJob or end its process"
-        again = f"{end}, and submit again{_where_it_goes_on(case)}"
+        again = f"{end}, and submit again: it goes on from the last checkpoint"
         advice = f"{away}. If it stays so, {again}, and what comes back late changes nothing"
         details: dict[str, Any] = {"silent_s": round(case.now - status.seen)}
         yield Finding(Diagnosis.SILENT, Severity.ERROR, cut(case.reason), advice, details, cost=0.8)
