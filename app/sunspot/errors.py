@@ -19,6 +19,9 @@ MAX_FOREIGN_TEXT = 400
 MAX_MESSAGE = 10_000
 """Characters of an error's message: a value that it names may be of any length."""
 
+FAILED_FOR_GOOD = "failed for good"
+"""Beginning of a Ray job's message if the job's error is final (`SunspotError.final`)."""
+
 HIDDEN = "***"
 
 MIN_SECRET = 8
@@ -39,6 +42,9 @@ class SunspotError(Exception):
 
     exit_code = 1
 
+    final = False
+    "True if the same job would meet the error again on any other cluster, so that no retry helps."
+
     def __init__(self, message: str = "") -> None:
         text = visible(without_secrets(message))
         super().__init__(text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)")
@@ -52,18 +58,26 @@ class SettingsError(SunspotError):
     """Settings or arguments are wrong; the message lists every problem found."""
 
     exit_code = 2
+    final = True
 
 
 class NotFoundError(SunspotError):
     """The run, the checkpoint or the record asked for does not exist."""
 
     exit_code = 3
+    final = True
 
 
 class StorageError(SunspotError):
     """Storage cannot be reached or refuses; the message names the object."""
 
     exit_code = 4
+
+
+class RefusedStorageError(StorageError):
+    """Storage answers, and refuses: credentials, rights, the bucket's name, or what it cannot do."""
+
+    final = True
 
 
 class OutsideStorageError(StorageError):
@@ -92,6 +106,7 @@ class ConflictError(SunspotError):
     """The run in storage was begun with other settings."""
 
     exit_code = 6
+    final = True
 
 
 class SupersededError(ConflictError):

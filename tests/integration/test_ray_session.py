@@ -54,14 +54,47 @@ def test_a_session_is_for_its_user_alone_and_needs_no_home(tmp_path: Path) -> No
     assert private.stat().st_mode & 0o777 == 0o700
 
 
-def start_session(environment: dict[str, str]) -> dict[str, Any]:
-    """Run SESSION, a second time if Ray's own processes were too slow."""
+def start_session(environment: dict[str, str], session: str = SESSION) -> dict[str, Any]:
+    """Run a session, a second time if Ray's own processes were too slow."""
     for last in (False, True):
         done = subprocess.run(
-            [sys.executable, "-c", SESSION], env=environment, cwd=REPOSITORY, capture_output=True, text=True
+            [sys.executable, "-c", session], env=environment, cwd=REPOSITORY, capture_output=True, text=True
         )
         if last or "try again when it has less to do" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
+
+
+FAILED_JOB = """
+import asyncio, json, os, subprocess, sys
+from sunspot.ray_session import ray_session
+
+with ray_session():
+    import ray
+    from ray._raylet import GcsClient
+    from ray.dashboard.modules.job.common import JobInfoStorageClient
+    from ray.job_submission import JobStatus
+
+    address, job = ray.get_runtime_context().gcs_address, "run-1-x7k2p"
+    jobs = JobInfoStorageClient(GcsClient(address=address))
+    asyncio.run(jobs.put_status(job, JobStatus.RUNNING))
+    config = json.dumps({"metadata": {"job_submission_id": job}})
+    of_job = {"RAY_ADDRESS": address, "RAY_CLUSTER_NAME": "run-1-9fwqz", "RAY_JOB_CONFIG_JSON_ENV_VAR": config}
+    driver = [sys.executable, "-m", "sunspot.train"]
+    code = subprocess.run(driver, env={**os.environ, **of_job, "SUNSPOT_EPOCHS": "none"}).returncode
+    try:  # as Ray does next
+        asyncio.run(jobs.put_status(job, JobStatus.FAILED, "exit code 2"))
+    except RuntimeError:
+        pass
+    told = asyncio.run(jobs.get_info(job))
+print(json.dumps({"code": code, "status": told.status.value, "message": told.message}))
+"""
+
+
+def test_a_wrong_setting_stops_a_job_of_kuberay_which_is_not_tried_again() -> None:
+    told = start_session(dict(os.environ), FAILED_JOB)
+    assert (told["code"], told["status"]) == (2, "STOPPED")
+    assert told["message"].startswith("failed for good with exit code 2, so it is not tried again\nerror: ")
+    assert "SUNSPOT_EPOCHS" in told["message"]

@@ -188,12 +188,14 @@ def test_a_missing_bucket_is_no_missing_object(cloud: Cloud) -> None:
         with pytest.raises(StorageError, match="correct STORAGE_PATH") as raised:
             ask("run")
         assert not isinstance(raised.value, NotFoundError)
+        assert raised.value.final, "no other cluster would find it"
 
 
 def test_what_cannot_be_reached_says_what_to_check(cloud: Cloud) -> None:
     cloud.proxy.end()
-    with pytest.raises(StorageError, match=r"cannot write: .*; check "):
+    with pytest.raises(StorageError, match=r"cannot write: .*; check ") as raised:
         cloud.storage.write("run/a", b"")
+    assert not raised.value.final, "it may be back when another cluster tries"
 
 
 def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import torch
 import sunspot.storage.limits
 import sunspot.storage.local
 from sunspot.background import map_parallel
-from sunspot.errors import NotFoundError, SettingsError, StorageError
+from sunspot.errors import NotFoundError, RefusedStorageError, SettingsError, StorageError
 from sunspot.storage import bucket as module
 from sunspot.storage import open_storage
 from sunspot.storage.base import CHUNK, Storage
@@ -851,7 +851,7 @@ def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_pr
 
 def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on(lambda request: True, s3.answer(403, "AccessDenied"))
-    with pytest.raises(StorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):
+    with pytest.raises(RefusedStorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):
         prove(s3_storage, "run")
     assert len(s3_proxy.requests) == 1
 

@@ -5,7 +5,7 @@ A new backend is a module with a `Storage` and a line in BACKENDS (and its schem
 
 import importlib
 
-from sunspot.errors import StorageError
+from sunspot.errors import RefusedStorageError
 from sunspot.extras import how_to_install
 from sunspot.storage.base import Storage
 from sunspot.storage.local import LocalStorage
@@ -39,5 +39,5 @@ def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
         if not extra:
             raise
         missing = f"{storage_path}: {module.capitalize()}'s client is not installed"
-        raise StorageError(f"{missing}; {how_to_install(extra)}") from error
+        raise RefusedStorageError(f"{missing}; {how_to_install(extra)}") from error
     return backend(storage_path)

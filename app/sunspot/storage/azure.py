@@ -16,7 +16,7 @@ from azure.core import MatchConditions, exceptions
 from azure.identity import DefaultAzureCredential
 from azure.storage.blob import BlobBlock, BlobServiceClient, ExponentialRetry
 
-from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.errors import NotFoundError, RefusedStorageError, shorten
 from sunspot.storage import bucket
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
@@ -43,6 +43,13 @@ class AzureStorage(Bucket):
         "ServiceRequestError": "check AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING, and that it can be "
         "reached from here",
     }
+    REFUSALS = (
+        "ContainerNotFound",
+        "AuthorizationPermissionMismatch",
+        "AuthorizationFailure",
+        "AuthenticationFailed",
+        "NoAuthenticationInformation",
+    )
     MISSING = "BlobNotFound"
     VERSIONS_FIX = "switch versioning and soft delete of blobs off for this storage account, or keep them for a day"
     VERSIONS_RIGHT = "Microsoft.Storage/storageAccounts/blobServices/read"
@@ -153,14 +160,14 @@ def _azure_client(url: str) -> Any:
         if connection:
             return BlobServiceClient.from_connection_string(connection, **options)
         if not account:
-            raise StorageError(
+            raise RefusedStorageError(
                 f"{url}: which storage account is not known; set AZURE_STORAGE_ACCOUNT, or "
                 "AZURE_STORAGE_CONNECTION_STRING"
             )
         credential = os.environ.get("AZURE_STORAGE_KEY") or DefaultAzureCredential()
         return BlobServiceClient(f"https://{account}.blob.core.windows.net", credential, **options)
     except ValueError as error:
-        raise StorageError(f"{url}: the AZURE_STORAGE_* environment cannot be used: {shorten(error)}") from error
+        raise RefusedStorageError(f"{url}: the AZURE_STORAGE_* environment cannot be used: {shorten(error)}") from error
 
 
 # -------------------------------------------------------------------------------------------------------------- uploads

@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from sunspot.background import map_parallel, start_thread
-from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.errors import NotFoundError, RefusedStorageError, StorageError, shorten
 from sunspot.storage.base import CHUNK, RACE_PAUSE_S, RACE_TRIES, Entry, Storage, Writer, completed
 from sunspot.storage.limits import OPERATION_S, operation
 
@@ -60,6 +60,8 @@ class Bucket(Storage):
     SCHEME: ClassVar[str]
     FIXES: ClassVar[dict[str, str]]
     "What to do about an error, by the service's code for it or the class of the client's exception."
+    REFUSALS: ClassVar[tuple[str, ...]]
+    "The codes with which the service itself refuses, for as long as nobody changes rights, credentials or settings."
     MISSING: ClassVar[str]
     "The code for an object that is not there, in a bucket that is."
     VERSIONS_FIX: ClassVar[str]
@@ -213,7 +215,8 @@ class Bucket(Storage):
             if code == self.MISSING:
                 raise NotFoundError(f"{self.locate(key)}: not found") from error
             said = "; ".join(filter(None, (self._text(error), self._fix(code))))
-            raise StorageError(f"{self.locate(key)}: cannot {action}: {said}") from error
+            kind = RefusedStorageError if code in self.REFUSALS else StorageError
+            raise kind(f"{self.locate(key)}: cannot {action}: {said}") from error
 
     def _text(self, error: Exception) -> str:
         return shorten(error)

@@ -62,6 +62,7 @@ class GoogleStorage(Bucket):
         "ConnectionError": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
         "ConnectTimeout": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
     }
+    REFUSALS = ("NotFound", "Forbidden", "Unauthorized")
     MISSING = "no such object"
     VERSIONS_FIX = (
         "switch versioning and soft delete off for this bucket (gcloud storage buckets update gs://BUCKET "

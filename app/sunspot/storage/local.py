@@ -16,7 +16,14 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any, BinaryIO
 
-from sunspot.errors import NotFoundError, OutsideStorageError, SettingsError, StorageError, shorten
+from sunspot.errors import (
+    NotFoundError,
+    OutsideStorageError,
+    RefusedStorageError,
+    SettingsError,
+    StorageError,
+    shorten,
+)
 from sunspot.storage.base import CHUNK, RACE_TRIES, Entry, LeaveOut, Storage, Unfinished, Writer, completed
 from sunspot.storage.limits import OPERATION_S, operation, record_progress, refuse_if_given_up
 
@@ -416,4 +423,5 @@ def _as_storage_error(error: OSError, location: str) -> StorageError:
     fix = "check that STORAGE_PATH can be read and written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free space: `sunspot checkpoints gc RUN` shows what of a run is of no use"
-    return StorageError(f"{location}: {error.strerror or shorten(error)}; {fix}")
+    kind = RefusedStorageError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
+    return kind(f"{location}: {error.strerror or shorten(error)}; {fix}")

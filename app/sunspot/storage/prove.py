@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sunspot.errors import StorageError
+from sunspot.errors import RefusedStorageError, StorageError
 from sunspot.storage import open_storage
 from sunspot.storage.base import Storage
 from sunspot.storage.bucket import PART, Bucket
@@ -82,7 +82,7 @@ def prove(storage: Storage, prefix: str) -> None:
     if storage.exists(key):
         raise StorageError(f"{storage.locate(key)}: deleted, but still there; allow deleting below STORAGE_PATH")
     if again:
-        raise StorageError(
+        raise RefusedStorageError(
             f"{storage.locate(key)}: created twice; this store ignores 'If-None-Match: *', without which two "
             "processes could write one run. Use a server that supports conditional writes"
         )

@@ -17,7 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from sunspot.background import map_parallel, start_thread
-from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.errors import NotFoundError, RefusedStorageError, StorageError, shorten
 from sunspot.storage import bucket
 from sunspot.storage.base import CHUNK, Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
@@ -61,6 +61,7 @@ class S3Storage(Bucket):
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
         "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
     }
+    REFUSALS = ("NoSuchBucket", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")
     MISSING = "NoSuchKey"
     VERSIONS_FIX = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
     VERSIONS_RIGHT = "s3:GetBucketVersioning"
@@ -241,7 +242,7 @@ def _s3_client(url: str, **options: Any) -> Any:
             ),
         )
     except (BotoCoreError, ValueError) as error:
-        raise StorageError(f"{url}: the AWS environment cannot be used: {shorten(error)}") from error
+        raise RefusedStorageError(f"{url}: the AWS environment cannot be used: {shorten(error)}") from error
 
 
 # -------------------------------------------------------------------------------------------------------------- uploads

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.log import print_logs
+from sunspot.ray_internals.job import end_for_good
 from sunspot.search_space import find_dimensions
 from sunspot.settings import PREFIX, Settings, load_settings
 from sunspot.tracking.process import refuse_unusable
@@ -30,4 +31,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(main, "interrupted: what was committed is safe; the same command goes on from there")
+    run_and_exit(end_for_good(main), "interrupted: what was committed is safe; the same command goes on from there")

@@ -3,6 +3,7 @@
 from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
+from sunspot.ray_internals.job import end_for_good
 from sunspot.settings import Settings
 from sunspot.tune.search import main
 
@@ -13,4 +14,6 @@ A setting with an expression in the place of its value spans the space: SUNSPOT_
 if __name__ == "__main__":
     print_logs()
     CommandParser("sunspot.tune", DESCRIPTION, Settings.model_fields).parse()
-    run_and_exit(main, "interrupted: what the trials committed is safe; the same command goes on from there")
+    run_and_exit(
+        end_for_good(main), "interrupted: what the trials committed is safe; the same command goes on from there"
+    )

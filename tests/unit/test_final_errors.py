@@ -1,0 +1,88 @@
+"""Errors that another cluster would meet, too: they end a RayJob at once, and others leave it its tries."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sunspot.errors import (
+    ConflictError,
+    DamageError,
+    DataError,
+    NotFoundError,
+    RefusedStorageError,
+    SettingsError,
+    StorageError,
+    SunspotError,
+    SupersededError,
+)
+from sunspot.ray_internals import job
+
+
+def config(submission: str) -> str:
+    return json.dumps({"runtime_env": {}, "metadata": {"job_submission_id": submission}})
+
+
+@pytest.mark.parametrize(
+    ("environment", "own"),
+    [
+        ({"RAY_CLUSTER_NAME": "run-1a2b-x7k2p", "RAY_JOB_CONFIG_JSON_ENV_VAR": config("run-1a2b-9fwqz")}, True),
+        ({"RAY_CLUSTER_NAME": "shared", "RAY_JOB_CONFIG_JSON_ENV_VAR": config("run-1a2b-9fwqz")}, False),
+        ({"RAY_CLUSTER_NAME": "run-1a2b-x7k2p", "RAY_JOB_CONFIG_JSON_ENV_VAR": config("raysubmit_x")}, False),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": config("run-1a2b-9fwqz")}, False),
+        ({}, False),
+    ],
+    ids=["own cluster", "shared cluster", "own name of the job", "no KubeRay", "no job"],
+)
+def test_a_job_of_kuberay_in_its_own_cluster_is_recognised(
+    environment: dict[str, str], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_CLUSTER_NAME", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert bool(job.find_own_job()) is own
+
+
+@pytest.mark.parametrize(
+    ("kind", "final"),
+    [
+        (SettingsError, True),
+        (NotFoundError, True),
+        (ConflictError, True),
+        (SupersededError, True),
+        (RefusedStorageError, True),
+        (StorageError, False),
+        (DamageError, False),
+        (DataError, False),
+        (SunspotError, False),
+    ],
+)
+def test_only_errors_that_no_cluster_can_cure_are_final(
+    kind: type[SunspotError], final: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(job, "find_own_job", lambda: "run-1-x")
+    monkeypatch.setattr(job, "_mark_stopped", lambda name, error: ended.append(name))
+
+    def fail() -> int:
+        raise kind("why")
+
+    with pytest.raises(kind):
+        job.end_for_good(fail)()
+    assert ended == (["run-1-x"] if final else [])
+
+
+def test_a_ray_that_takes_no_last_word_changes_nothing_of_the_end(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.setattr(job, "find_own_job", lambda: "run-1-x")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def fail() -> int:
+        raise SettingsError("why")
+
+    with pytest.raises(SettingsError):
+        job.end_for_good(fail)()
+    assert "may start this job again" in warned[0]
