@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import FailureConfig, TrainingFailedError
-from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api import data_parallel_trainer
@@ -20,7 +24,7 @@ from sunspot.elastic import failures
 from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident, RankError
-from sunspot.elastic.receipts import FailureRecorder
+from sunspot.elastic.receipts import FailureRecorder, explain_error
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
 from sunspot.ray_internals.controller import GroupRestartError, asked_of_failures
@@ -238,12 +242,14 @@ def test_the_end_of_one_group_is_not_told_of_the_next() -> None:
     assert (len(control.group_end().errors), len(control.group_end().hangs)) == (1, 1)
     control.set_progress(Progress(1, 53, 0.5, time=1.0))
     control.start_next_group("rank 0: NameError")
-    progress, _, lines = control.fetch_news()
-    assert (_Lines(100, 50).describe(progress), lines) == ("step 53/100  starting again", ["rank 0: NameError"])
+    news = control.fetch_news()
+    assert news.lines == [news.ended] == ["rank 0: NameError"]
+    assert _Lines(100, 50).describe(news.progress) == "step 53/100  starting again"
     control.add_hang(hung(1), late=True)
-    assert control.group_end() == GroupEnd(progress=progress)
+    assert control.group_end() == GroupEnd(progress=news.progress)
     incident = control.begin_group(worker_group(2, "a", "b"))
     assert (incident.cause, incident.detail) == (Cause.HUNG, "rank 1: no step for 300 s"), "for the receipt"
+    assert not control.fetch_news().ended, "another group trains"
 
 
 @pytest.mark.parametrize("first", [Cause.JOINED, Cause.WORKER_LOST])
@@ -347,6 +353,109 @@ def test_errors_of_cuda_are_told_apart_by_class_and_code(error: Exception, code:
     wrapped = RuntimeError("cannot load")
     wrapped.__context__ = error
     assert describe_end(wrapped, attempt, 1, 50).cuda_error == code
+
+
+def killed_for_memory(node: str = "ab" * 28, used: str = "2.90") -> OutOfMemoryError:
+    """Ray's error (2.60) for a worker that its memory monitor has killed, in a container with 3 GiB."""
+    memory = f"Memory on the node (IP: 10.0.0.7, ID: {node}) was {used}GB used / 3.00GB limit (0.966910)"
+    return OutOfMemoryError(
+        f"1 worker(s) were killed due to the node running low on memory. {memory}\nOOM kill reason: Memory usage "
+        "3113851289B exceeded threshold of 3060164198B (95.0% of 3221225472B limit)\nObject store memory usage: []\n"
+        "Selected to kill: (Actor(04): job ID=01, pid=31835, actual memory used=2.70GB, worker ID=94)"
+    )
+
+
+FIGURES = f"out of memory: 2.90 of 3.00 GiB in use on node {'ab' * 6}, 2.70 GiB of them by this process"
+
+
+@pytest.mark.parametrize("found_by", [lambda error: error, WorkerHealthCheckFailedError], ids=["itself", "a check"])
+def test_a_worker_that_ray_killed_for_memory_is_named_with_its_figures(found_by: Any, control: Control) -> None:
+    error = killed_for_memory()
+    found = found_by(error) if found_by is not WorkerHealthCheckFailedError else found_by("failed", error)
+    FailureRecorder(control).after_exception(None, {1: found})
+    incident = control.channel.begin_group(worker_group(2, "a", "b"))
+    assert (incident.cause, incident.detail) == (Cause.OUT_OF_MEMORY, f"rank 1: {FIGURES}")
+
+
+def test_a_worker_killed_for_memory_is_replaced_alone_where_others_outlive_it(control: Control) -> None:
+    with asked_of_failures(FailureJudge(control, 3, outlive=True), outlive=True):
+        policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
+        lost = WorkerGroupPollStatus({1: WorkerStatus(running=False, error=killed_for_memory())})
+        assert policy.make_decision(lost.get_worker_group_error()) is FailureDecision.RETRY
+    assert control.heard("log") == [f"1 worker lost: {FIGURES}; starting again, 2 of 3 MAX_FAILURES left"]
+
+
+@pytest.mark.parametrize("known", ["before the next group begins", "before it takes a step", "later"])
+def test_why_a_worker_was_lost_may_be_told_after_the_loss(known: str) -> None:
+    control = ControlChannel()
+    control.add_loss("b", Incident(Cause.WORKER_LOST, "rank 1 on b", 100.0))
+    if known.startswith("before the next"):
+        control.explain_loss(FIGURES)
+    control.begin_group(worker_group(2, "a"))
+    if known == "before it takes a step":
+        control.explain_loss(FIGURES)
+    receipt = control.close_incident()
+    if known == "later":
+        control.explain_loss(FIGURES)
+        assert receipt.cause is Cause.WORKER_LOST
+        control.add_incident_facts(Incident(Cause.JOINED, "1 worker more", 120.0))
+    else:
+        assert (receipt.cause, receipt.detail, receipt.noticed) == (Cause.OUT_OF_MEMORY, FIGURES, 100.0)
+    notes = [] if known.startswith("before the next") else control.begin_group(worker_group(3, "a", "b")).notes
+    assert [(note.event, note.detail) for note in notes] in ([], [("out of memory", FIGURES)])
+
+
+@pytest.mark.parametrize("outlive", [False, True])
+def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_checkpoints(
+    outlive: bool, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, now = FailureJudge(control, 3, outlive=outlive), [1000.0]
+    monkeypatch.setattr(failures.time, "time", lambda: now[0])
+
+    def lose(step: int, node: str = "a") -> bool:
+        now[0] += 60
+        control.end = GroupEnd(progress=Progress(1, step=step, committed=step))
+        return judge({0: killed_for_memory(node)})
+
+    assert all(lose(step) for step in (10, 20, 30))
+    assert lose(31, "b"), "another node is no loop"
+    assert not lose(40)
+    assert control.gave_up_for[0].endswith(
+        "; 4 times in a row, each within 10 min of the one before (MAX_FAILURES=3): give the workers more memory "
+        "(worker.memory in the profile), or have the task keep less"
+    )
+
+
+def test_running_out_of_memory_now_and_then_never_ends_the_run(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, now = FailureJudge(control, 1), [1000.0]
+    monkeypatch.setattr(failures.time, "time", lambda: now[0])
+    for step in range(10, 100, 10):
+        now[0] += 3600
+        control.end = GroupEnd(progress=Progress(1, step=step, committed=step))
+        assert judge({0: killed_for_memory()})
+
+
+def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Control) -> None:
+    judge, attempt = FailureJudge(control, 2), Attempt(1, "me", None, 0, metadata=Metadata(world_size=1))
+    for step in (10, 20, 30):
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        end = describe_end(error, attempt, 0, step, "a")
+        assert explain_error(end).cause is Cause.OUT_OF_MEMORY
+        control.end = GroupEnd([end], Progress(1, step=step, committed=step))
+        assert judge({0: error}) is (step < 30)
+    assert "lower MICRO_BATCH_SIZE" in control.gave_up_for[0]
+
+
+def test_an_error_of_a_workers_own_is_the_cause_of_the_restart() -> None:
+    [bug], [peer] = failed(1, step=20), failed(0, type="RuntimeError", message="[gloo] Connection closed by peer")
+    control = ControlChannel()
+    for error in (peer, bug):
+        control.add_incident_facts(explain_error(error))
+    incident = control.begin_group(worker_group(2, "a", "b"))
+    said = "rank 1: NameError: name 'functional' is not defined, in loss at /mine/buggy.py:6, after step 20"
+    assert (incident.cause, incident.detail) == (Cause.WORKER_FAILED, said)
 
 
 def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:

@@ -69,6 +69,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
+    control.channel.explain_loss("out of memory: 2.90 of 3.00 GiB in use on a")
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
     telemetry = MagicMock()
     commands: Any = SimpleNamespace(poll=Command)
@@ -88,6 +89,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert newest_record(run, spans) == records[-1]
     events = {event["event"]: event for event in read_journal(run, "events", spans)}
     assert events["node left out"]["detail"] == "node a left out: GPU 3 cannot be used"
+    assert events["out of memory"]["detail"] == "out of memory: 2.90 of 3.00 GiB in use on a"
     assert events["node left out"]["time"] == pytest.approx(time.time(), abs=100)
     assert {**reported[0], "attempt": 1} == records[0]
     ranks = list(each_rank_record(run, spans))

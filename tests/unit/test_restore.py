@@ -564,6 +564,16 @@ def test_a_run_that_is_taken_over_from_a_live_start_has_lost_no_driver(
     assert first_incident(later) == Incident(), "its own group went before: why is known"
 
 
+def test_a_driver_that_saved_after_its_last_status_ended_at_the_step_that_it_saved(run: Run) -> None:
+    first = start(run, "old-1", at=10.0, world_size=2, driver="1" * 8, tier="beginning")
+    write_status(run, Status(RunState.FAILED, "old-1", step=827, attempt=1, driver="1" * 8))
+    commit(run, first, 846)
+    again = begin_attempt(Claimant(run, "new-2", "2" * 8), SETTINGS, machines(None, None))
+    incident = first_incident(again)
+    assert (incident.cause, incident.last_step) == (Cause.RESUMED, 846)
+    assert incident.detail == "the driver before ended at step 846: failed"
+
+
 def test_a_first_start_is_no_incident(run: Run) -> None:
     assert first_incident(begun(run)) == Incident(Cause.BEGIN)
 

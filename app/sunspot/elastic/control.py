@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sunspot.background import Background
-from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, LeftOut, RankError, WorkerGroup
+from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, Note, RankError, WorkerGroup
 from sunspot.observe.progress import News, Progress
 from sunspot.run.failures import Hang, blame, starved
 from sunspot.run.incidents import Cause
@@ -55,8 +55,10 @@ class ControlChannel:
         "Of each GPU, as the newest group began on it."
         self._failed_replacements: Counter[str] = Counter()
         "Number of replacements that could not train, by node."
-        self._left_out: list[LeftOut] = []
-        "Nodes left out since the newest group began."
+        self._ended = ""
+        "Why the newest group ended, until the next one begins."
+        self._notes: list[Note] = []
+        "For the events, since the newest group began."
 
     # ------------------------------------------------------------------------------------------------- by the workers
 
@@ -65,18 +67,19 @@ class ControlChannel:
         self._group = group
         self._command = replace(self._command, restart=False, deadline=None, moves=False)
         self._restart, self._incident = self._restart.completed_by(self._incident), Incident()
-        self._hangs, self._judged = [], 0
-        left_out, self._left_out = tuple(self._left_out), []
+        self._hangs, self._judged, self._ended = [], 0, ""
+        notes, self._notes = tuple(self._notes), []
         last_step = max(self._restart.last_step, self._progress.step)
-        return replace(self._restart, last_step=last_step, left_out=left_out)
+        return replace(self._restart, last_step=last_step, notes=notes)
 
     def explain_start(self, incident: Incident) -> None:
         """Put why the driver's first group begins, as its claim found it, before what was noted meanwhile."""
         self._incident = incident.completed_by(self._incident)
 
-    def close_incident(self) -> None:
-        """Forget why the present group began: it has taken its first step."""
-        self._restart = Incident()
+    def close_incident(self) -> Incident:
+        """Return why the present group began, as far as it is known by now, and forget it: it has taken a step."""
+        known, self._restart = self._restart, Incident()
+        return known
 
     def free_memory(self, gpu: str) -> int:
         """The bytes that were free on a GPU when the newest group began on it; 0: none has."""
@@ -137,6 +140,7 @@ class ControlChannel:
     def start_next_group(self, line: str) -> None:
         """Log why another group starts, and forget what is known of the end of the one before."""
         self.log(line)
+        self._ended = line
         self._progress = replace(self._progress, doing="starting again")
         self._errors, self._judged = [], len(self._hangs)
 
@@ -149,6 +153,21 @@ class ControlChannel:
         self.log(f"{incident.detail} is lost; the others train on")
         self._lost_on.append(node)
         self.add_incident_facts(incident)
+
+    def explain_loss(self, detail: str) -> None:
+        """Note that a lost worker had run out of memory, which Ray tells some time after the loss.
+
+        That is the cause of the open incident, unless something else ended the group: the one that the present group
+        has begun with, as long as it has not taken a step.
+        """
+        self._notes.append(Note(Cause.OUT_OF_MEMORY, detail, time.time()))
+        lost = (None, Cause.WORKER_LOST)
+        explained = {"cause": Cause.OUT_OF_MEMORY, "detail": detail}
+        if self._restart.cause is Cause.WORKER_LOST and self._incident.cause is None:
+            self._restart = replace(self._restart, **explained)
+        elif self._incident.cause in lost:
+            noticed = self._incident.noticed or time.time()
+            self._incident = replace(self._incident, **explained, noticed=noticed)
 
     def give_up(self, reason: str) -> None:
         """Keep why no other group starts."""
@@ -184,7 +203,7 @@ class ControlChannel:
 
     def add_left_out(self, lines: list[str]) -> None:
         """Keep which nodes were left out, and why, for the events."""
-        self._left_out += [LeftOut(line, time.time()) for line in lines]
+        self._notes += [Note("node left out", line, time.time()) for line in lines]
 
     def incident(self) -> Incident:
         """What is known of why the newest group ends, and of its last step."""
@@ -196,7 +215,7 @@ class ControlChannel:
 
     def fetch_news(self) -> News:
         """The progress, and the metrics and lines since the last call."""
-        news = News(self._progress, self._metrics, self._lines)
+        news = News(self._progress, self._metrics, self._lines, self._ended)
         self._metrics, self._lines = [], []
         return news
 

@@ -3,7 +3,8 @@
 Ray Train asks, in its controller (`ray_internals/controller.py`), about each group that ended without having been told
 to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
 counted, and forgotten with the next checkpoint. Groups to which Ray Data brought no rows are counted apart, and so are
-those that a copy in memory keeps from a step, until it is passed over for storage (copies.py).
+those that a copy in memory keeps from a step, until it is passed over for storage (copies.py). Processes that run out
+of memory soon after each other are counted whatever was kept in between (out_of_memory.py).
 """
 
 import time
@@ -17,8 +18,15 @@ from ray.exceptions import RayError
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.copies import RESTORES
 from sunspot.elastic.messages import OUT_OF_MEMORY, FailureCounts, GroupEnd, RankError
+from sunspot.elastic.out_of_memory import (
+    LOOP_S,
+    advise_memory,
+    count_losses,
+    find_killed_for_memory,
+    find_short_of_memory,
+)
 from sunspot.errors import SunspotError, shorten
-from sunspot.formatting import plural
+from sunspot.formatting import in_words, plural
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import BRING_ROWS, INSTALLED, LOST_PEER, OURS, Failure, blame, describe_failure, starved
 
@@ -65,6 +73,7 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
         from_memory=attempt.metadata.tier == "memory",
         node=node,
         cuda_error=find_cuda_error(error),
+        out_of_memory=any(isinstance(one, torch.OutOfMemoryError | MemoryError) for one in _chain(error)),
     )
 
 
@@ -108,8 +117,12 @@ class FailureJudge:
         end = self._ask(at_once=any(lost))
         if end.fatal:  # it says more, and no restart can fix it
             return False
-        alone = self._outlive and all(lost)
-        what, (goes_on, why, counts) = describe(end, errors), self._judge(end, sum(lost), alone)
+        for error in errors.values():
+            killed, figures = find_killed_for_memory(error)
+            if killed:
+                self._control.tell(ControlChannel.explain_loss, figures)
+        alone, short = self._outlive and all(lost), find_short_of_memory(errors, end.errors)
+        what, (goes_on, why, counts) = describe(end, errors), self._judge(end, sum(lost), alone, short)
         self._control.tell(ControlChannel.set_counts, counts)
         if alone:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
@@ -119,17 +132,23 @@ class FailureJudge:
         self._control.tell(following if goes_on else ControlChannel.give_up, f"{what}{why}")
         return goes_on
 
-    def _judge(self, end: GroupEnd, lost: int, alone: bool) -> tuple[bool, str, FailureCounts]:
+    def _judge(self, end: GroupEnd, lost: int, alone: bool, short: set[str]) -> tuple[bool, str, FailureCounts]:
         """Decide whether another group starts, and count the end of this one.
 
-        `lost` is the number of workers that were lost. Returns the decision, its reason (or how many failures are left)
-        and the new counts.
+        `lost` is the number of workers that were lost, and `short` has the nodes that were short of memory. Returns
+        the decision, its reason (or how many failures are left) and the new counts.
         """
         alike = in_user_code_alike(end.errors)
         counts = end.counts.since(end.progress.step if alone else end.progress.committed)
         again, counts = alike == counts.error, replace(counts, error=alike)
         if alike and (again or not any(error.taken for error in end.errors)):
             return False, "; all ranks ended so, and would again; `sunspot check` tries the task in seconds", counts
+        if short:
+            counts = replace(counts, memory_losses=count_losses(counts.memory_losses, short, time.time()))
+            times = max(times for times, _ in counts.memory_losses.values())
+            if times > self._max:
+                row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
+                return False, f"; {row} (MAX_FAILURES={self._max}): {advise_memory(end.errors)}", counts
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             counts = replace(counts, starved=counts.starved + 1)
             if counts.starved > MAX_STARVED:
@@ -233,5 +252,8 @@ def describe_failure_in_line(failure: Failure) -> str:
 
 def reason(error: Exception) -> str:
     """Return the line of an error that says why: for a lost worker, Ray puts a page of text before it."""
+    killed, figures = find_killed_for_memory(error)
+    if killed:
+        return figures
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if line.startswith("The actor")), lines[0])[:MAX_REASON]

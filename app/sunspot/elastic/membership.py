@@ -37,6 +37,13 @@ class Member:
     "Ray's id of its node."
     process: str = ""
     "Its name, which stays the same if it connects again; empty: it never does."
+    host: str = ""
+    "The host name of its node, in Kubernetes its pod's name; empty if it is not known."
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for people."""
+        return self.host or f"node {self.node[:12]}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Self
@@ -184,9 +184,9 @@ class MembershipServer:
         place = self.state.generation.ranks.get(member.uid)
         if place is None or self.state.ended:
             return
-        cause, detail = Cause.WORKER_LOST, f"rank {place} on node {member.node[:12]}"
+        cause, detail = Cause.WORKER_LOST, f"rank {place} on {member.place}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-            cause, detail = Cause.NODE_LOST, f"node {member.node[:12]} (rank {place})"
+            cause, detail = Cause.NODE_LOST, f"{member.place} (rank {place})"
         self._control.tell(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
@@ -212,9 +212,9 @@ class MembershipServer:
 
     def _incident_of_change(self) -> Incident:
         """Return why the members are told to change their group: some leave it with their nodes, or others join."""
-        leaving = sorted({member.node[:12] for member in self.state.leavers})
+        leaving = sorted({member.place for member in self.state.leavers})
         if leaving:
-            return Incident(Cause.PREEMPTED, f"node {', '.join(leaving)}", time.time())
+            return Incident(Cause.PREEMPTED, ", ".join(leaving), time.time())
         return Incident(Cause.JOINED, f"{plural(self.state.newcomers, 'worker')} more", time.time())
 
     def _forget_meetings(self) -> None:
@@ -288,7 +288,7 @@ class MembershipClient:
             uid = f"{self._identity.uid}-{self.connections + 1}"
             try:
                 connection = open_connection(address.host, address.port, address.key, ANSWER_S)
-                connection.send(Member(uid, self._identity.node, self._identity.uid))
+                connection.send(replace(self._identity, uid=uid, process=self._identity.uid))
                 self._others_train = connection.recv()
                 expect_answers(connection)
                 connection.send(Patience(self._patience_s))

@@ -5,6 +5,7 @@ Times are in seconds since the epoch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from sunspot.observe.progress import Progress
@@ -41,12 +42,15 @@ class WorkerGroup:
     world_size: int
     nodes: dict[int, str]
     "Ray's id of each rank's node."
+    hosts: dict[int, str] = field(default_factory=dict)
+    "The host name of each rank's node, in Kubernetes its pod's name, as far as it is known."
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A node that was left out of the cluster."""
+class Note:
+    """What happened to the cluster or to a process, for the run's events."""
 
+    event: str
     detail: str
     time: float
 
@@ -68,8 +72,13 @@ class Incident:
     "When the driver before had ended."
     last_step: int = 0
     "The last step that the group is known to have taken."
-    left_out: tuple[LeftOut, ...] = ()
-    "Nodes left out since the group began."
+    notes: tuple[Note, ...] = ()
+    "What else happened since the group began."
+
+    def describe(self) -> str:
+        """Return the cause and what is known of it as readable text."""
+        said = self.detail or self.loss
+        return f"{self.cause} ({said})" if said else str(self.cause)
 
     def completed_by(self, later: Incident) -> Incident:
         """Add what was learned later; what was known first stands."""
@@ -93,6 +102,8 @@ class RankError:
     "Ray's id of its node."
     cuda_error: int | None = None
     "CUDA's code, if it is an error of CUDA other than too little memory."
+    out_of_memory: bool = False
+    "It is an error of too little memory, the GPU's or the machine's."
 
 
 @dataclass(frozen=True)
@@ -113,10 +124,13 @@ class FailureCounts:
     "Size of the group when the first of these workers was lost."
     error: tuple[object, ...] | None = None
     "What the newest one failed with, if all of its ranks did so alike."
+    memory_losses: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    "Processes that ran out of memory (out_of_memory.py)."
 
     def since(self, kept: int) -> FailureCounts:
-        """The same, or none if a newer step than then is kept by now; the error stays."""
-        return replace(FailureCounts(error=self.error) if kept > self.kept else self, kept=kept)
+        """The same, or none if a newer step than then is kept by now; the error and the losses of memory stay."""
+        none = FailureCounts(error=self.error, memory_losses=self.memory_losses)
+        return replace(none if kept > self.kept else self, kept=kept)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,8 @@ def choose_placement(room: dict[str, int]) -> str:
 def _name(nodes: set[str], group: WorkerGroup) -> str:
     ranks = {node: [rank for rank, its in sorted(group.nodes.items()) if its == node] for node in nodes}
     return ", ".join(
-        f"node {node[:12]} ({'rank' if len(its) == 1 else 'ranks'} {', '.join(map(str, its))})"
+        f"{group.hosts.get(its[0]) or f'node {node[:12]}'} ({'rank' if len(its) == 1 else 'ranks'} "
+        f"{', '.join(map(str, its))})"
         for node, its in sorted(ranks.items(), key=lambda item: item[1])
     )
 

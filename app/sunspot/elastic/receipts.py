@@ -9,8 +9,9 @@ import ray.train
 
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.elastic.failures import reason
-from sunspot.elastic.messages import Incident
+from sunspot.elastic.failures import describe_failure_in_line, reason
+from sunspot.elastic.messages import Incident, RankError
+from sunspot.elastic.out_of_memory import find_killed_for_memory
 from sunspot.elastic.restore import TrainingState
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
@@ -95,20 +96,21 @@ def first_incident(start: StartPoint) -> Incident:
         return Incident()
     if other is None:
         return Incident(Cause.DRIVER_LOST, "the driver before wrote nothing")
+    step = max(other.step, start.attempt.step)  # its last status may be older than its last checkpoint
     if other.state.terminal:
-        ended = f"the driver before ended at step {other.step}: {other.state}"
-        return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=other.step)
+        ended = f"the driver before ended at step {step}: {other.state}"
+        return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=step)
     new_owner, old_owner = Owner.parse(start.attempt.owner), Owner.parse(other.owner)
     lived_on = own and own.began < other.seen
     lived_elsewhere = new_owner.place != old_owner.place and is_alive(other, start.attempt.time)
     if new_owner != old_owner and (lived_on or lived_elsewhere):
-        taken = f"by {new_owner.describe()}, from {old_owner.describe()} at step {other.step}"
-        return Incident(Cause.TAKEN_OVER, taken, last_step=other.step)
-    silent = f"the driver before wrote nothing since step {other.step}"
+        taken = f"by {new_owner.describe()}, from {old_owner.describe()} at step {step}"
+        return Incident(Cause.TAKEN_OVER, taken, last_step=step)
+    silent = f"the driver before wrote nothing since step {step}"
     # Until somebody has started a lost run again, nothing is there to train; a head that the operator replaces leaves
     # its workers.
     paused_since = other.seen + LOST_S if other.owner != start.attempt.owner else None
-    return Incident(Cause.DRIVER_LOST, silent, paused_since=paused_since, last_step=other.step)
+    return Incident(Cause.DRIVER_LOST, silent, paused_since=paused_since, last_step=step)
 
 
 class FailureRecorder(ray.train.UserCallback):
@@ -121,6 +123,15 @@ class FailureRecorder(ray.train.UserCallback):
         """Called at every poll while there are errors; the control channel keeps the first."""
         lost = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, GroupRestartError)}
         if lost:
-            lines = [f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items())]
-            loss = Incident(loss="; ".join(lines)[:MAX_DETAIL], noticed=time.time())
-            self._control.tell(ControlChannel.add_incident_facts, loss)
+            lines = "; ".join(f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items()))[:MAX_DETAIL]
+            short = any(find_killed_for_memory(error)[0] for error in lost.values())
+            cause, detail = (Cause.OUT_OF_MEMORY, lines) if short else (None, "")
+            self._control.tell(ControlChannel.add_incident_facts, Incident(cause, detail, time.time(), lines))
+
+
+def explain_error(error: RankError) -> Incident:
+    """Return why the group of a rank ends that tells its own error; nothing if another process ended first."""
+    if error.failure.consequence:
+        return Incident()
+    cause = Cause.OUT_OF_MEMORY if error.out_of_memory else Cause.WORKER_FAILED
+    return Incident(cause, f"rank {error.failure.rank}: {describe_failure_in_line(error.failure)}", time.time())

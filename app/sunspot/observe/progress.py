@@ -44,6 +44,8 @@ class News(NamedTuple):
     metrics: list[dict[str, Any]]
     "Records of the metric history."
     lines: list[str]
+    ended: str = ""
+    "Why the newest worker group ended, until the next one begins."
 
 
 @contextmanager

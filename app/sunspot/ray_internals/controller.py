@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from sunspot.errors import shorten
 from sunspot.log import warn_once
@@ -37,6 +37,10 @@ heartbeats."""
 
 LIVING_S = 600.0
 """Seconds that a worker may take to answer if it is known to live, because it may be busy or its network slow."""
+
+
+LOST = (RayActorError, OutOfMemoryError)
+"""What Ray raises for a process that is gone. Its memory monitor's error is no `RayActorError` (2.60)."""
 
 
 class GroupRestartError(RayActorError):
@@ -105,7 +109,7 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
             def try_to_replace(number: int) -> None:
                 try:
                     replace(number)
-                except (RayActorError, WorkerGroupStartupFailedError) as error:
+                except (*LOST, WorkerGroupStartupFailedError) as error:
                     log.debug("worker %d is not replaced yet: %s", number, error)  # it counts as lost once more
 
             worker_group.replace_replica_group = try_to_replace
@@ -186,7 +190,7 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
                 return FailureDecision.RAISE
             if not errors or any(getattr(error, "preempted", False) for error in errors.values()):
                 return decision
-            goes_on, lost = judge(errors), all(isinstance(error, RayActorError) for error in errors.values())
+            goes_on, lost = judge(errors), all(isinstance(error, LOST) for error in errors.values())
             return FailureDecision.RETRY if goes_on and (lost or not outlive) else FailureDecision.RAISE
 
     data_parallel_trainer.create_failure_policy = Policy

@@ -36,6 +36,17 @@ def is_own_session() -> bool:
     return node is not None and bool(node.is_head())
 
 
+def name_node(node_id: str) -> str:
+    """Return the host name of a node, in Kubernetes its pod's name, or Ray's id if Ray does not know the node."""
+    nodes = ray.nodes() if ray.is_initialized() else []
+    return host_names(nodes).get(node_id) or f"node {node_id[:12]}"
+
+
+def host_names(nodes: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Return the host name of each of these nodes (as in `ray.nodes()`), by Ray's id of the node."""
+    return {node["NodeID"]: node.get("NodeManagerHostname", "") for node in nodes}
+
+
 def head_nodes() -> set[str]:
     """Return Ray's ids of the nodes on which the cluster's head runs."""
     return {str(node["NodeID"]) for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}

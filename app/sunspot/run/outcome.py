@@ -147,6 +147,8 @@ class DriverStatusWriter:
         self._run, self.begun, self._last = run, begun, begun
         self._version, self._changed = "", time.monotonic()
         self._ended = False
+        self._group_ended = ""
+        "Why the newest worker group has ended; empty while one trains, and where that is not known."
         self.state = RunState.SUCCEEDED
         "How it ends, unless with an error; set by the caller."
         self.reason = ""
@@ -159,6 +161,10 @@ class DriverStatusWriter:
         with self._writing:
             if not self._ended:
                 self._refresh()
+
+    def note_end(self, why: str) -> None:
+        """Keep why the newest worker group has ended, for the reason while no worker writes the status."""
+        self._group_ended = why
 
     def _refresh(self) -> None:
         entry = own_status(self._run, self._last.driver)
@@ -176,6 +182,8 @@ class DriverStatusWriter:
                 return
             since = as_time(self._last.time)
             reason = f"no sign of life from its workers since {since}: the driver waits for them"
+            if self._group_ended:
+                reason = f"its workers ended, and start again: {self._group_ended}"
             self._last = replace(self._last, state=RunState.STARTING, reason=reason, world_size=0)
         write_status(self._run, self._last)
 

@@ -152,7 +152,7 @@ def train(
         print(f"  {reason}")
     print(f"  from: {origin.describe(plan.settings)}", flush=True)
     with ray_session():  # one for both
-        return finish(fit(plan, claimant, stop_request))
+        return finish(fit(plan, claimant, stop_request, outcome.note_end))
 
 
 def identify_rows(plan: Plan) -> Rows:

@@ -22,7 +22,7 @@ from sunspot.elastic.claim import agree_on_start
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_end
 from sunspot.elastic.membership_channel import MembershipAddress
-from sunspot.elastic.receipts import Phases, first_incident
+from sunspot.elastic.receipts import Phases, explain_error, first_incident
 from sunspot.elastic.restore import load_start
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import StorageError, SunspotError, SupersededError, find_in
@@ -153,7 +153,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         if place.rank == 0:
             control.tell(ControlChannel.explain_start, first_incident(start))
             if not start.live:  # others wait for this one, and the status says already that they train
-                show_claim(run, first_status(start, plan))
+                show_claim(run, first_status(start, plan, control.try_ask(ControlChannel.incident)))
         outputs = stack.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
         joined = Joined(plan, run, start, place, memory, watchdog, control, outputs, survivor)
@@ -242,6 +242,7 @@ def record_end(error: Exception, joined: Joined) -> None:
         return
     end = describe_end(error, attempt, place.rank, joined.watchdog.step, place.nodes[place.rank])
     control.tell(ControlChannel.add_rank_error, end)
+    control.tell(ControlChannel.add_incident_facts, explain_error(end))
 
     def record() -> None:
         with suppress(StorageError):

@@ -86,10 +86,11 @@ class Reporter:
         one = workers == 1
         line = f"  {plural(workers, 'worker')} {verb.format(s='s' * one, es='es' * one)} at {origin}{known}"
         control.tell(ControlChannel.log, line)
-        group = WorkerGroup(start.attempt.number, workers, start.nodes)
+        hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
+        group = WorkerGroup(start.attempt.number, workers, start.nodes, hosts)
         self._incident = control.ask(ControlChannel.begin_group, group)
-        for node in self._incident.left_out:
-            journals.events.note("node left out", start.attempt.step, node.detail, node.time)
+        for note in self._incident.notes:
+            journals.events.note(note.event, start.attempt.step, note.detail, note.time)
 
     def due(self) -> bool:
         """Tell whether a record of the metric history is due."""
@@ -223,10 +224,12 @@ class Reporter:
 
     def _close_incident(self) -> None:
         self._recovered = True
+        known = self._control.try_ask(ControlChannel.close_incident)
+        if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray tells it when the next group may have begun
+            self._incident = replace(self._incident, cause=known.cause, detail=known.detail)
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
         self._journals.events.append(receipt.record())
         self._receipts.append(receipt)
-        self._control.tell(ControlChannel.close_incident)
         if len({*self._start.nodes.values()}) > 1 and (network := read_network(own_log())):
             self._control.tell(ControlChannel.log, f"  between nodes, NCCL takes {network}")
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
@@ -268,14 +271,18 @@ def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> floa
     return max(min(every_s or math.inf, steps_s), commit_s)
 
 
-def first_status(start: StartPoint, plan: Plan) -> Status:
-    """Make the status of a worker group that has claimed its attempt, and has not taken a step yet."""
+def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> Status:
+    """Make the status of a worker group that has claimed its attempt, and has not taken a step yet.
+
+    `why` says what ended the group before, for the reason.
+    """
     attempt = start.attempt
+    after = f"; the group before ended: {why.describe()}" if why and why.cause and why.cause.incident else ""
     before = start.past.status or Status(RunState.STARTING, attempt.owner)
     return replace(
         before,
         state=RunState.STARTING,
-        reason=f"its workers load what attempt {attempt.number} starts from",
+        reason=f"its workers load what attempt {attempt.number} starts from{after}",
         warning="",
         owner=attempt.owner,
         driver=attempt.driver,

@@ -6,6 +6,7 @@ replaced, and the new one prepares itself while the others train.
 """
 
 import gc
+import socket
 import sys
 import time
 import traceback
@@ -75,7 +76,8 @@ class Survivor:
         self._address, self._device = address, ray.train.torch.get_device()
         self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port))
         context = ray.get_runtime_context()
-        member = Member(f"{context.get_actor_id()}-{process_name()}", context.get_node_id())  # see `replace_lost_alone`
+        name = f"{context.get_actor_id()}-{process_name()}"  # see `replace_lost_alone`
+        member = Member(name, context.get_node_id(), host=socket.gethostname())
         self._client = MembershipClient(address, member, self._groups.cut)
         self._worker: Worker | None = None
         self._trained = False

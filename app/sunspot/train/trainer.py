@@ -7,6 +7,7 @@ import os
 import pkgutil
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from sunspot.elastic.receipts import FailureRecorder
 from sunspot.elastic.supervisor import supervised
 from sunspot.elastic.watchdog import FIRST_STEP_S
 from sunspot.errors import SunspotError
-from sunspot.observe.progress import shown_progress
+from sunspot.observe.progress import News, shown_progress
 from sunspot.observe.prometheus import exported_run
 from sunspot.plan import Plan, Resources, choose_resources
 from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
@@ -103,10 +104,13 @@ class TrainerStart:
     "Of the groups that have failed before it."
 
 
-def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint:
+def fit(
+    plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: Callable[[str], None] = lambda why: None
+) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
-    Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
+    `note_end` is told again and again why the newest worker group has ended; empty while one trains. Raises what ended
+    the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
     start: TrainerStart | None = TrainerStart()
     failure: Exception | None = None
@@ -115,7 +119,7 @@ def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest) -> Checkpoint
         while start:
             now, reserved, others = start, reserved_groups(), live_controllers()
             try:
-                start = fit_once(plan, claimant, stop_request, now)
+                start = fit_once(plan, claimant, stop_request, now, note_end)
             except ControllerError as error:
                 if attempt == DRIVER_TRIES or stop_request.asked or fatal_error(claimant):
                     failure = error
@@ -179,7 +183,13 @@ def is_last(checkpoint: Checkpoint, plan: Plan) -> bool:
     return checkpoint.completes(plan.total_steps, plan.settings.early_stop_evaluations)
 
 
-def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: TrainerStart) -> TrainerStart | None:
+def fit_once(
+    plan: Plan,
+    claimant: Claimant,
+    stop_request: StopRequest,
+    start: TrainerStart,
+    note_end: Callable[[str], None] = lambda why: None,
+) -> TrainerStart | None:
     """Run one of Ray's trainers to its end, and return how another starts, on the nodes that there are then, if any."""
     settings = plan.settings
     choice, lag_s = None, 0.0
@@ -203,7 +213,7 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
         open_control() as control,
         asked_nodes(resources.per_worker, given) if outlive else nullcontext(given) as workers,
         MembershipServer(workers.least, control) if outlive else nullcontext() as membership,
-        shown_progress(lambda: control.ask(ControlChannel.fetch_news), plan.total_steps, plan.steps.per_epoch),
+        shown_progress(functools.partial(fetch_news, control, note_end), plan.total_steps, plan.steps.per_epoch),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
         supervised(
             control,
@@ -252,6 +262,13 @@ def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, start: T
                 raise end.fatal
             if end.gave_up:
                 raise WorkersFailedError(end.gave_up)
+
+
+def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
+    """Fetch what the terminal is to show, and pass on why the newest worker group has ended."""
+    news = control.ask(ControlChannel.fetch_news)
+    note_end(news.ended)
+    return news
 
 
 def outlives(plan: Plan, resources: Resources) -> bool:

@@ -1,0 +1,62 @@
+"""Workers that were ended because there was too little memory: how Ray tells it, and in which words a user reads it."""
+
+import re
+from collections.abc import Mapping
+
+from ray.exceptions import OutOfMemoryError
+
+from sunspot.elastic.messages import RankError
+from sunspot.errors import shorten
+from sunspot.ray_internals.nodes import name_node
+
+NODE_MEMORY = re.compile(
+    r"Memory on the node \(IP: \S+, ID: (?P<node>\w+)\).*? was (?P<used>[\d.]+)GB(?: used)? / (?P<limit>[\d.]+)GB", re.S
+)
+"""Ray's words for the memory of the node (2.60). Its GB has 2^30 bytes; in a pod, the limit is the container's."""
+
+PROCESS_MEMORY = re.compile(r"actual memory used=(?P<used>[\d.]+)GB")
+"""Its words for the memory of the process that it has ended."""
+
+LOOP_S = 600.0
+"""Longest time in seconds between two of one node's processes that run out of memory, one after the other, if that is
+taken for a loop: the second had no time to be of use."""
+
+MemoryLosses = Mapping[str, tuple[int, float]]
+"""How often in a row processes of a node ran out of memory, each within LOOP_S of the one before, and the time of the
+newest loss in seconds since the epoch, by Ray's id of the node."""
+
+
+def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
+    """Return Ray's id of the node on which a process was ended for lack of memory, and the figures; empty if none was.
+
+    `error` is what Ray raised for the process, or the failed health check that found it.
+    """
+    cause = getattr(error, "health_check_failure", error)
+    if not isinstance(cause, OutOfMemoryError):
+        return "", ""
+    text = str(cause)
+    found, process = NODE_MEMORY.search(text), PROCESS_MEMORY.search(text)
+    if not found:
+        return "unknown", f"out of memory: {shorten(cause)}"
+    own = f", {process['used']} GiB of them by this process" if process else ""
+    used = f"{found['used']} of {found['limit']} GiB in use on {name_node(found['node'])}{own}"
+    return found["node"], f"out of memory: {used}"
+
+
+def find_short_of_memory(errors: Mapping[int, Exception], told: list[RankError]) -> set[str]:
+    """Return the nodes on which processes ran out of memory, a GPU's included; empty if that ended none."""
+    killed = {find_killed_for_memory(error)[0] for error in errors.values()}
+    return {*killed, *(error.node or "unknown" for error in told if error.out_of_memory)} - {""}
+
+
+def advise_memory(told: list[RankError]) -> str:
+    """Say what helps processes that run out of memory, of which some have `told` their errors."""
+    if any(error.failure.type == "OutOfMemoryError" for error in told):
+        return "lower MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
+    return "give the workers more memory (worker.memory in the profile), or have the task keep less"
+
+
+def count_losses(losses: MemoryLosses, nodes: set[str], now: float) -> MemoryLosses:
+    """Count one more loss on each of these nodes; `now` is in seconds since the epoch."""
+    recent = {node: (times, then) for node, (times, then) in losses.items() if now - then <= LOOP_S}
+    return {**recent, **{node: (recent.get(node, (0, now))[0] + 1, now) for node in nodes}}
