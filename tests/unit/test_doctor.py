@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 import sunspot.run
-from sunspot.errors import DamageError, SettingsError, StorageError
+from sunspot.errors import DamageError, RefusedStorageError, SettingsError, StorageError
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, give_up_damaged, newest_number, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
 from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_place, read_failures, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
+from sunspot.run.requests import SubmissionRecord, record_submission
 from sunspot.run.status import RunState, Status, restore_status, write_status
 from sunspot.settings import load_settings
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
@@ -64,7 +65,7 @@ def job(cluster: FakeCluster) -> dict[str, Any]:
     """A RayJob whose pods are about to be made."""
     job = rayjob(JOB, preRunningDeadlineSeconds=600)
     group = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
-    container = {"name": "ray", "resources": {"requests": {"cpu": "64", "memory": "3Gi"}}}
+    container = {"name": "ray", "resources": {"requests": {"cpu": "64", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}}
     group["template"] = {"spec": {"containers": [container], "nodeSelector": {"gpu": "l4"}}}
     cluster.put_job(job)
     cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER)
@@ -222,7 +223,9 @@ def test_a_container_without_enough_memory(cluster: FakeCluster, job: Any, sunsp
     cluster.pods = [head(), worker(1, phase="Pending", containerStatuses=[ended])]
     assert findings(sunspot)["out of memory"]["severity"] == "error"
     cluster.pods = [head(), worker(1, containerStatuses=[ended]), worker(2)]
-    assert findings(sunspot)["out of memory"]["severity"] == "warning", "it runs again"
+    found = findings(sunspot)["out of memory"]
+    assert found["severity"] == "warning", "it runs again"
+    assert "ran out of memory (OOMKilled, limit 3Gi), and was started again" in found["evidence"]
 
 
 def test_a_queue(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
@@ -750,6 +753,56 @@ def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
     assert low["worker_seconds_lost"] == {"node lost": 20}
     assert low["steps_replayed"] == 2
     assert "1 node lost (20 worker-seconds)" in low["evidence"]
+    assert "2 steps taken again: more frequent checkpoints" in low["advice"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [
+        (Cause.HUNG, "look at the call in which the ranks hung"),
+        (Cause.OUT_OF_MEMORY, "workers with enough memory (worker.memory in the profile)"),
+        (Cause.WORKER_FAILED, "mend the error that ends the workers"),
+        (Cause.NO_ROWS, BRING_ROWS),
+        (Cause.NODE_LOST, "more stable nodes"),
+    ],
+)
+def test_low_goodput_is_mended_by_what_cost_most(cause: Cause, advice: str, run: Run, sunspot: Command) -> None:
+    first = trains(run)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
+    write_receipt(run, second, 1, cause, worker_seconds_lost=20.0)
+    third = start(run, "job", commit(run, second, 7).name, world_size=2, tier="storage")
+    write_receipt(run, third, 2, Cause.PREEMPTED, worker_seconds_lost=2.0)
+    assert advice in findings(sunspot)["low goodput"]["advice"]
+
+
+FIGURES = "out of memory: 2.90 of 3.00 GiB in use on run-1-x-worker-2, 2.70 GiB of them by this process"
+
+
+def test_workers_that_ran_out_of_memory_come_first(run: Run, sunspot: Command) -> None:
+    first = trains(run)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage", driver="00000000")
+    write_receipt(run, second, 1, Cause.OUT_OF_MEMORY, worker_seconds_lost=20.0, last_step=7, detail=FIGURES)
+    events = Journal(run, "events", second.number)
+    events.note("out of memory", 5, FIGURES)
+    events.flush()
+    found = findings(sunspot)
+    assert next(iter(found)) == "out of memory"
+    memory = found["out of memory"]
+    assert (memory["severity"], memory["evidence"]) == ("warning", f"{FIGURES}; 1 worker ended so")
+    assert memory["advice"].startswith("raise worker.memory in the profile above the 3.00 GiB that there are")
+    assert memory["gib"] == {"used": 2.9, "limit": 3.0}
+    start(run, "job", commit(run, second, 9).name, world_size=2, tier="storage", driver="11111111")
+    assert "out of memory" not in findings(sunspot), "it was submitted again since, perhaps with more memory"
+
+
+def test_a_run_that_running_out_of_memory_has_ended(run: Run, sunspot: Command) -> None:
+    reason = f"training failed: rank 0: lost after step 9: {FIGURES}; 4 times in a row"
+    trains(run, state=RunState.FAILED, reason=reason)
+    found = findings(sunspot)
+    assert list(found) == ["out of memory", "failed"]
+    assert found["out of memory"]["severity"] == "error"
 
 
 # ------------------------------------------------------------------------------------------------------ what it cannot
@@ -815,6 +868,56 @@ def test_storage_that_is_away_leaves_the_cluster(
     cluster.pods = [head(phase="Pending", **unschedulable("2 Insufficient memory"))]
     assert "insufficient resources" in findings(sunspot)
     assert any("the bucket is gone" in text for text in sunspot.json["unseen"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity", "advice"),
+    [
+        (StorageError, "warning", "they keep training for up to 600 s (STORAGE_TIMEOUT_S); look after the server"),
+        (RefusedStorageError, "error", "let this user read it, or look from where it can be read"),
+    ],
+)
+def test_a_live_run_whose_storage_cannot_be_read(
+    kind: type[StorageError],
+    severity: str,
+    advice: str,
+    cluster: FakeCluster,
+    job: Any,
+    sunspot: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*words: Any) -> None:
+        raise kind("no answer")
+
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.read_fresh_status", refuse)
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    cluster.pods = [head(), worker(1), worker(2)]
+    [found] = findings(sunspot).values()
+    assert (found["finding"], found["severity"], found["evidence"]) == ("storage trouble", severity, "no answer")
+    assert advice in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("message", "evidence", "advice"),
+    [
+        ("...\nerror: SignatureDoesNotMatch; check it", ": SignatureDoesNotMatch; check it", "mend what it names"),
+        ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints it"),
+    ],
+)
+def test_tries_that_failed_before_they_could_write_to_storage(
+    message: str, evidence: str, advice: str, cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
+    record_submission(run, SubmissionRecord(JOB))
+    cluster.put_job(rayjob(JOB, backoffLimit=2))
+    cluster.set_status(JOB, "Retrying", "FAILED", rayClusterName=CLUSTER, failed=2, message=message)
+    [found] = findings(sunspot).values()
+    said = f"2 of 3 tries have failed before they could write to storage{evidence}"
+    assert (found["finding"], found["severity"], found["evidence"]) == ("failed", "error", said)
+    assert advice in found["advice"]
+    assert sunspot("logs", "run") == 3
+    assert said in sunspot.err
+    assert sunspot("events", "run") == 0
+    assert said in sunspot.err
 
 
 def test_a_run_of_which_a_part_cannot_be_read(run: Run, sunspot: Command) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
+from sunspot.submitter.cluster.observation import RunSnapshot
 from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobInCluster, StoragePart
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from sunspot.submitter.manifest.pods import set_variable
@@ -191,6 +192,51 @@ def test_while_tries_are_left_a_failure_is_no_end(ray: str) -> None:
     state, reason = judge(job("Initializing", "", failed=1, **tries), status=failed, now=NOW)
     assert state is RunState.RETRYING
     assert "the disk is full" in reason
+
+
+TRIES = {"failed": 2, "startTime": timestamp(NOW - 30), "spec": {"backoffLimit": 2}}
+BEFORE_STORAGE = "2 of 3 tries have failed before they could write to storage"
+
+
+@pytest.mark.parametrize("deployment", ["Retrying", "", "Initializing", "Running"])
+def test_tries_that_failed_without_a_word_in_storage_are_counted(deployment: str) -> None:
+    ray = {"Retrying": "FAILED", "Running": "RUNNING"}.get(deployment, "")
+    state, reason = judge(job(deployment, ray, **TRIES))
+    assert (state, reason.partition(";")[0]) == (RunState.RETRYING, BEFORE_STORAGE)
+    said = judge(job(deployment, ray, message="...\nerror: SignatureDoesNotMatch; check the key", **TRIES))[1]
+    assert said.startswith(f"{BEFORE_STORAGE}: SignatureDoesNotMatch; check the key; ")
+    away = judge(job("Initializing", "", **TRIES), trouble="no route to host")[1]
+    assert away.startswith("2 of 3 tries have failed; "), "what they have written is not known"
+
+
+def test_a_job_that_its_driver_has_ended_for_good_has_failed() -> None:
+    message = "failed for good with exit code 4, so it is not tried again\nerror: SignatureDoesNotMatch; check the key"
+    view = job("Complete", "STOPPED", message=message, spec={"backoffLimit": 2})
+    assert judge(view) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
+    own = status(RunState.FAILED, reason="SignatureDoesNotMatch")
+    assert judge(view, status=own) == (RunState.FAILED, "SignatureDoesNotMatch")
+    assert judge(job("Complete", "STOPPED", message="Job was intentionally stopped."))[0] is RunState.STOPPED
+
+
+OUTAGE = (
+    "its Ray job runs; storage does not answer, so nothing is known of its progress; if the run's own processes are "
+    "cut off, too, they keep training for up to 600 s (STORAGE_TIMEOUT_S)"
+)
+
+
+@pytest.mark.parametrize("last", [None, status(RunState.RUNNING, age=250)], ids=["first look", "since a while"])
+def test_storage_that_does_not_answer_is_not_taken_for_a_silent_run(last: Status | None) -> None:
+    assert judge(job(), status=last, trouble="no route to host") == (RunState.RUNNING, OUTAGE)
+    refused = judge(job(), status=last, trouble="AccessDenied", refused=True)[1]
+    assert refused == "its Ray job runs; its storage refuses this reader, so nothing is known of its progress"
+
+
+def test_a_status_that_could_not_be_read_is_not_called_missing() -> None:
+    state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
+    assert state is RunState.SUCCEEDED
+    assert "wrote no" not in reason
+    snapshot = RunSnapshot(storage=StoragePart(trouble="no route to host"))
+    assert snapshot.state()[0] is RunState.SILENT, "and not lost for good, which would end `wait`"
 
 
 def test_a_status_of_the_same_job_before_it_was_replaced_does_not_count() -> None:

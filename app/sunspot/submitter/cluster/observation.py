@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sunspot.errors import ClusterError, ConflictError, NotFoundError, SettingsError, StorageError
+from sunspot.errors import ClusterError, ConflictError, NotFoundError, RefusedStorageError, SettingsError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
@@ -16,7 +16,14 @@ from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
-from sunspot.submitter.cluster.state import JobInCluster, StoragePart, is_of, judge, workers_missed
+from sunspot.submitter.cluster.state import (
+    JobInCluster,
+    StoragePart,
+    describe_failed_tries,
+    is_of,
+    judge,
+    workers_missed,
+)
 from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
@@ -102,6 +109,8 @@ class RunSnapshot:
             state, reason = judge(self.in_cluster, self.storage)
             unseen = "pods" in self.cluster.hidden and not state.terminal and not self.driver_began
             return state, "this user may not list its pods, which would say why" if unseen else reason
+        if self.storage.trouble and not self.storage.state:
+            return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so nothing is known of it"
         state, reason = self.storage.state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
         return self.cluster.gone.judge(self.storage.stop_wanted) if self.cluster.gone else (state, reason)
 
@@ -272,8 +281,23 @@ def read_storage(run: Run, job: JobView | None) -> StoragePart:
         )
         state = read_state(run, status) if not job and (status or run_exists(run)) else None
     except StorageError as error:
-        return StoragePart(trouble=str(error))
+        return StoragePart(trouble=str(error), refused=isinstance(error, RefusedStorageError))
     return StoragePart(status, stop_wanted, deleting, state)
+
+
+def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
+    """Explain, by the cluster's word, why a run has left nothing in storage; empty if the cluster does not know."""
+    cluster, error = try_connect(context, namespace)
+    if not cluster:
+        return ""
+    with progress_note("asking the cluster"):
+        snapshot = RunAccess(run, cluster, error).observe()
+    job, stored = snapshot.job, snapshot.storage
+    if not job or is_of(stored, job):
+        return ""
+    if job.terminal:
+        return f"its RayJob {job.name} says: {job.message}" if job.message else ""
+    return describe_failed_tries(job, stored) if job.failed else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ following
@@ -308,7 +332,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
                 cluster = replace(cluster, trouble=str(error))
         storage = read_storage(access.run, next(iter(cluster.jobs), None))
         if storage.trouble:
-            storage = replace(snapshot.storage, trouble=storage.trouble)
+            storage = replace(snapshot.storage, trouble=storage.trouble, refused=storage.refused)
         snapshot = RunSnapshot(access.with_gone_job(cluster, storage), storage)
         yield snapshot
         time.sleep(LOOK_EVERY_S)

@@ -16,7 +16,7 @@ from sunspot.formatting import plural
 from sunspot.run.overview import describe_silence, describe_work
 from sunspot.run.owner import COUNTED, Owner
 from sunspot.run.status import SILENT_S, RunState, Status
-from sunspot.settings import PREFIX, WorkerRange
+from sunspot.settings import PREFIX, Settings, WorkerRange
 from sunspot.submitter.cluster.views import NOISE, JobView, Nodes, PodProblem, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.findings import Diagnosis
 from sunspot.submitter.manifest.render import JOB_ID, settings_of
@@ -31,6 +31,8 @@ WARNING_FRESH_S = 600
 
 CLOCK_SKEW_S = 60
 """How far clocks of nodes and of the API server may differ."""
+
+STORAGE_TIMEOUT = "STORAGE_TIMEOUT_S"
 
 HEAD_GIVEN_UP = "JobStatusCheckTimeoutExceeded"
 """The operator's reason when a head did not answer for longer than it waits, whatever `backoffLimit` says."""
@@ -79,6 +81,8 @@ class StoragePart:
     "State and reason by storage alone; None if there is no run, or a RayJob to ask."
     trouble: str = ""
     "Why it is missing or old."
+    refused: bool = False
+    "Whether storage answers, and refuses this reader: that says nothing of the run's own access."
 
 
 def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
@@ -94,7 +98,7 @@ def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
     if own and _ended_for_good(own, job, stored.stop_wanted):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
         return own.state, own.reason or f"{stopped}at step {own.step}"
-    state, reason = _judge_job(seen, own)
+    state, reason = _judge_job(seen, own, stored)
     if state.terminal or not (stored.stop_wanted or job.deleting):
         return state, reason
     if job.deleting:
@@ -129,7 +133,7 @@ def owns(job: JobView, owner: str) -> bool:
     return bool(found.job == job.name and (same_submission or counted) and same_namespace and same_cluster)
 
 
-def _judge_job(seen: JobInCluster, last: Status | None) -> tuple[RunState, str]:
+def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> tuple[RunState, str]:
     """Judge by the operator and the run's own processes; `last` may be of an earlier try."""
     job = seen.job
     deployment, ray = job.deployment_status, job.job_status
@@ -139,16 +143,16 @@ def _judge_job(seen: JobInCluster, last: Status | None) -> tuple[RunState, str]:
     if deployment == "Failed":
         return RunState.FAILED, _failure(seen, own)
     if deployment == "Complete":
-        return _completed(ray, own)
+        return _completed(job, own, stored)
     if deployment in ("Suspending", "Suspended"):
         queue = f"the queue {job.queue} has not admitted it" if job.queue else "suspend is true in its spec"
         return RunState.PENDING, f"suspended: {queue}"
     if deployment == "Retrying":
-        return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; its cluster is made anew"
+        return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; its cluster is made anew"
     if deployment in ("", "Initializing", "Waiting"):
         why = explain_pods(seen)
         if job.failed:
-            return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; {why}"
+            return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; {why}"
         if not deployment and seen.now - job.created > OPERATOR_OVERDUE_S:
             check = "check that the KubeRay operator runs and watches this namespace"
             why = f"no operator has looked at its RayJob; {check}"
@@ -163,7 +167,7 @@ def _judge_job(seen: JobInCluster, last: Status | None) -> tuple[RunState, str]:
         return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
     if ray == "SUCCEEDED":
         return RunState.FINISHING, "its Ray job has ended well; the operator has not concluded yet"
-    return _running(seen, own)
+    return _running(seen, own, stored)
 
 
 def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
@@ -175,13 +179,21 @@ def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
     return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(seen)}"
 
 
-def _running(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
+def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
     why = summarize_pod_problems(seen)
     and_why = f"; {why}" if why else ""
+    if own is None and stored.trouble:
+        return RunState.RUNNING, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
     if own is None:
-        return RunState.STARTING, f"its driver runs, and has not written its status to storage yet{and_why}"
+        waits = f"its driver runs, and has not written its status to storage yet{and_why}"
+        if seen.job.failed:
+            return RunState.RETRYING, f"{describe_failed_tries(seen.job, stored)}; of the next one, {waits}"
+        return RunState.STARTING, waits
     state = RunState.STARTING if own.state is RunState.LOST else own.state
-    if silence := _silence(own, seen.now):
+    silence = _silence(own, seen.now)
+    if silence and stored.trouble:
+        return state, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
+    if silence:
         return RunState.SILENT, f"{silence}, though its Ray job runs: frozen, cut off or gone{and_why}"
     stand_in = len(seen.job.training_groups) > 1  # then pods of one group may wait while those of another train
     default = (
@@ -191,9 +203,14 @@ def _running(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
     return state, f"{said}{and_why}" if said else why or str(state)
 
 
-def _completed(ray: str, own: Status | None) -> tuple[RunState, str]:
+def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
+    ray = job.job_status
     if own and own.state is RunState.FAILED:
         return RunState.FAILED, own.reason or "its driver failed"
+    if job.failed_for_good:
+        return RunState.FAILED, job.message
+    if ray == "SUCCEEDED" and stored.trouble:
+        return RunState.SUCCEEDED, "its Ray job succeeded; storage cannot be read, so its last status is not known"
     if ray == "SUCCEEDED":
         return RunState.SUCCEEDED, "its Ray job succeeded; its driver wrote no final status to storage"
     if ray == "STOPPED":
@@ -313,8 +330,32 @@ def count_workers(seen: JobInCluster) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------------------ sentences
 
 
-def _tries(job: JobView) -> str:
-    return f"try {max(job.failed, 1)} of {job.tries} failed"
+def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
+    """Describe how many tries of the RayJob have failed, and why, as far as storage or the operator knows."""
+    status, failed = stored.status, max(job.failed, 1)
+    if status and is_of(stored, job):
+        return f"try {failed} of {job.tries} failed{_because(status, job)}"
+    have = "have" if failed > 1 else "has"
+    unwritten = "" if stored.trouble else " before they could write" if failed > 1 else " before it could write"
+    to_storage = " to storage" if unwritten else ""
+    return f"{failed} of {job.tries} tries {have} failed{unwritten}{to_storage}{_because(None, job)}"
+
+
+def explain_trouble(job: JobView, stored: StoragePart) -> str:
+    """Say that nothing is known of a live run because its storage cannot be read, and what that means for the run."""
+    if stored.refused:
+        return "its storage refuses this reader, so nothing is known of its progress"
+    limit_s = storage_timeout_s(job)
+    return (
+        "storage does not answer, so nothing is known of its progress; if the run's own processes are cut off, too, "
+        f"they keep training for up to {limit_s:g} s ({STORAGE_TIMEOUT})"
+    )
+
+
+def storage_timeout_s(job: JobView) -> float:
+    """Return for how long a run trains while storage fails, in seconds."""
+    given = settings_of(job.raw).get(PREFIX + STORAGE_TIMEOUT)
+    return float(given or Settings.model_fields["storage_timeout_s"].default)
 
 
 def _because(own: Status | None, job: JobView) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from sunspot.errors import FAILED_FOR_GOOD
 from sunspot.formatting import as_time
 from sunspot.submitter.findings import Diagnosis
 from sunspot.submitter.manifest.shape import SLOT
@@ -83,6 +84,12 @@ class JobView:
     @property
     def terminal(self) -> bool:
         return self.deployment_status in TERMINAL
+
+    @property
+    def failed_for_good(self) -> bool:
+        """Whether its driver has ended it because no other try can succeed (`SunspotError.final`)."""
+        said = (self.raw.get("status") or {}).get("message", "")
+        return self.job_status == "STOPPED" and said.startswith(FAILED_FOR_GOOD)
 
     @property
     def live(self) -> bool:

@@ -19,8 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the events of all attempts by time, including superseded ones; `--json` has every field of each."""
+    found = find_run(args.run, args.storage)
     with progress_note("reading the events"):
-        events = read_events(find_run(args.run, args.storage))
+        events = read_events(found)
+    if not events:
+        from sunspot.submitter.cluster.observation import explain_missing_output
+
+        why = explain_missing_output(found, args.context, args.namespace)
+        if why:
+            warn(why)
     if args.json:
         print_json(events)
         return

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from sunspot.errors import GaveUpError, SettingsError
+from sunspot.errors import GaveUpError, NotFoundError, SettingsError
 from sunspot.run import Run
 from sunspot.run.logs import list_streams, read_pieces
 from sunspot.run.overview import read_state
@@ -52,11 +52,24 @@ def run(args: argparse.Namespace) -> None:
         if args.follow:
             follow(run, args.rank, args.json, state)
         else:
-            printer = _Printer(run, find_stream(run, args.rank, args.previous), args.json)
+            printer = _Printer(run, _find_printed(run, args), args.json)
             printer.print_new()
             printer.close()
         return
     raise SystemExit(130)
+
+
+def _find_printed(run: Run, args: argparse.Namespace) -> str:
+    """Find the stream that the arguments ask for. If a run has none at all, the error says what the cluster knows."""
+    try:
+        return find_stream(run, args.rank, args.previous)
+    except NotFoundError as error:
+        from sunspot.submitter.cluster.observation import explain_missing_output
+
+        why = "" if any(list_streams(run)) else explain_missing_output(run, args.context, args.namespace)
+        if not why:
+            raise
+        raise NotFoundError(f"{error}; {why}") from error
 
 
 def _await_output(run: Run, rank: int | None, state: StateReader) -> None:

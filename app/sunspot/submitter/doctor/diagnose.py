@@ -12,16 +12,18 @@ from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.records import gather
+from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
+from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
 from sunspot.submitter.doctor.training.saving import find_storage
 from sunspot.submitter.doctor.unschedulable import waits_for_node
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
-CHECKS = (find_end, find_hung, find_stall, find_slow, find_memory_growth, find_storage, find_losses)
+CHECKS = (find_out_of_memory, find_end, find_hung, find_stall, find_slow, find_memory_growth, find_storage, find_losses)
 """What explains the state of a run that has begun; each finds nothing when nothing seems wrong."""
 
 EXPLAINED_BY_PODS = (RunState.PENDING, RunState.STARTING, RunState.SILENT)
@@ -81,9 +83,9 @@ def examine(access: RunAccess) -> Report:
             evidence, details = figures(case)
             findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
     elif snapshot.storage.trouble:
-        advice = "let this user read it, or look from where it can be read: without it, nothing can be said of the run"
-        trouble = snapshot.storage.trouble
-        findings.append(Finding(Diagnosis.STORAGE, Severity.ERROR, trouble, advice, cost=1.0))
+        findings.append(find_storage_trouble(snapshot))
+    if not any(finding.finding is Diagnosis.FAILED for finding in findings):
+        findings += find_failed_tries(snapshot, state)
     if not findings:
         findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
     return Report(state, reason, most_explaining_first(findings), unseen, cluster_trouble)

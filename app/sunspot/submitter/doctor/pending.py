@@ -56,7 +56,7 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
         since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
         found += _explain_pods(seen, recent, severity)
-    if not found and state in (RunState.PENDING, RunState.RETRYING):
+    if not found and state in (RunState.PENDING, RunState.RETRYING) and not job.failed:
         found.append(_starting(seen))
     return found
 
@@ -83,10 +83,11 @@ def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) ->
     has_head = any(pod.head for pod in mine)
     for pod in mine:
         if pod.ready and pod.out_of_memory:
-            evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled), and was started again"
+            limit = _memory_limit(job, "head" if pod.head else pod.group)
+            evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled{limit}), and was started again"
             advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
             details = {"group": "head" if pod.head else pod.group, "pods": [pod.name], "restarts": pod.restarts}
-            yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details)
+            yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0)
     missing = not has_head or sum(pod.group in job.training_groups for pod in mine) < wanted
     refused = refused_pod(job, warnings) if missing else None
     if refused:
@@ -116,6 +117,14 @@ def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) ->
         one = next((pod for pod in mine if pod.name in next(iter(said.values()))), None)
         spec = one.spec if one and one.spec.get("containers") else templates.get(group, {}).get("spec", {})
         yield from explain_unplaced(UnplacedPods(group, said, spec), seen.nodes, severity)
+
+
+def _memory_limit(job: JobView, group: str) -> str:
+    """Return `, limit 3Gi` for the pods of a group; empty if they have none."""
+    spec = pod_groups(job.spec).get(group, {}).get("template", {}).get("spec", {})
+    containers = spec.get("containers") or [{}]
+    limit = containers[0].get("resources", {}).get("limits", {}).get("memory")
+    return f", limit {limit}" if limit else ""
 
 
 def _last_problem(event: WarningEvent) -> PodProblem | None:

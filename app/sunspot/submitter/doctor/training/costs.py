@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sunspot.formatting import in_words, plural
+from sunspot.run.failures import BRING_ROWS
 from sunspot.run.incidents import Cause
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -34,6 +35,14 @@ MEMORY = {"resident_mib", "memory_left_mib", "gpu_memory_mib"}
 
 LOW_GOODPUT = 0.8
 """Below this, incidents cost more than a start does."""
+
+PREVENTION = {
+    Cause.HUNG: "look at the call in which the ranks hung (--stacks); a lower HANG_TIMEOUT_S ends a hang sooner",
+    Cause.NO_ROWS: BRING_ROWS,
+    Cause.OUT_OF_MEMORY: "workers with enough memory (worker.memory in the profile) do not end so",
+    Cause.WORKER_FAILED: "mend the error that ends the workers",
+}
+"""What prevents incidents that have their cause in the run itself, and not in its nodes."""
 
 MIN_WINDOWS = 8
 """Fewest windows of the metric history to tell a climb from a warm-up: each half of them must climb."""
@@ -254,13 +263,20 @@ def find_losses(case: Case) -> Iterator[Finding]:
     causes = ", ".join(f"{times[cause]} {cause} ({seconds} worker-seconds)" for cause, seconds in lost.most_common())
     evidence = f"{share:.0%} of the worker-seconds were of use; lost by {causes}"
     replayed = case.view.steps_replayed
-    mend = "more stable nodes, or fewer that are reclaimed at once, help"
-    if replayed:
-        again = f"{plural(replayed, 'step')} taken again"
-        mend = f"{again}: more frequent checkpoints or a higher SNAPSHOT_COST make that fewer"
-    advice = f"`sunspot events {case.view.run.name}` has the receipt of each; {mend}"
+    [(costliest, _)] = lost.most_common(1)
+    advice = f"`sunspot events {case.view.run.name}` has the receipt of each; {_prevent(costliest, replayed)}"
     details = {"goodput": share, "worker_seconds_lost": dict(lost), "steps_replayed": replayed}
     yield Finding(Diagnosis.LOW_GOODPUT, Severity.WARNING, evidence, advice, details, cost=1 - share)
+
+
+def _prevent(cause: Cause, replayed: int) -> str:
+    """Say what makes incidents of a cause fewer or cheaper; `replayed` steps were taken again."""
+    if cause in PREVENTION:
+        return PREVENTION[cause]
+    if replayed:
+        again = f"{plural(replayed, 'step')} taken again"
+        return f"{again}: more frequent checkpoints or a higher SNAPSHOT_COST make that fewer"
+    return "more stable nodes, or fewer that are reclaimed at once, help"
 
 
 def figures(case: Case) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,37 @@
+"""Processes that were ended because their node or container had too little memory."""
+
+import re
+from collections.abc import Iterator
+
+from sunspot.formatting import plural
+from sunspot.run.incidents import Cause
+from sunspot.run.status import RunState
+from sunspot.submitter.doctor.training.case import Case, cut
+from sunspot.submitter.findings import Diagnosis, Finding, Severity
+
+FIGURES = re.compile(r"(?P<used>[\d.]+) of (?P<limit>[\d.]+) GiB in use")
+"""The figures in what a run records of such a loss (sunspot/elastic/out_of_memory.py)."""
+
+LESS = "have it keep less: MICRO_BATCH_SIZE, fewer processes that load data, SNAPSHOT_COST=0 for no copies in memory"
+
+
+def find_out_of_memory(case: Case) -> Iterator[Finding]:
+    """Find workers of the newest driver that were ended for lack of memory, by its events and its last word."""
+    driver = case.newest.driver if case.newest else ""
+    own = {attempt.number for attempt in case.view.attempts if attempt.driver == driver}
+    events = [e for e in case.view.events if e["event"] == Cause.OUT_OF_MEMORY and e["attempt"] in own]
+    said = [str(event.get("detail", "")) for event in events]
+    ended = case.state in (RunState.FAILED, RunState.LOST) and f"{Cause.OUT_OF_MEMORY}: " in case.reason
+    if ended:
+        said.append(case.reason)
+    if not said:
+        return
+    figures = FIGURES.search(said[-1])
+    above = f" above the {figures['limit']} GiB that there are" if figures else ""
+    evidence = f"{cut(said[-1])}; {plural(len(said), 'worker')} ended so"
+    advice = f"raise worker.memory in the profile{above}, or start fewer workers on a machine; or {LESS}"
+    details = {name: float(text) for name, text in figures.groupdict().items()} if figures else {}
+    severity = Severity.ERROR if ended else Severity.WARNING
+    yield Finding(
+        Diagnosis.OUT_OF_MEMORY, severity, evidence, advice, {"times": len(said), "gib": details or None}, cost=1.0
+    )
