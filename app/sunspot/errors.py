@@ -53,6 +53,8 @@ class SunspotError(Exception):
 class DataError(SunspotError):
     """A dataset cannot be used; the message names the file and, where there is one, the row."""
 
+    final = True
+
 
 class SettingsError(SunspotError):
     """Settings or arguments are wrong; the message lists every problem found."""

@@ -22,6 +22,7 @@ from sunspot.elastic.copies import NodeInventory
 from sunspot.elastic.supervisor import supervised
 from sunspot.errors import (
     ConflictError,
+    DamageError,
     EndAtOnceError,
     SettingsError,
     SunspotError,
@@ -31,7 +32,7 @@ from sunspot.errors import (
 )
 from sunspot.formatting import as_bytes
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import fatal_error
+from sunspot.run.attempts import fatal_error, record_error
 from sunspot.run.failures import read_failures
 from sunspot.run.logs import (
     BURST,
@@ -58,7 +59,7 @@ from sunspot.run.requests import (
 )
 from sunspot.run.status import RunState, Status, new_driver, read_status, write_status
 from sunspot.settings import Settings
-from sunspot.train.driver import report_result
+from sunspot.train.driver import has_failed_for_good, report_result
 from tests.harness import REPOSITORY, s3
 from tests.harness.control import LocalControl
 from tests.harness.runs import BATCH, begin, commit, start
@@ -220,6 +221,14 @@ def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     status = read_status(run)
     assert status.starts == 1
     assert status.step == 5
+
+
+def test_an_error_that_a_worker_recorded_as_final_is_final_for_the_driver_too(run: Run) -> None:
+    claimant = Claimant(run, "job", start(run, "job").driver)
+    assert not has_failed_for_good(claimant)
+    record_error(run, 1, DamageError("lost"))
+    assert has_failed_for_good(claimant), "a retry of the job would not train"
+    assert not has_failed_for_good(Claimant(Run(run.storage, "another"), "job", ""))
 
 
 def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(

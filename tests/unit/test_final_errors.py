@@ -55,7 +55,7 @@ def test_a_job_of_kuberay_in_its_own_cluster_is_recognised(
         (RefusedStorageError, True),
         (StorageError, False),
         (DamageError, False),
-        (DataError, False),
+        (DataError, True),
         (SunspotError, False),
     ],
 )

@@ -83,6 +83,7 @@ def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: C
     control.end = told(failed(0, 1))
     assert not FailureJudge(control, 3)({0: NameError()})
     assert not control.said
+    assert control.channel.group_end().counts.hopeless, "another cluster would not help"
     [reason] = control.gave_up_for
     assert reason.startswith("rank 0, 1: NameError: name 'functional' is not defined, in loss at /mine/buggy.py:6")
 
@@ -419,7 +420,9 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
 
     assert all(lose(step) for step in (10, 20, 30))
     assert lose(31, "b"), "another node is no loop"
+    assert not control.channel.group_end().counts.hopeless
     assert not lose(40)
+    assert control.channel.group_end().counts.hopeless
     assert control.gave_up_for[0].endswith(
         "; 4 times in a row, each within 10 min of the one before (MAX_FAILURES=3): give the workers more memory "
         "(worker.memory in the profile), or have the task keep less"
@@ -446,6 +449,27 @@ def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Contro
         control.end = GroupEnd([end], Progress(1, step=step, committed=step))
         assert judge({0: error}) is (step < 30)
     assert "lower MICRO_BATCH_SIZE" in control.gave_up_for[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError("Unable to allocate 14.2 GiB for an array with shape (61440, 61440)"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (KeyError("out of memory"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_errors_of_too_little_memory_are_recognised(error: Exception, short: bool) -> None:
+    attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2))
+    assert describe_end(error, attempt, 1, 50).out_of_memory is short
 
 
 def test_an_error_of_a_workers_own_is_the_cause_of_the_restart() -> None:

@@ -24,6 +24,7 @@ from sunspot.elastic.out_of_memory import (
     count_losses,
     find_killed_for_memory,
     find_short_of_memory,
+    is_out_of_memory,
 )
 from sunspot.errors import SunspotError, shorten
 from sunspot.formatting import in_words, plural
@@ -62,6 +63,11 @@ LeaveOut = Callable[[Suspects], list[str]]
 class WorkersFailedError(Exception):
     """The workers failed, and no other group starts: the text says what ended which ranks, on one line."""
 
+    def __init__(self, text: str, hopeless: bool = False) -> None:
+        """`hopeless`: workers on another cluster would fail alike."""
+        super().__init__(text)
+        self.hopeless = hopeless
+
 
 def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node: str = "") -> RankError:
     """Describe the error that ends a rank on `node` after `step`."""
@@ -73,7 +79,7 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
         from_memory=attempt.metadata.tier == "memory",
         node=node,
         cuda_error=find_cuda_error(error),
-        out_of_memory=any(isinstance(one, torch.OutOfMemoryError | MemoryError) for one in _chain(error)),
+        out_of_memory=any(is_out_of_memory(one) for one in _chain(error)),
     )
 
 
@@ -142,13 +148,15 @@ class FailureJudge:
         counts = end.counts.since(end.progress.step if alone else end.progress.committed)
         again, counts = alike == counts.error, replace(counts, error=alike)
         if alike and (again or not any(error.taken for error in end.errors)):
-            return False, "; all ranks ended so, and would again; `sunspot check` tries the task in seconds", counts
+            why = "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
+            return False, why, replace(counts, hopeless=True)
         if short:
             counts = replace(counts, memory_losses=count_losses(counts.memory_losses, short, time.time()))
             times = max(times for times, _ in counts.memory_losses.values())
             if times > self._max:
                 row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
-                return False, f"; {row} (MAX_FAILURES={self._max}): {advise_memory(end.errors)}", counts
+                why = f"; {row} (MAX_FAILURES={self._max}): {advise_memory(end.errors)}"
+                return False, why, replace(counts, hopeless=True)
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             counts = replace(counts, starved=counts.starved + 1)
             if counts.starved > MAX_STARVED:

@@ -126,6 +126,8 @@ class FailureCounts:
     "What the newest one failed with, if all of its ranks did so alike."
     memory_losses: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     "Processes that ran out of memory (out_of_memory.py)."
+    hopeless: bool = False
+    "No other group can do better, on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
         """The same, or none if a newer step than then is kept by now; the error and the losses of memory stay."""

@@ -17,6 +17,11 @@ NODE_MEMORY = re.compile(
 PROCESS_MEMORY = re.compile(r"actual memory used=(?P<used>[\d.]+)GB")
 """Its words for the memory of the process that it has ended."""
 
+TOLD = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|unable to allocate|STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+"""Words of torch, CUDA's libraries, NumPy and the system for too little memory, of which torch makes a RuntimeError."""
+
 LOOP_S = 600.0
 """Longest time in seconds between two of one node's processes that run out of memory, one after the other, if that is
 taken for a loop: the second had no time to be of use."""
@@ -24,6 +29,12 @@ taken for a loop: the second had no time to be of use."""
 MemoryLosses = Mapping[str, tuple[int, float]]
 """How often in a row processes of a node ran out of memory, each within LOOP_S of the one before, and the time of the
 newest loss in seconds since the epoch, by Ray's id of the node."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if a process raised this error because it, or its GPU, had too little memory."""
+    of_system = isinstance(error, RuntimeError | OSError) and TOLD.search(str(error))
+    return isinstance(error, MemoryError) or bool(of_system)
 
 
 def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
@@ -51,7 +62,7 @@ def find_short_of_memory(errors: Mapping[int, Exception], told: list[RankError])
 
 def advise_memory(told: list[RankError]) -> str:
     """Say what helps processes that run out of memory, of which some have `told` their errors."""
-    if any(error.failure.type == "OutOfMemoryError" for error in told):
+    if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
         return "lower MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
     return "give the workers more memory (worker.memory in the profile), or have the task keep less"
 

@@ -52,6 +52,10 @@ class S3Storage(Bucket):
         "s3:AbortMultipartUpload on its objects",
         "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID",
         "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
+        "InvalidToken": "check AWS_SESSION_TOKEN",
+        "ExpiredToken": "renew the temporary credentials, AWS_SESSION_TOKEN among them",
+        "AuthorizationHeaderMalformed": "set AWS_REGION to the bucket's region",
+        "PermanentRedirect": "set AWS_REGION to the bucket's region",
         "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod's service "
         "account a role",
         "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -61,7 +65,17 @@ class S3Storage(Bucket):
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
         "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
     }
-    REFUSALS = ("NoSuchBucket", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+    REFUSALS = (
+        "NoSuchBucket",
+        "InvalidBucketName",
+        "AccessDenied",
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "InvalidToken",
+        "ExpiredToken",
+        "AuthorizationHeaderMalformed",
+        "PermanentRedirect",
+    )
     MISSING = "NoSuchKey"
     VERSIONS_FIX = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
     VERSIONS_RIGHT = "s3:GetBucketVersioning"

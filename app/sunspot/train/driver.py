@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from sunspot.code_archive import enter_code
-from sunspot.errors import ConflictError, shorten
+from sunspot.errors import ConflictError, DamageError, StorageError, SunspotError, shorten
 from sunspot.formatting import plural, visible
 from sunspot.report import FILE, gather, render
 from sunspot.report.summary import describe
@@ -69,11 +69,15 @@ def train_run(
         for each in origin.skipped:
             log.warning(f"skipped {each}")
         with recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome:
-            if may_train(claimant, limit_s):
-                plan = plan_run(run, settings, identity)
-                outcome.state = train(plan, claimant, origin, outcome, stop_request)
-            else:
-                outcome.state = RunState.STOPPED
+            try:
+                if may_train(claimant, limit_s):
+                    plan = plan_run(run, settings, identity)
+                    outcome.state = train(plan, claimant, origin, outcome, stop_request)
+                else:
+                    outcome.state = RunState.STOPPED
+            except SunspotError as error:
+                error.final = error.final or has_failed_for_good(claimant)
+                raise
     return outcome.state
 
 
@@ -101,6 +105,13 @@ def may_train(claimant: Claimant, limit_s: float) -> bool:
     if stopped:
         print(f"  stopped; `sunspot resume {run.name}` lets it train again")
     return not stopped
+
+
+def has_failed_for_good(claimant: Claimant) -> bool:
+    """Whether storage has what ended this job for good, so that a retry of it would not train (`may_train`)."""
+    with suppress(StorageError, DamageError):
+        return with_deadline(RECORD_S, "reading the run", lambda: fatal_error(claimant)) is not None
+    return False
 
 
 def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:

@@ -159,7 +159,9 @@ def outcome_of_training(
     more = f"`sunspot doctor {run.name}` says more"
     if checkpoint:  # otherwise the summary of the run says that there is none
         more = f"{kept}; {more}"
-    raise SunspotError(f"training failed: {reason}\n{more}") from failure
+    error = SunspotError(f"training failed: {reason}\n{more}")
+    error.final = isinstance(failure, WorkersFailedError) and failure.hopeless
+    raise error from failure
 
 
 def read_end(plan: Plan, claimant: Claimant) -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
@@ -261,7 +263,7 @@ def fit_once(
             if end.fatal:
                 raise end.fatal
             if end.gave_up:
-                raise WorkersFailedError(end.gave_up)
+                raise WorkersFailedError(end.gave_up, end.counts.hopeless)
 
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:

@@ -25,6 +25,8 @@ def find_end(case: Case) -> Iterator[Finding]:
         yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
     elif case.state is RunState.FAILED:
         advice = f"`sunspot logs {case.view.run.name}` and, of a worker, `--rank 0` have all that they printed"
+        if not case.view.attempts and not case.view.status:
+            advice = "it wrote nothing to storage; mend what it names, and submit again"
         if full := advise_full(case, case.reason):
             advice = f"{full}; then start the run again{_where_it_goes_on(case)}"
         yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(case.reason), advice, cost=1.0)
