@@ -6,6 +6,7 @@ import gc
 import json
 import signal
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,14 @@ def test_what_happens_to_a_groups_nodes(
     assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 1.0) is None, "said twice"
     assert monitor.check({}, nodes, draining, 2.0) is None
     assert monitor.check(group(2, "a", "b", "a"), nodes, draining, 3.0) == found, "the next group has to hear it too"
+
+
+def test_a_lost_node_is_named_by_its_host_where_that_is_known() -> None:
+    """In Kubernetes that is the pod, which `kubectl` knows, too; Ray's id of a node is in no other list."""
+    monitor = NodeMonitor(PER_WORKER, WorkerRange(2, 2), list)
+    named = replace(group(1, "a", "b"), hosts={0: "run-1-x-worker-1", 1: "run-1-x-worker-2"})
+    found = monitor.check(named, [HEAD, A, DEAD_B], {}, 0.0)
+    assert found == NodeEvent(Cause.NODE_LOST, "run-1-x-worker-2 (rank 1)")
 
 
 def test_a_node_that_was_told_to_go_is_not_lost() -> None:

@@ -15,6 +15,7 @@ from sunspot.errors import SettingsError
 from sunspot.observe.progress import Progress
 from sunspot.plan import make_plan
 from sunspot.run import Claimant, open_run
+from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
@@ -52,8 +53,10 @@ def test_a_trainer_that_follows_another_knows_how_far_its_workers_were() -> None
     before, after = LocalControl(), LocalControl()
     before.tell(ControlChannel.begin_group, worker_group(1, "a"))
     before.tell(ControlChannel.set_progress, Progress(step=7))
+    before.tell(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
     start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
     assert start
     after.tell(ControlChannel.add_incident_facts, start.incident)
-    for attempt in (2, 3):  # the second one, too, if the first took no step
-        assert after.ask(ControlChannel.begin_group, worker_group(attempt, "b")).last_step == 7
+    for attempt, noted in ((2, 1), (3, 0)):  # the second one, too, if the first took no step
+        incident = after.ask(ControlChannel.begin_group, worker_group(attempt, "b"))
+        assert (incident.last_step, incident.cause, len(incident.notes)) == (7, Cause.OUT_OF_MEMORY, noted)

@@ -83,7 +83,7 @@ def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: C
     control.end = told(failed(0, 1))
     assert not FailureJudge(control, 3)({0: NameError()})
     assert not control.said
-    assert control.channel.group_end().counts.hopeless, "another cluster would not help"
+    assert control.channel.group_end().counts.final, "another cluster would not help"
     [reason] = control.gave_up_for
     assert reason.startswith("rank 0, 1: NameError: name 'functional' is not defined, in loss at /mine/buggy.py:6")
 
@@ -420,9 +420,9 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
 
     assert all(lose(step) for step in (10, 20, 30))
     assert lose(31, "b"), "another node is no loop"
-    assert not control.channel.group_end().counts.hopeless
+    assert not control.channel.group_end().counts.final
     assert not lose(40)
-    assert control.channel.group_end().counts.hopeless
+    assert control.channel.group_end().counts.final
     assert control.gave_up_for[0].endswith(
         "; 4 times in a row, each within 10 min of the one before (MAX_FAILURES=3): give the workers more memory "
         "(worker.memory in the profile), or have the task keep less"

@@ -68,7 +68,8 @@ class ControlChannel:
         self._command = replace(self._command, restart=False, deadline=None, moves=False)
         self._restart, self._incident = self._restart.completed_by(self._incident), Incident()
         self._hangs, self._judged, self._ended = [], 0, ""
-        notes, self._notes = tuple(self._notes), []
+        notes, self._notes = (*self._restart.notes, *self._notes), []
+        self._restart = replace(self._restart, notes=())
         last_step = max(self._restart.last_step, self._progress.step)
         return replace(self._restart, last_step=last_step, notes=notes)
 
@@ -207,7 +208,8 @@ class ControlChannel:
 
     def incident(self) -> Incident:
         """What is known of why the newest group ends, and of its last step."""
-        return replace(self._incident, last_step=max(self._incident.last_step, self._progress.step))
+        last_step = max(self._incident.last_step, self._progress.step)
+        return replace(self._incident, last_step=last_step, notes=(*self._incident.notes, *self._notes))
 
     def group(self) -> WorkerGroup | None:
         """The newest worker group; None before the first, and once it was asked to end or has failed for a GPU."""

@@ -63,10 +63,10 @@ LeaveOut = Callable[[Suspects], list[str]]
 class WorkersFailedError(Exception):
     """The workers failed, and no other group starts: the text says what ended which ranks, on one line."""
 
-    def __init__(self, text: str, hopeless: bool = False) -> None:
-        """`hopeless`: workers on another cluster would fail alike."""
+    def __init__(self, text: str, final: bool = False) -> None:
+        """`final` tells whether workers on another cluster would fail alike."""
         super().__init__(text)
-        self.hopeless = hopeless
+        self.final = final
 
 
 def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node: str = "") -> RankError:
@@ -149,14 +149,14 @@ class FailureJudge:
         again, counts = alike == counts.error, replace(counts, error=alike)
         if alike and (again or not any(error.taken for error in end.errors)):
             why = "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
-            return False, why, replace(counts, hopeless=True)
+            return False, why, replace(counts, final=True)
         if short:
             counts = replace(counts, memory_losses=count_losses(counts.memory_losses, short, time.time()))
             times = max(times for times, _ in counts.memory_losses.values())
             if times > self._max:
                 row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
                 why = f"; {row} (MAX_FAILURES={self._max}): {advise_memory(end.errors)}"
-                return False, why, replace(counts, hopeless=True)
+                return False, why, replace(counts, final=True)
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             counts = replace(counts, starved=counts.starved + 1)
             if counts.starved > MAX_STARVED:

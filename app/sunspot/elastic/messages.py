@@ -126,7 +126,7 @@ class FailureCounts:
     "What the newest one failed with, if all of its ranks did so alike."
     memory_losses: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     "Processes that ran out of memory (out_of_memory.py)."
-    hopeless: bool = False
+    final: bool = False
     "No other group can do better, on any cluster."
 
     def since(self, kept: int) -> FailureCounts:

@@ -32,7 +32,8 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
         try:
             return program()
         except SunspotError as error:
-            if error.final and (job := find_own_job()):
+            job = find_own_job() if error.final else ""
+            if job:
                 try:
                     _mark_stopped(job, error)
                 except Exception as trouble:  # another Ray may raise anything

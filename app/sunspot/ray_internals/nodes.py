@@ -39,12 +39,8 @@ def is_own_session() -> bool:
 def name_node(node_id: str) -> str:
     """Return the host name of a node, in Kubernetes its pod's name, or Ray's id if Ray does not know the node."""
     nodes = ray.nodes() if ray.is_initialized() else []
-    return host_names(nodes).get(node_id) or f"node {node_id[:12]}"
-
-
-def host_names(nodes: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Return the host name of each of these nodes (as in `ray.nodes()`), by Ray's id of the node."""
-    return {node["NodeID"]: node.get("NodeManagerHostname", "") for node in nodes}
+    hosts = [str(node["NodeManagerHostname"]) for node in nodes if node["NodeID"] == node_id]
+    return hosts[0] if hosts else f"node {node_id[:12]}"
 
 
 def head_nodes() -> set[str]:

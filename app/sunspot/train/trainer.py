@@ -160,7 +160,7 @@ def outcome_of_training(
     if checkpoint:  # otherwise the summary of the run says that there is none
         more = f"{kept}; {more}"
     error = SunspotError(f"training failed: {reason}\n{more}")
-    error.final = isinstance(failure, WorkersFailedError) and failure.hopeless
+    error.final = isinstance(failure, WorkersFailedError) and failure.final
     raise error from failure
 
 
@@ -263,7 +263,7 @@ def fit_once(
             if end.fatal:
                 raise end.fatal
             if end.gave_up:
-                raise WorkersFailedError(end.gave_up, end.counts.hopeless)
+                raise WorkersFailedError(end.gave_up, end.counts.final)
 
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:

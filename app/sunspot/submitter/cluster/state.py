@@ -185,10 +185,10 @@ def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tup
     if own is None and stored.trouble:
         return RunState.RUNNING, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
     if own is None:
-        waits = f"its driver runs, and has not written its status to storage yet{and_why}"
+        waits = f"driver runs, and has not written its status to storage yet{and_why}"
         if seen.job.failed:
-            return RunState.RETRYING, f"{describe_failed_tries(seen.job, stored)}; of the next one, {waits}"
-        return RunState.STARTING, waits
+            return RunState.RETRYING, f"{describe_failed_tries(seen.job, stored)}; the next one's {waits}"
+        return RunState.STARTING, f"its {waits}"
     state = RunState.STARTING if own.state is RunState.LOST else own.state
     silence = _silence(own, seen.now)
     if silence and stored.trouble:
