@@ -24,6 +24,7 @@ from sunspot.elastic import failures
 from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident, RankError
+from sunspot.elastic.out_of_memory import find_killed_for_memory
 from sunspot.elastic.receipts import FailureRecorder, explain_error
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
@@ -378,6 +379,21 @@ def test_a_worker_that_ray_killed_for_memory_is_named_with_its_figures(found_by:
     assert (incident.cause, incident.detail) == (Cause.OUT_OF_MEMORY, f"rank 1: {FIGURES}")
 
 
+def test_an_older_rays_words_are_understood_too() -> None:
+    memory = (
+        "(task ID: 41, name=f, pid=5, memory used=12.18GB) was running was 21.91GB / 33.28GB (0.658192), which exceeds"
+    )
+    error = OutOfMemoryError(
+        f"Task was killed ...\nMemory on the node (IP: 172.17.0.2, ID: {'8c' * 28}) where the task {memory}"
+    )
+    node, figures = find_killed_for_memory(error)
+    assert node == "8c" * 28
+    assert figures.startswith("out of memory: 21.91 of 33.28 GiB in use on ")
+    assert figures.endswith("12.18 GiB of them by this process")
+    assert find_killed_for_memory(OutOfMemoryError("low"))[1] == "out of memory: low"
+    assert find_killed_for_memory(LOST) == ("", "")
+
+
 def test_a_worker_killed_for_memory_is_replaced_alone_where_others_outlive_it(control: Control) -> None:
     with asked_of_failures(FailureJudge(control, 3, outlive=True), outlive=True):
         policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
@@ -463,6 +479,8 @@ def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Contro
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (torch.AcceleratorError("CUDA error: out of memory"), True),
         (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("DataLoader worker (pid 37) is killed by signal: Bus error. It is possible that"), True),
+        (RuntimeError("DataLoader worker (pid(s) 37, 38) exited unexpectedly"), False),
         (KeyError("out of memory"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],

@@ -849,6 +849,28 @@ def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_pr
         prove(s3_storage, "run")
 
 
+@pytest.mark.parametrize(
+    ("code", "keys", "final"),
+    [
+        ("AccessDenied", True, True),
+        ("ExpiredToken", True, True),
+        ("AccessDenied", False, False),
+        ("PermanentRedirect", False, True),
+        ("InvalidRequest", True, False),
+    ],
+)
+def test_credentials_of_a_pods_own_identity_may_be_accepted_on_the_next_try(
+    code: str, keys: bool, final: bool, s3_storage: S3Storage, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_storage.list("run")  # the client has its credentials by now
+    s3_proxy.on(lambda request: True, s3.answer(403, code))
+    if not keys:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(StorageError) as raised:
+        prove(s3_storage, "run")
+    assert raised.value.final is final
+
+
 def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on(lambda request: True, s3.answer(403, "AccessDenied"))
     with pytest.raises(RefusedStorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):

@@ -14,13 +14,16 @@ NODE_MEMORY = re.compile(
 )
 """Ray's words for the memory of the node (2.60). Its GB has 2^30 bytes; in a pod, the limit is the container's."""
 
-PROCESS_MEMORY = re.compile(r"actual memory used=(?P<used>[\d.]+)GB")
+PROCESS_MEMORY = re.compile(r"memory used=(?P<used>[\d.]+)GB")
 """Its words for the memory of the process that it has ended."""
 
 TOLD = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|unable to allocate|STATUS_ALLOC_FAILED", re.IGNORECASE
+    r"out of (shared )?memory|can't allocate memory|cannot allocate memory|unable to allocate|STATUS_ALLOC_FAILED"
+    r"|DataLoader worker .* is killed by signal: (Killed|Bus error)",
+    re.IGNORECASE,
 )
-"""Words of torch, CUDA's libraries, NumPy and the system for too little memory, of which torch makes a RuntimeError."""
+"""Words of torch, CUDA's libraries, NumPy and the system for too little memory, of which torch makes a RuntimeError.
+The shared memory of data loaders is part of a pod's memory."""
 
 LOOP_S = 600.0
 """Longest time in seconds between two of one node's processes that run out of memory, one after the other, if that is

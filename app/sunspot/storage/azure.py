@@ -43,13 +43,9 @@ class AzureStorage(Bucket):
         "ServiceRequestError": "check AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING, and that it can be "
         "reached from here",
     }
-    REFUSALS = (
-        "ContainerNotFound",
-        "AuthorizationPermissionMismatch",
-        "AuthorizationFailure",
-        "AuthenticationFailed",
-        "NoAuthenticationInformation",
-    )
+    REFUSALS = ("ContainerNotFound",)
+    KEY_REFUSALS = ("AuthorizationPermissionMismatch", "AuthorizationFailure", "AuthenticationFailed")
+    KEYS = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_KEY")
     MISSING = "BlobNotFound"
     VERSIONS_FIX = "switch versioning and soft delete of blobs off for this storage account, or keep them for a day"
     VERSIONS_RIGHT = "Microsoft.Storage/storageAccounts/blobServices/read"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -61,7 +62,12 @@ class Bucket(Storage):
     FIXES: ClassVar[dict[str, str]]
     "What to do about an error, by the service's code for it or the class of the client's exception."
     REFUSALS: ClassVar[tuple[str, ...]]
-    "The codes with which the service itself refuses, for as long as nobody changes rights, credentials or settings."
+    "The codes of a bucket that is not there, or not as the settings say."
+    KEY_REFUSALS: ClassVar[tuple[str, ...]]
+    """The codes of credentials that are refused. Those of a pod's own identity may be there a moment later, or in the
+    next pod (kubernetes-external-secrets#419, aws-iam-authenticator#285)."""
+    KEYS: ClassVar[tuple[str, ...]]
+    "Environment variables that hold credentials, which stay as they are."
     MISSING: ClassVar[str]
     "The code for an object that is not there, in a bucket that is."
     VERSIONS_FIX: ClassVar[str]
@@ -215,8 +221,12 @@ class Bucket(Storage):
             if code == self.MISSING:
                 raise NotFoundError(f"{self.locate(key)}: not found") from error
             said = "; ".join(filter(None, (self._text(error), self._fix(code))))
-            kind = RefusedStorageError if code in self.REFUSALS else StorageError
-            raise kind(f"{self.locate(key)}: cannot {action}: {said}") from error
+            text = f"{self.locate(key)}: cannot {action}: {said}"
+            if code not in (*self.REFUSALS, *self.KEY_REFUSALS):
+                raise StorageError(text) from error
+            refusal = RefusedStorageError(text)
+            refusal.final = code in self.REFUSALS or any(os.environ.get(name) for name in self.KEYS)
+            raise refusal from error
 
     def _text(self, error: Exception) -> str:
         return shorten(error)

@@ -62,7 +62,9 @@ class GoogleStorage(Bucket):
         "ConnectionError": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
         "ConnectTimeout": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
     }
-    REFUSALS = ("NotFound", "Forbidden", "Unauthorized")
+    REFUSALS = ("NotFound",)
+    KEY_REFUSALS = ("Forbidden", "Unauthorized")
+    KEYS = ("GOOGLE_APPLICATION_CREDENTIALS",)
     MISSING = "no such object"
     VERSIONS_FIX = (
         "switch versioning and soft delete off for this bucket (gcloud storage buckets update gs://BUCKET "

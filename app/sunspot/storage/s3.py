@@ -65,17 +65,9 @@ class S3Storage(Bucket):
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
         "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
     }
-    REFUSALS = (
-        "NoSuchBucket",
-        "InvalidBucketName",
-        "AccessDenied",
-        "InvalidAccessKeyId",
-        "SignatureDoesNotMatch",
-        "InvalidToken",
-        "ExpiredToken",
-        "AuthorizationHeaderMalformed",
-        "PermanentRedirect",
-    )
+    REFUSALS = ("NoSuchBucket", "InvalidBucketName", "AuthorizationHeaderMalformed", "PermanentRedirect")
+    KEY_REFUSALS = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken")
+    KEYS = ("AWS_ACCESS_KEY_ID",)
     MISSING = "NoSuchKey"
     VERSIONS_FIX = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
     VERSIONS_RIGHT = "s3:GetBucketVersioning"
