@@ -11,6 +11,7 @@ import ray
 from ray.train import TrainingFailedError
 
 from sunspot.elastic.control import ControlChannel
+from sunspot.elastic.messages import Incident
 from sunspot.errors import SettingsError
 from sunspot.observe.progress import Progress
 from sunspot.plan import make_plan
@@ -53,6 +54,7 @@ def test_a_trainer_that_follows_another_knows_how_far_its_workers_were() -> None
     before, after = LocalControl(), LocalControl()
     before.tell(ControlChannel.begin_group, worker_group(1, "a"))
     before.tell(ControlChannel.set_progress, Progress(step=7))
+    before.tell(ControlChannel.add_loss, "a", Incident(Cause.WORKER_LOST, "rank 0 on a", 100.0))
     before.tell(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
     start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
     assert start

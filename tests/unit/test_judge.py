@@ -415,11 +415,13 @@ def test_why_a_worker_was_lost_may_be_told_after_the_loss(known: str) -> None:
     if known == "later":
         control.explain_loss(FIGURES)
         assert receipt.cause is Cause.WORKER_LOST
-        control.add_incident_facts(Incident(Cause.JOINED, "1 worker more", 120.0))
     else:
         assert (receipt.cause, receipt.detail, receipt.noticed) == (Cause.OUT_OF_MEMORY, FIGURES, 100.0)
-    notes = [] if known.startswith("before the next") else control.begin_group(worker_group(3, "a", "b")).notes
-    assert [(note.event, note.detail) for note in notes] in ([], [("out of memory", FIGURES)])
+    control.add_incident_facts(Incident(Cause.JOINED, "1 worker more", 120.0))
+    joined = control.begin_group(worker_group(3, "a", "b"))
+    assert joined.cause is Cause.JOINED, "one loss has one receipt"
+    noted = [] if known.startswith("before the next") else [("out of memory", FIGURES)]
+    assert [(note.event, note.detail) for note in joined.notes] == noted
 
 
 @pytest.mark.parametrize("outlive", [False, True])

@@ -158,17 +158,13 @@ class ControlChannel:
     def explain_loss(self, detail: str) -> None:
         """Note that a lost worker had run out of memory, which Ray tells some time after the loss.
 
-        That is the cause of the open incident, unless something else ended the group: the one that the present group
-        has begun with, as long as it has not taken a step.
+        Until then, the next group may have begun, or have taken a step: then only the events have it.
         """
         self._notes.append(Note(Cause.OUT_OF_MEMORY, detail, time.time()))
-        lost = (None, Cause.WORKER_LOST)
-        explained = {"cause": Cause.OUT_OF_MEMORY, "detail": detail}
-        if self._restart.cause is Cause.WORKER_LOST and self._incident.cause is None:
-            self._restart = replace(self._restart, **explained)
-        elif self._incident.cause in lost:
-            noticed = self._incident.noticed or time.time()
-            self._incident = replace(self._incident, **explained, noticed=noticed)
+        if self._incident.cause is Cause.WORKER_LOST:
+            self._incident = replace(self._incident, cause=Cause.OUT_OF_MEMORY, detail=detail)
+        elif self._restart.cause is Cause.WORKER_LOST and self._incident.cause is None:
+            self._restart = replace(self._restart, cause=Cause.OUT_OF_MEMORY, detail=detail)
 
     def give_up(self, reason: str) -> None:
         """Keep why no other group starts."""
