@@ -25,6 +25,7 @@ from sunspot.submitter.cluster.views import (
 )
 from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, name_pods
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
+from sunspot.submitter.manifest.pods import pod_groups
 from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, parse_exceeded
 from sunspot.submitter.manifest.requirements import pod_templates
 
