@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from sunspot.checkpoint import CheckpointManager, NodeMemory
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
+from sunspot.checkpoint.foreign_weights import fit_names
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
@@ -188,8 +189,10 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: its build_model returned a {type(model).__name__}; return a torch.nn.Module"
         )
-    if state.model is not None:
-        load_weights(model, state.model, attempt.starts_from or settings.init_from)
+    if state.model is not None and attempt.starts_from:
+        load_weights(model, state.model, attempt.starts_from)
+    elif state.model is not None:
+        load_weights(model, fit_names(model, state.model, settings.init_from), settings.init_from)
     for part in model.children() if has_several(model) else [model]:
         if not part.training:  # as `from_pretrained` returns it; of one that trains, modules stay in their modes
             part.train()

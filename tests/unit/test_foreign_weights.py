@@ -1,0 +1,79 @@
+"""Weights of INIT_FROM that another program has saved: tied ones, those of wrapped models, and nested ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+from torch import nn
+
+from sunspot.checkpoint.files import load_weights
+from sunspot.checkpoint.foreign_weights import fit_names
+from sunspot.elastic.restore import read_init
+from sunspot.errors import ConflictError, SettingsError
+from sunspot.settings import Settings
+
+
+class Tied(nn.Module):
+    """A language model in small, whose head has the weights of its embedding."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def load(model: nn.Module, state: Any) -> None:
+    load_weights(model, fit_names(model, state, "file"), "file")
+
+
+def test_a_tied_tensor_that_a_file_has_once_is_taken(tmp_path: Path) -> None:
+    saved, model = Tied(), Tied()
+    save_model(saved, str(tmp_path / "model.safetensors"))
+    assert len(load_file(tmp_path / "model.safetensors").keys() & {"embedding.weight", "head.weight"}) == 1
+    load(model, read_init(Settings(init_from=str(tmp_path / "model.safetensors")), None))
+    assert torch.equal(model.head.weight, saved.embedding.weight)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_tensor_that_is_missing_and_that_nothing_ties_is_refused() -> None:
+    state = Tied().state_dict()
+    del state["head.weight"]
+    with pytest.raises(ConflictError, match=r"file: its weights do not fit .*head\.weight"):
+        load(Tied(tied=False), state)
+
+
+def test_two_tensors_that_differ_are_refused_by_a_model_that_ties_them() -> None:
+    with pytest.raises(SettingsError, match=r"INIT_FROM=file: .* differ, and the model ties them"):
+        load(Tied(), Tied(tied=False).state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+def test_the_names_of_a_wrapped_model_are_understood(prefix: str) -> None:
+    saved, model = Tied(tied=False), Tied(tied=False)
+    load(model, {prefix + name: value for name, value in saved.state_dict().items()})
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_part_that_was_compiled_is_understood() -> None:
+    saved, model = Tied(tied=False), Tied(tied=False)
+    names = {"head.weight": "head._orig_mod.weight"}
+    load(model, {names.get(name, name): value for name, value in saved.state_dict().items()})
+    assert torch.equal(model.head.weight, saved.head.weight)
+
+
+def test_a_model_with_a_part_called_module_keeps_its_names() -> None:
+    saved, model = (nn.ModuleDict({"module": nn.Linear(2, 2)}) for _ in range(2))
+    load(model, saved.state_dict())
+    assert torch.equal(model["module"].weight, saved["module"].weight)
+    load(model, {f"module.{name}": value for name, value in saved.state_dict().items()})
+
+
+def test_a_checkpoint_of_another_program_says_what_to_save() -> None:
+    state = {"epoch": 3, "state_dict": Tied().state_dict(), "optimizer_states": []}
+    with pytest.raises(SettingsError, match=r"holds epoch, state_dict, .*alone, .*\(FILE\)\['state_dict'\]"):
+        load(Tied(), state)
