@@ -151,6 +151,52 @@ def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None
     assert groups[0]["betas"][0] != 0.5, "OneCycleLR turns this, too"
 
 
+def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> None:
+    """In epochs of ten steps, which are no multiple of a scheduler's frequency, and from any step."""
+    import lightning
+
+    from sunspot.tasks.lightning_adapter import LightningTask
+    from tests.tasks.spoiled_lightning import EveryFourthStep
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=3, **quiet)
+    trainer.fit(module := EveryFourthStep(), torch.utils.data.DataLoader(torch.ones(10, 1)))
+    assert len(set(module.rates)) == 9
+
+    tasks = ModuleType("my_task")
+    tasks.build_module = lambda settings, source: EveryFourthStep()
+    settings = load_settings({"TASK": "my_task", "GLOBAL_BATCH_SIZE": "10", "EPOCHS": "3"})
+    task, found = LightningTask(tasks, settings), list[float]()
+    for step in range(30):
+        model = task.build_model(settings, EmptySource((1,), 0, row_groups=(100,)))
+        optimizer = task.build_optimizer(model, settings)
+        task.begin_schedule(model, optimizer, step)
+        found.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx(module.rates, rel=1e-12)
+
+
+def test_an_optimizer_that_counts_in_its_groups_goes_on_counting(source: EmptySource) -> None:
+    """As Prodigy and optimizers without a schedule do."""
+    from sunspot.tasks.lightning_adapter import LightningTask
+    from tests.tasks import spoiled_lightning
+
+    class Counting(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.defaults["counted"] = self.param_groups[0]["counted"] = 0
+
+    module = spoiled_lightning.Whole()
+    module.configure_optimizers = lambda: Counting(module.parameters())  # type: ignore[method-assign]
+    tasks = ModuleType("my_task")
+    tasks.build_module = lambda settings, source: module
+    settings = load_settings({"TASK": "my_task"})
+    task = LightningTask(tasks, settings)
+    optimizer = task.build_optimizer(task.build_model(settings, source), settings)
+    optimizer.param_groups[0].update(counted=5, lr=7.0)  # as what a checkpoint has
+    task.begin_schedule(module, optimizer, 5)
+    assert (optimizer.param_groups[0]["counted"], optimizer.param_groups[0]["lr"]) == (5, 0.1)
+
+
 @pytest.mark.parametrize(
     ("task", "package", "extra"), [("lightning_mnist", "lightning", "lightning"), ("finetune", "huggingface_hub", "hf")]
 )

@@ -57,6 +57,21 @@ class Plateau(Whole):
         return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "loss"}
 
 
+class EveryFourthStep(Whole):
+    """Complete: its rate falls after every fourth step, and at the end of each epoch by the number of that epoch."""
+
+    def training_step(self, batch: Any) -> Any:
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        self.rates: list[float] = []
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        every_fourth = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        by_epoch = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1 / (2 + self.current_epoch))
+        return [optimizer], [{"scheduler": every_fourth, "interval": "step", "frequency": 4}, by_epoch]
+
+
 class LogsRows(Whole):
     def training_step(self, batch: Any) -> Any:
         self.log("train_rows", 2)

@@ -23,6 +23,9 @@ from sunspot.tasks.defaults import refuse_given, refuse_unused
 PREFIXES = ("train", "val", "test")
 """Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
 
+SET_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
+"""Options of an optimizer that PyTorch's schedulers set."""
+
 RESERVED = frozenset({"step", "epoch", "steps", "rows"})
 """Names that every record of the metric history already has."""
 
@@ -83,9 +86,12 @@ class LightningTask:
                 "a scheduler that follows a metric (ReduceLROnPlateau); learning rates must be a function of the step, "
                 "so that a run can resume from any step: choose another"
             )
-        self._at_first = [{**group} for group in optimizer.param_groups]
-        for group in self._at_first:
-            del group["params"]
+        # What schedulers set or add: an optimizer may count in its other options, as Prodigy does.
+        kept = optimizer.defaults.keys() - SET_BY_SCHEDULERS
+        self._at_first = [
+            {name: value for name, value in group.items() if name != "params" and name not in kept}
+            for group in optimizer.param_groups
+        ]
         return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
@@ -105,13 +111,18 @@ class LightningTask:
             # Of stepping before the optimizer, intended here.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
             for taken in range(1, step + 1):
+                count_from(model.trainer, taken, (taken - 1) // self._steps.per_epoch)
                 self.advance_schedule(model, taken)
 
     def advance_schedule(self, model: LightningModule, step: int) -> None:
-        """Step the schedulers that are due after optimizer step `step`."""
+        """Step the schedulers that are due after optimizer step `step`.
+
+        As Lightning does, count the steps for a `frequency` anew in each epoch.
+        """
+        in_epoch = (step - 1) % self._steps.per_epoch + 1
         for config in self._schedulers:
             every = config.frequency * (self._steps.per_epoch if config.interval == "epoch" else 1)
-            if step % every == 0:
+            if (step if config.interval == "epoch" else in_epoch) % every == 0:
                 model.lr_scheduler_step(config.scheduler, None)
 
     def loss(self, model: LightningModule, batch: Batch) -> tuple[torch.Tensor, Batch]:
@@ -198,6 +209,17 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
     )
     trainer.fit_loop.max_batches = steps.per_epoch
     return trainer
+
+
+def count_from(trainer: Trainer, step: int, epoch: int) -> None:
+    """Start a module's `global_step` and `current_epoch`, and the Trainer's own count, at `step` and `epoch`, from 0.
+
+    Lightning sets these only from a checkpoint of its own, and there is none: the state comes from ours.
+    """
+    loop = trainer.fit_loop
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+    epochs = dict.fromkeys(("ready", "started", "processed", "completed"), epoch)
+    loop.epoch_progress.load_state_dict({"total": epochs, "current": epochs})
 
 
 def defines(model: LightningModule, name: str) -> bool:

@@ -11,7 +11,7 @@ from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.source import Batch
 from sunspot.parallel.gradients import prepare
-from sunspot.tasks.lightning_adapter import LightningTask, defines, make_trainer
+from sunspot.tasks.lightning_adapter import LightningTask, count_from, defines, make_trainer
 from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
 
@@ -40,19 +40,8 @@ def train(worker: Worker) -> None:
         precision="bf16-mixed" if run.settings.precision == "bf16" else "32-true",
         callbacks=[StepCallback(run, task)],
     )
-    count_from(trainer, step, run.steps_per_epoch)
+    count_from(trainer, step, step // run.steps_per_epoch)
     prepare_trainer(trainer).fit(module, run)
-
-
-def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
-    """Start a module's `global_step` and `current_epoch`, and the Trainer's own count, at `step`.
-
-    Lightning sets these only from a checkpoint of its own, and there is none: the state comes from ours.
-    """
-    loop = trainer.fit_loop
-    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
-    epochs = dict.fromkeys(("ready", "started", "processed", "completed"), step // per_epoch)
-    loop.epoch_progress.load_state_dict({"total": epochs, "current": epochs})
 
 
 class LightningRun(LibraryRun):
