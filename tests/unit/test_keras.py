@@ -162,6 +162,37 @@ def test_a_setting_that_keras_does_not_read_is_refused(task: Any) -> None:
         load_task(Settings(task="small_keras", clip_norm=1.0))
 
 
+@pytest.mark.parametrize(("given", "peak"), [(1e-3, 0.03), (0.5, 0.5)])
+def test_the_rate_of_the_models_optimizer_is_the_peak_unless_a_setting_is(
+    keras: Any, task: Any, given: float, peak: float
+) -> None:
+    settings, make = Settings(task="small_keras", learning_rate=given), task.build_keras
+
+    def build_keras(settings: Settings, source: Any) -> Any:
+        model = make(settings, source)
+        model.compile(keras.optimizers.SGD(0.03), model.loss)
+        return model
+
+    task.build_keras = build_keras
+    saved, model = build(), build()
+    steps(saved, range(1))
+    model.load_state_dict(saved.state_dict())  # with the rate of its newest step
+    assert load_task(settings).build_optimizer(model, settings).param_groups[0]["lr"] == peak
+
+
+def test_a_schedule_of_keras_is_refused(keras: Any, task: Any) -> None:
+    make = task.build_keras
+
+    def build_keras(settings: Settings, source: Any) -> Any:
+        model = make(settings, source)
+        model.compile(keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10)), model.loss)
+        return model
+
+    task.build_keras = build_keras
+    with pytest.raises(SettingsError, match=r"schedule \(SGD with CosineDecay\), and SUNSPOT_SCHEDULE.*a number"):
+        load_task(settings_for()).build_optimizer(build(), settings_for())
+
+
 def test_a_model_that_is_not_compiled_is_refused(keras: Any, task: Any) -> None:
     task.build_keras = lambda settings, source: keras.Sequential([keras.layers.Dense(3)])
     with pytest.raises(SettingsError, match=r"build_keras returned a Sequential; return a keras\.Model with its input"):

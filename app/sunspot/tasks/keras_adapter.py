@@ -46,6 +46,8 @@ class KerasModule(torch.nn.Module):
         with self._strategy.scope():
             self.keras = build()
             self.keras.optimizer.build(self.keras.trainable_variables)
+        self.built_rate = self.keras.optimizer.get_config()["learning_rate"]
+        "A number, or a dict that describes a schedule; in a state that is loaded, the rate is that of a step."
         self._loss = keras.losses.get(self.keras.loss)
         if isinstance(self._loss, keras.losses.Loss):
             self._loss.reduction = "none"
@@ -126,9 +128,21 @@ class KerasTask:
 
         return KerasModule(build)
 
-    def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """Build nothing: Keras has its own."""
-        return build_empty_optimizer(settings.learning_rate)
+    def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
+        """Build an optimizer that only has the peak rate: LEARNING_RATE, or if that is left at its default, Keras's.
+
+        Raises `SettingsError` for a Keras optimizer with a schedule of its own.
+        """
+        own = model.built_rate
+        if not isinstance(own, float):
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: the optimizer of its Keras model has a learning rate schedule "
+                f"({type(model.keras.optimizer).__name__} with {own.get('class_name')}), and {PREFIX}SCHEDULE and "
+                f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a number"
+            )
+        given = settings.learning_rate != Settings.model_fields["learning_rate"].default
+        rounded = float(f"{own:.7g}")  # Keras has it in float32
+        return build_empty_optimizer(settings.learning_rate if given else rounded)
 
     def train(self, run: TrainingRun) -> None:
         """Loop over all steps."""
