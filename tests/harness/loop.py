@@ -35,6 +35,7 @@ from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
 from sunspot.train.build import build_model, build_optimizer, load_rest
 from sunspot.train.learner import Learner
+from sunspot.train.learning_rates import LearningRates
 from sunspot.train.loop import train
 from sunspot.train.worker import Beginning, Worker
 from tests.harness.process_group import in_processes
@@ -128,10 +129,11 @@ def _make_worker(
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
     optimizer, average = build_optimizer(plan.settings, task, model)
+    rates = LearningRates(plan, task, optimizer)
     load_rest(state, model, optimizer)
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), lambda *args, **options: None))
     loader: Any = Shares(plan, place.world_size, place.rank)
-    learner = Learner(plan, task, place, model, optimizer, average, loader)
+    learner = Learner(plan, task, place, model, optimizer, average, loader, rates)
     checkpoints = keep(model, optimizer, average)
     return QuietWorker(learner, Beginning(attempt.step, True, {}), checkpoints, idle, idle, idle, None, ExitStack())
 

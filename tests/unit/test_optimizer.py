@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,21 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    CosineAnnealingLR,
-    CyclicLR,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    MultiplicativeLR,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
 
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.elastic.restore import TrainingState
@@ -37,7 +21,7 @@ from sunspot.parallel.gradients import clip_gradients
 from sunspot.parallel.sharding import shard_model
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
-from sunspot.tasks.defaults import MAKERS_OF_RATES, build_optimizer, can_jump, fill_in, jump, learning_rate_factor
+from sunspot.tasks.defaults import build_optimizer, fill_in, learning_rate_factor
 from sunspot.train import build
 from tests.harness.loop import train_ranks
 
@@ -79,84 +63,10 @@ def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
     assert fill_in(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
 
 
-SCHEDULERS: dict[str, Callable[[Any, Settings, int], Any]] = {
-    "cycle": lambda optimizer, settings, total: OneCycleLR(optimizer, settings.learning_rate, total),
-    "parts": lambda optimizer, settings, total: SequentialLR(
-        optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)], [4]
-    ),
-    "exponential": lambda optimizer, settings, _: ExponentialLR(optimizer, settings.task_args["gamma"]),
-    "function": lambda optimizer, settings, _: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "product": lambda optimizer, settings, total: MultiplicativeLR(optimizer, lambda _: settings.task_args["gamma"]),
-}
-
-
-@pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_a_scheduler_is_a_function_of_the_step(build: Callable[[Any, Settings, int], Any]) -> None:
-    """From wherever a run goes on, and the same as if it had trained from the beginning."""
-    module, settings, total = ModuleType("mine"), Settings(learning_rate=0.05, task_args={"gamma": 0.9}), 20
-    module.build_scheduler = build
-    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), settings.learning_rate)
-    scheduler, rates = build(optimizer, settings, total), []
-    for _ in range(total):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    for begins_at in (0, 7, total - 1):
-        schedule = fill_in(module, settings).schedule
-        factors = [schedule(step, total) for step in range(begins_at, total)]
-        assert [0.05 * factor for factor in factors] == pytest.approx(rates[begins_at:], rel=1e-12)
-
-
-MAKERS: list[Callable[[Any, int, float], Any]] = [
-    lambda optimizer, steps, share: ConstantLR(optimizer, share, steps),
-    lambda optimizer, steps, share: CosineAnnealingLR(optimizer, steps, 0.01 * share),
-    lambda optimizer, steps, share: CyclicLR(optimizer, 0.01 * share, 0.05, steps),
-    lambda optimizer, steps, share: CyclicLR(optimizer, 0.01 * share, 0.05, steps, mode="triangular2"),
-    lambda optimizer, steps, share: ExponentialLR(optimizer, share),
-    lambda optimizer, steps, share: LambdaLR(optimizer, lambda step: share + 1 / (1 + step)),
-    lambda optimizer, steps, share: LinearLR(optimizer, share, 0.9, steps),
-    lambda optimizer, steps, share: MultiStepLR(optimizer, [steps, steps + 2, 2 * steps], share),
-    lambda optimizer, steps, share: OneCycleLR(optimizer, 0.05, 100, pct_start=0.9 * share),
-    lambda optimizer, steps, share: PolynomialLR(optimizer, steps, 3 * share),
-    lambda optimizer, steps, share: StepLR(optimizer, steps, share),
-]
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(MAKERS), st.integers(1, 15), st.floats(0.1, 1)), min_size=1, max_size=3),
-    st.integers(0, 50),
-)
-def test_a_scheduler_that_is_asked_for_a_step_answers_as_if_it_had_taken_all_before(made: Any, step: int) -> None:
-    def build(optimizer: Any, *_: Any) -> Any:
-        parts = [make(optimizer, steps, share) for make, steps, share in made]
-        return SequentialLR(optimizer, parts, [9 * n for n in range(1, len(parts))]) if len(parts) > 1 else parts[0]
-
-    played, asked = (torch.optim.AdamW([nn.Parameter(torch.zeros(1))], 0.05) for _ in range(2))
-    scheduler = build(played)
-    for _ in range(step):
-        played.step()
-        scheduler.step()
-    asked_scheduler = build(asked)
-    if not can_jump(asked_scheduler):  # it is played, then
-        assert any(isinstance(part, MAKERS_OF_RATES) for part in asked_scheduler._schedulers)
-        return
-    jump(asked_scheduler, step)
-    assert asked.param_groups[0]["lr"] == pytest.approx(played.param_groups[0]["lr"], rel=1e-9, abs=1e-12)
-
-
-def test_a_run_that_goes_on_far_from_its_beginning_does_not_play_all_rates() -> None:
-    asked: list[int] = []
-    module = ModuleType("mine")
-    module.build_scheduler = lambda optimizer, *_: LambdaLR(optimizer, lambda step: asked.append(step) or 0.5)
-    assert fill_in(module, Settings()).schedule(50_000, 10**6) == 0.5
-    assert len(asked) < 5
-
-
-def test_a_scheduler_that_cannot_be_is_refused() -> None:
+def test_a_task_that_brings_a_scheduler_has_no_other_schedule() -> None:
     module, settings = ModuleType("mine"), Settings(task="mine")
-    module.build_scheduler = lambda optimizer, *_: ReduceLROnPlateau(optimizer)
-    with pytest.raises(SettingsError, match="TASK=mine: its build_scheduler returned a ReduceLROnPlateau; return"):
-        fill_in(module, settings).schedule(0, 10)
+    module.build_scheduler = lambda optimizer, *_: None
+    assert not hasattr(fill_in(module, settings), "schedule")
     with pytest.raises(SettingsError, match=r"SUNSPOT_WARMUP_STEPS=3: .* brings its own schedule"):
         fill_in(module, Settings(warmup_steps=3))
     module.schedule = lambda step, total_steps: 1.0

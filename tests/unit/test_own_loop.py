@@ -140,6 +140,51 @@ def test_a_loss_while_ddp_begins_leaves_nothing_in_the_optimizers(
     train(worker)
 
 
+OWN_RATES = """
+import torch
+rates = []
+
+def train(run):
+    optimizer = run.optimizer
+    {before}
+    for batch in run.batches():
+        run.model[0].bias.sum().backward()
+        {in_step}
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        {after}
+        run.log({{"loss": run.model[0].bias.sum()}})
+        run.step()
+"""
+CHANGES = "optimizer.param_groups[0]['lr'] = 0.5 ** run.position"
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "says"),
+    [
+        ("before", "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)", "made a scheduler with run.optimizer"),
+        ("in_step", "torch.optim.lr_scheduler.StepLR(optimizer, 9)", "made a scheduler with run.optimizer"),
+        ("before", CHANGES, "changed the learning rate from 0.001 to 1 between two steps"),
+        ("after", CHANGES, "changed the learning rate from .* to 1 between two steps"),
+    ],
+)
+def test_rates_that_a_loop_sets_and_would_lose_are_refused(
+    where: str, what: str, says: str, group: dist.ProcessGroup, own: Callable[..., str]
+) -> None:
+    task = own(OWN_RATES.format(**{"before": "", "in_step": "", "after": "", where: what}))
+    with pytest.raises(SettingsError, match=f"TASK={task}: {says}.*return a scheduler from build_scheduler"):
+        train(make_worker(plan_without_evaluation(Settings(task=task, **BATCH)), group))
+    assert len(importlib.import_module(task).rates) == (where != "before")
+
+
+def test_rates_that_a_loop_sets_before_the_optimizers_step_are_kept(
+    group: dist.ProcessGroup, own: Callable[..., str]
+) -> None:
+    task = own(OWN_RATES.format(before="", in_step=CHANGES, after=""))
+    train(make_worker(plan_without_evaluation(Settings(task=task, **BATCH)), group))
+    assert importlib.import_module(task).rates == [0.5**step for step in range(BATCH["max_steps"])]
+
+
 def test_each_step_draws_its_own_random_numbers_and_counts_its_epoch(
     group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:

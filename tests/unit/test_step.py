@@ -389,7 +389,7 @@ def test_a_process_that_joins_has_taken_a_step_that_leaves_no_trace(needs_others
 
     optimizer = torch.optim.Adam(model.parameters())
     task: Any = SimpleNamespace(loss=loss)
-    learner = Learner(plan, task, WorkerPlace(), model, optimizer, WeightAverage(optimizer, 0), MagicMock())
+    learner = Learner(plan, task, WorkerPlace(), model, optimizer, WeightAverage(optimizer, 0), *[MagicMock()] * 2)
     before = [buffer.clone() for buffer in model.buffers()]
     learner.warm_up()
     assert passes == [4], "rows of one of three workers"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -35,11 +34,9 @@ from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings
 from sunspot.storage.local import LocalStorage
-from sunspot.tasks.defaults import learning_rate_factor
 from sunspot.train import build, join
 from sunspot.train.build import (
     Joined,
-    describe_new_length,
     leaves_out_evaluation,
     open_journals,
     record_left_out,
@@ -155,17 +152,6 @@ def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path, warned: lis
     assert "step 20 is not evaluated" in warned[0]
 
 
-def test_a_rate_that_depends_on_the_number_of_steps_is_reported() -> None:
-    task: Any = SimpleNamespace(schedule=functools.partial(learning_rate_factor, Settings()))
-    text = describe_new_length(task, step=80, before=80, now=120)
-    assert text.startswith("120 steps by EPOCHS and MAX_STEPS, 80 before: ")
-    assert text.endswith("goes on at 0.333 of its peak, not at 0.0125")
-    assert not describe_new_length(task, step=80, before=120, now=120)
-    assert not describe_new_length(task, step=80, before=0, now=120)
-    constant: Any = SimpleNamespace(schedule=lambda *_: 1.0)
-    assert not describe_new_length(constant, step=80, before=80, now=120)
-
-
 @pytest.mark.parametrize("rounded", [True, False])
 def test_products_are_rounded_as_precision_says(rounded: bool) -> None:
     """Those of convolutions, too, which torch rounds unless it is told."""
@@ -240,11 +226,12 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     for name in ("CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "Worker", "open_journals"):
         monkeypatch.setattr(build, name, anything)
     monkeypatch.setattr(build, "describe_new_length", lambda *_: "")
+    monkeypatch.setattr(build, "describe_rates", lambda *_: [])
     slow = ("await_device_memory", "build_learner")
     for name in slow:
         monkeypatch.setattr(build, name, takes_long(name))
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
-    start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={0: "node"})
+    start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), before=(), nodes={0: "node"})
     nothing: Any = None
     place = WorkerPlace(device=torch.device("cuda"), nodes=["node"])
     joined = Joined(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)

@@ -26,6 +26,17 @@ UNCALLED = {
     "build_trees": "trees see all rows as they are",
 }
 
+RATE_FUNCTIONS = ("build_optimizer", "build_scheduler", "schedule")
+"""What sets the learning rates of a task of plain PyTorch."""
+
+RATES_BY = {
+    "build_module": "configure_optimizers of its LightningModule returns the optimizer and its schedulers",
+    "build_keras": "its Keras model brings its optimizer, and settings scale the rate",
+    "build_trainer": "its Trainer builds the optimizer and its scheduler by its arguments",
+    "build_trees": "trees have one rate, in SUNSPOT_TASK_ARGS",
+}
+"""What sets the learning rates in their place, by the function of a task for another library."""
+
 ADAPTERS = {
     "build_module": "sunspot.tasks.lightning_adapter:LightningTask",
     "build_keras": "sunspot.tasks.keras_adapter:KerasTask",
@@ -67,7 +78,7 @@ class Task(Protocol):
     def schedule(self, step: int, total_steps: int) -> float:
         """Return the factor on the learning rates at optimizer step 0 .. total_steps - 1.
 
-        Or `build_scheduler(optimizer, settings, total_steps)` returns a scheduler of PyTorch's that has it.
+        A task may define `build_scheduler(optimizer, settings, total_steps)` instead (train/learning_rates.py).
         """
 
     def train(self, run: "TrainingRun") -> None:
@@ -190,6 +201,10 @@ def load_task(settings: Settings) -> Task:
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
     if function in UNCALLED and (own := [name for name in HOOKS if hasattr(module, name)]):
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {UNCALLED[function]}")
+    for name in RATE_FUNCTIONS if adapter else ():
+        # What is only imported may be meant for the library's own function.
+        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+            raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {RATES_BY[function]}")
     if adapter:
         return cast(Task, adapter(module, settings))
     needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")

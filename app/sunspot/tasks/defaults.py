@@ -1,33 +1,19 @@
 """The optimizer and the schedule of a task that brings none of its own, as the settings say; and several made one."""
 
-import functools
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from functools import partial
 from itertools import islice
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
 
 READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
 """The settings that each default reads: a task that brings its own has no use for them."""
-
-OF_STEP = (
-    *(lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CyclicLR, lr_scheduler.ExponentialLR),
-    *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
-    *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
-)
-"""PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
-
-MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
-"""Schedulers that set the optimizer's rate when they are made: in a sequence, the steps before start from it."""
 
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
@@ -36,8 +22,7 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
     if scheduled & vars(module).keys():
         raise SettingsError(f"{PREFIX}TASK={settings.task}: has both schedule and build_scheduler; keep one")
-    by_settings = partial(learning_rate_factor, settings)
-    default = schedule_from_scheduler(module.build_scheduler, settings) if scheduled else by_settings
+    default = {} if scheduled else {"schedule": partial(learning_rate_factor, settings)}
 
     def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         built = getattr(module, "build_optimizer", build_optimizer)(model, settings)
@@ -50,9 +35,14 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
                 f"{PREFIX}TASK={settings.task}: its build_optimizer returned a {type(optimizer).__name__}; return a "
                 "torch.optim.Optimizer, or a dict of several"
             )
+        if is_scheduled(optimizer):
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: its build_optimizer makes a scheduler, and the run would replace the "
+                "learning rates that it sets; return it from build_scheduler(optimizer, settings, total_steps)"
+            )
         return optimizer
 
-    return SimpleNamespace(**{"schedule": default, **vars(module), "build_optimizer": combined})
+    return SimpleNamespace(**{**default, **vars(module), "build_optimizer": combined})
 
 
 def refuse_unused(settings: Settings, own: Set[str]) -> None:
@@ -100,63 +90,6 @@ def fused_on_gpu(model: torch.nn.Module) -> bool | None:
     return next(model.parameters()).is_cuda or None
 
 
-def schedule_from_scheduler(
-    build_scheduler: Callable[..., LRScheduler], settings: Settings
-) -> Callable[[int, int], float]:
-    """Make the `schedule` of a task that builds a scheduler of PyTorch's, with an optimizer of its own.
-
-    So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts. One
-    that cannot be asked for a step (`can_jump`) is played through from the first. Raises `SettingsError`, when it is
-    called, for one that follows a metric.
-    """
-
-    @functools.cache
-    def begin(total_steps: int) -> tuple[LRScheduler, list[float]]:
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
-        scheduler = build_scheduler(optimizer, settings, total_steps)
-        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-            raise SettingsError(
-                f"{PREFIX}TASK={settings.task}: its build_scheduler returned a {type(scheduler).__name__}; return "
-                "a scheduler of PyTorch's whose rate is a function of the step"
-            )
-        return scheduler, [factor_of(scheduler)]
-
-    def factor_of(scheduler: LRScheduler) -> float:
-        return float(scheduler.optimizer.param_groups[0]["lr"]) / settings.learning_rate
-
-    def schedule(step: int, total_steps: int) -> float:
-        scheduler, factors = begin(total_steps)
-        if can_jump(scheduler):
-            jump(scheduler, step)
-            return factor_of(scheduler)
-        while len(factors) <= step:
-            scheduler.optimizer.step()
-            scheduler.step()
-            factors.append(factor_of(scheduler))
-        return factors[step]
-
-    return schedule
-
-
-def can_jump(scheduler: LRScheduler) -> bool:
-    """Tell whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
-    if type(scheduler) is SequentialLR:
-        return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
-    return type(scheduler) in OF_STEP
-
-
-def jump(scheduler: LRScheduler, step: int) -> None:
-    """Set its optimizer's rate to that of a step, counted from 0.
-
-    A SequentialLR keeps its parts to itself, and the public way to a step, `step(epoch)`, is deprecated, and warns.
-    """
-    while isinstance(scheduler, SequentialLR):
-        number = bisect_right(scheduler._milestones, step)
-        step -= scheduler._milestones[number - 1] if number else 0
-        scheduler = scheduler._schedulers[number]
-    scheduler._update_lr(step)
-
-
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
     """Rise over WARMUP_STEPS to the peak, then go as SCHEDULE says: down to 0 just after the last step, or constant."""
     warmup = settings.warmup_steps
@@ -177,28 +110,34 @@ class Optimizers(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        self._named = dict(optimizers)
-        super().__init__([group for each in self._named.values() for group in each.param_groups], {})
-        for each in self._named.values():
+        self.named = dict(optimizers)
+        super().__init__([group for each in self.named.values() for group in each.param_groups], {})
+        for each in self.named.values():
             self.state.update(each.state)
         self._share()
         self.register_load_state_dict_post_hook(lambda _: self._share())
 
     def __getitem__(self, name: str) -> torch.optim.Optimizer:
-        return self._named[name]
+        return self.named[name]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step of each."""
-        for each in self._named.values():
+        for each in self.named.values():
             each.step()
 
     def _share(self) -> None:
         """Have each work on the common state, and on its own of the groups."""
         groups = iter(self.param_groups)
-        for each in self._named.values():
+        for each in self.named.values():
             each.__setstate__({"state": self.state, "param_groups": [*islice(groups, len(each.param_groups))]})
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that take the steps of this one: itself, or those that it consists of."""
-    return list(optimizer._named.values()) if isinstance(optimizer, Optimizers) else [optimizer]
+    return list(optimizer.named.values()) if isinstance(optimizer, Optimizers) else [optimizer]
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a scheduler of PyTorch's was made with this optimizer, or with one of those in it."""
+    # A scheduler wraps the `step` of its optimizer with a function that has this mark (torch 2.15).
+    return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in (optimizer, *optimizers_in(optimizer)))

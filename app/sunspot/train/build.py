@@ -52,6 +52,7 @@ from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
 from sunspot.train.device_memory import await_device_memory
 from sunspot.train.learner import Learner, Loader
+from sunspot.train.learning_rates import LearningRates
 from sunspot.train.reporter import Reporter
 from sunspot.train.survivor import Survivor
 from sunspot.train.worker import Beginning, RegroupError, Worker
@@ -115,9 +116,13 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     if journals:
         if left_out:
             record_left_out(attempt.step, journals.events)
-        change = describe_new_length(learner.task, attempt.step, state.total_steps, plan.total_steps)
+        change = describe_new_length(learner, attempt.step, state.total_steps)
         if change:
             log.warning(change)
+        if not start.before or start.before[-1].driver != attempt.driver:  # the driver has not been told yet
+            with watchdog.paused():
+                for line in describe_rates(learner):
+                    joined.control.tell(ControlChannel.log, f"  {line}")
     saved, windows, memory = learner.saved(), state.ledger, joined.memory
     with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():  # parts have a group of theirs
         checkpoints = CheckpointManager(
@@ -160,8 +165,9 @@ def build_learner(
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
     optimizer, average = build_optimizer(plan.settings, task, model)
+    rates = LearningRates(plan, task, optimizer)
     load_rest(state, model, optimizer)
-    return Learner(plan, task, place, model, optimizer, average, open_rows(plan, task, place))
+    return Learner(plan, task, place, model, optimizer, average, open_rows(plan, task, place), rates)
 
 
 def prepare_learner(plan: Plan, control: ControlClient) -> Learner:
@@ -317,17 +323,29 @@ def open_journals(run: Run, start: StartPoint) -> Journals:
     return journals
 
 
-def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
+def describe_new_length(learner: Learner, step: int, before: int) -> str:
     """Say how the rate moves as the run no longer has `before` steps (0: not known); empty if it does not."""
-    if before in (0, now) or hasattr(task, "begin_schedule"):  # a library's schedulers are objects
+    now = learner.plan.total_steps
+    if before in (0, now) or hasattr(learner.task, "begin_schedule"):  # a library's schedulers are objects
         return ""
-    old, new = (task.schedule(min(step, total - 1), total) for total in (before, now))
-    if math.isclose(old, new):
-        return ""
-    return (
-        f"{now} steps by EPOCHS and MAX_STEPS, {before} before: the learning rate goes on at {new:.3g} of its peak, "
-        f"not at {old:.3g}"
-    )
+    old, new = (learner.rates.at(min(step, total - 1), total) for total in (before, now))
+    for was, will in zip(old, new, strict=True):
+        if not math.isclose(was["lr"], will["lr"]):
+            return (
+                f"{now} steps by EPOCHS and MAX_STEPS, {before} before: the learning rate goes on at {will['lr']:.3g}, "
+                f"not at {was['lr']:.3g}"
+            )
+    return ""
+
+
+def describe_rates(learner: Learner) -> list[str]:
+    """Return lines about the learning rates of the whole run; raises `SettingsError` for a step without a rate."""
+    task = learner.task
+    if hasattr(task, "begin_schedule"):
+        return []
+    lines = learner.rates.describe(learner.plan.total_steps)
+    own_loop = hasattr(task, "train") and not hasattr(task, "find_library")
+    return [f"{line}, unless its train(run) sets another" for line in lines] if own_loop else lines
 
 
 def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:

@@ -19,6 +19,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
 from sunspot.tasks.signatures import place_of_function
+from sunspot.train.learning_rates import LearningRates
 from sunspot.train.randomness import augment
 from sunspot.train.undo import StepUndo
 
@@ -46,6 +47,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     average: WeightAverage
     loader: Loader
+    rates: LearningRates
 
     def __post_init__(self) -> None:
         source, first = self.plan.source, np.zeros(MIN_ROWS, np.int64)

@@ -11,8 +11,9 @@ from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
 from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare, release
-from sunspot.tasks.defaults import optimizers_in
+from sunspot.tasks.defaults import is_scheduled, optimizers_in
 from sunspot.train.learner import in_precision, row_losses
+from sunspot.train.learning_rates import set_options
 from sunspot.train.randomness import DRAW_STREAM, augment, seed_generators, seed_of
 from sunspot.train.worker import Step, Worker
 
@@ -41,6 +42,8 @@ class TrainingRun:
         self._random: torch.Generator | None = None
         "Of `draw` in the open step, once it was called."
         self._finite = FiniteGradients(self.model)
+        self._rates = self._learning_rates()
+        "The rates of the newest step, of each group."
 
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
@@ -79,7 +82,7 @@ class TrainingRun:
         """Make the batch of a step, and all that is a function of the step's number."""
         self._open, self._random = step, None
         self.set_learning_rates()
-        step.learning_rate = self._learning_rate()
+        step.learning_rate = self._learning_rates()[0]
         self._worker.begin_step(step)
         batch = step.share if step.has_rows else self._learner.padding_batch
         self._begin_pass(len(batch["row"]), self.world_size / step.size if step.has_rows else 0.0)
@@ -88,11 +91,27 @@ class TrainingRun:
         return batch
 
     def set_learning_rates(self) -> None:
-        """Scale each group's peak rate by the task's schedule: a function of the step, so nothing has to be stored."""
-        # A task may compute it with NumPy, whose numbers no checkpoint could bring back.
-        factor = float(self._learner.task.schedule(self.position, self.total_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        """Set the rates of the step, and what else a scheduler sets: functions of the step, so nothing is stored."""
+        self._refuse_own_rates()
+        set_options(self.optimizer, self._learner.rates.at(self.position, self.total_steps))
+        self._rates = self._learning_rates()
+
+    def _refuse_own_rates(self) -> None:
+        """Raise `SettingsError` if the task has set learning rates that are about to be replaced."""
+        task = f"SUNSPOT_TASK={self.settings.task}"
+        fix = "return a scheduler from build_scheduler(optimizer, settings, total_steps)"
+        if is_scheduled(self.optimizer):
+            raise SettingsError(
+                f"{task}: made a scheduler with run.optimizer, and run.batches() replaces the learning rates that it "
+                f"sets; {fix}, which the run steps itself"
+            )
+        changed = [pair for pair in zip(self._rates, self._learning_rates(), strict=True) if pair[0] != pair[1]]
+        if changed:
+            before, now = changed[0]
+            raise SettingsError(
+                f"{task}: changed the learning rate from {before:.3g} to {now:.3g} between two steps, and "
+                f"run.batches() replaces it; {fix}, or change it after a batch is taken and before the optimizer's step"
+            )
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         for rows in self.passes():
@@ -147,7 +166,8 @@ class TrainingRun:
         """
         self._worker.begin_change(optimizer)
         if self._open:
-            self._open.learning_rate = self._learning_rate()
+            self._rates = self._learning_rates()
+            self._open.learning_rate = self._rates[0]
 
     def step(self) -> None:
         if self._open is None:
@@ -180,8 +200,8 @@ class TrainingRun:
         self.pass_rows, self.weight = rows, weight
         self._finite.set(not weight)
 
-    def _learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+    def _learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _error(self, text: str) -> SettingsError:
         return SettingsError(f"SUNSPOT_TASK={self.settings.task}: its train(run) {text}")

@@ -47,7 +47,7 @@ from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import load_predict, load_task
 from sunspot.tasks.defaults import optimizers_in
 from sunspot.tracking.process import refuse_unusable
-from sunspot.train.build import build_learner
+from sunspot.train.build import build_learner, describe_rates
 from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
@@ -74,6 +74,8 @@ class Check:
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     "Of both steps, and of held-out rows."
+    learning_rates: list[str] = field(default_factory=list)
+    "Lines about the learning rates of the whole run."
     checkpoint_bytes: int = 0
     batch: Batch = field(default_factory=dict)
     "The rows that were read last, for messages."
@@ -112,6 +114,7 @@ class Check:
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         yield f"task {self.task} on {self.device}: {parts}"
         yield "  " + "  ".join(f"{name} {in_digits(value)}" for name, value in self.metrics.items())
+        yield from (f"  {line}" for line in self.learning_rates)
         yield f"  a checkpoint has {self.checkpoint_bytes / 1e6:.3g} MB"
         if self.not_checked:
             yield f"  not checked: {', '.join(self.not_checked)}"
@@ -130,8 +133,6 @@ def check(settings: Settings) -> Check:
     with checked.part("import and data"):
         task = load_task(settings)
         plan = make_plan(with_absolute_paths(settings), task)
-        if not hasattr(task, "begin_schedule"):  # a library's schedulers are objects
-            float(task.schedule(0, plan.total_steps))
     with tempfile.TemporaryDirectory() as scratch:
         instead = {**NOT_CHECKED, **SAVED_EACH_STEP, "storage_path": scratch}
         plan = replace(plan, settings=plan.settings.model_copy(update=instead))
@@ -155,6 +156,7 @@ def check_plan(plan: Plan, checked: Check) -> None:
         with checked.part("model and optimizer"):
             state = TrainingState(model=read_init(plan.settings, None) if plan.settings.init_from else None)
             worker = build(rows, attempt, state)
+            checked.learning_rates = describe_rates(worker.learner)
         with checked.part("first step and save"):
             saved = take_step(worker)
         with checked.part("evaluation mode"):

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> None:
             print_json({"task": settings.task, "passed": False, "error": str(error)})
         raise
     if args.json:
-        print_json({"passed": True, **{name: value for name, value in asdict(checked).items() if name != "batch"}})
+        kept = {name: value for name, value in asdict(checked).items() if name not in ("batch", "learning_rates")}
+        print_json({"passed": True, **kept})
     else:
         for line in checked.describe():
             print_text(line)

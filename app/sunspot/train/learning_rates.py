@@ -1,0 +1,236 @@
+"""The learning rates of each step: the task's `schedule` scales them, or its PyTorch schedulers set them.
+
+They are a function of the step. So a run can go on from any step, and no checkpoint holds a scheduler. A scheduler of
+the task never sees the optimizer that trains. It works on a stand-in with the same groups, and what it sets there is
+copied to the groups of that optimizer.
+"""
+
+import inspect
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from sunspot.errors import SettingsError, shorten
+from sunspot.formatting import plural
+from sunspot.plan import Plan
+from sunspot.settings import PREFIX
+from sunspot.tasks import Task
+from sunspot.tasks.defaults import Optimizers, optimizers_in
+
+OF_STEP = (
+    *(lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CyclicLR, lr_scheduler.ExponentialLR),
+    *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
+    *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
+)
+"""PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
+
+MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
+"""Schedulers that set the optimizer's rate when they are made: in a sequence, the steps before start from it."""
+
+EXAMINED_STEPS = 10_000
+"""Number of first steps, and of steps spread over the run, that `describe` looks at: half a second of computing."""
+
+MAX_NAMED_GROUPS = 6
+"""Most groups that `describe` names."""
+
+Options = dict[str, Any]
+"""Options of a group, by name: `lr`, a float, and whatever else a scheduler sets, such as `momentum` or `betas`."""
+
+
+class LearningRates:
+    """The learning rates of an optimizer's groups, as a function of the step."""
+
+    def __init__(self, plan: Plan, task: Task, optimizer: Optimizer) -> None:
+        """Keep the rates that `optimizer` was built with; call this before it loads a state."""
+        self._plan, self._task = plan, task
+        self._built = stand_in_for(optimizer)
+        self._played: dict[int, PlayedSchedulers] = {}
+        "By the number of steps in the run."
+
+    def at(self, step: int, total_steps: int) -> list[Options]:
+        """Return the options of each group at a step, counted from 0, in a run of `total_steps` steps.
+
+        Raises `SettingsError` if the task's schedulers cannot be used.
+        """
+        if hasattr(self._task, "build_scheduler"):
+            if total_steps not in self._played:
+                self._played[total_steps] = PlayedSchedulers(self._plan, self._task, self._built, total_steps)
+            return self._played[total_steps].at(step)
+        # A task may compute it with NumPy, whose numbers no checkpoint could bring back.
+        factor = float(self._task.schedule(step, total_steps))
+        return [{"lr": float(group["lr"]) * factor} for group in self._built.param_groups]
+
+    def describe(self, total_steps: int) -> list[str]:
+        """Return lines that tell the first, the highest and the last learning rate of each group.
+
+        Raises `SettingsError` for a step without a rate. Looks at no more than twice EXAMINED_STEPS steps.
+        """
+        spread = range(0, total_steps, math.ceil(total_steps / EXAMINED_STEPS))
+        steps = sorted({*range(min(total_steps, EXAMINED_STEPS)), *spread, total_steps - 1})
+        rates = list(zip(*(self._rates_at(step, total_steps) for step in steps), strict=True))
+        names: dict[str, list[str]] = {}
+        for name, each in zip(self._names(), rates, strict=True):
+            text = f"{each[0]:.1e} at first, {max(each):.1e} at most, {each[-1]:.1e} at last"
+            names.setdefault(text, []).append(name)
+        if len(names) == 1:
+            return [f"learning rate: {next(iter(names))}"]
+        lines = [f"learning rate of {join_names(alike)}: {text}" for text, alike in names.items()]
+        more = sum(map(len, list(names.values())[MAX_NAMED_GROUPS:]))
+        return lines[:MAX_NAMED_GROUPS] + ([f"learning rate: other rates in {plural(more, 'more group')}"] * bool(more))
+
+    def _rates_at(self, step: int, total_steps: int) -> list[float]:
+        try:
+            return [options["lr"] for options in self.at(step, total_steps)]
+        except Exception as error:
+            if step == 0:  # as it is, with its place: nothing else has happened so far
+                raise
+            raise SettingsError(
+                f"{PREFIX}TASK={self._plan.settings.task}: has no learning rate for step {step + 1} of {total_steps}: "
+                f"{type(error).__name__}: {shorten(error)}"
+            ) from error
+
+    def _names(self) -> Iterator[str]:
+        """Yield a name for each group: its number, after the name of its optimizer if there are several."""
+        several = self._built.named if isinstance(self._built, Optimizers) else {"": self._built}
+        for name, optimizer in several.items():
+            for number in range(1, len(optimizer.param_groups) + 1):
+                group = f"group {number}" if not name or len(optimizer.param_groups) > 1 else ""
+                yield f"{name} {group}".strip()
+
+
+class PlayedSchedulers:
+    """The schedulers that a task builds for a run of so many steps, on a stand-in for its optimizer.
+
+    They are built again to go back to an earlier step. If each can be asked for a step (`can_jump`), nothing is played.
+    """
+
+    def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
+        """`built` has the groups as the task has built them."""
+        self._plan, self._build, self._built = plan, task.build_scheduler, built
+        self._total_steps = total_steps
+        self._begin()
+
+    def at(self, step: int) -> list[Options]:
+        """Return what the schedulers have set in each group at a step."""
+        if self._jumps:
+            for scheduler in self._schedulers:
+                jump(scheduler, step)
+        else:
+            self._play_to(step)
+        groups = zip(self._optimizer.param_groups, self._built.param_groups, strict=True)
+        return [set_by_scheduler(group, before) for group, before in groups]
+
+    def _begin(self) -> None:
+        """Build the schedulers, as at the first step."""
+        self._optimizer, self._step = stand_in_for(self._built), 0
+        self._schedulers = self._build_schedulers()
+        alone = len({each.optimizer for each in self._schedulers}) == len(self._schedulers)
+        self._jumps = alone and all(can_jump(each) and each.last_epoch == 0 for each in self._schedulers)
+
+    def _play_to(self, step: int) -> None:
+        """Take the steps up to this one, as a loop does."""
+        if step < self._step:
+            self._begin()
+        for _ in range(self._step, step):
+            self._optimizer.step()
+            for scheduler in self._schedulers:
+                scheduler.step()
+        self._step = step
+
+    def _build_schedulers(self) -> list[LRScheduler]:
+        """Have the task build its schedulers; raises `SettingsError` for those that cannot be used."""
+        more = {"steps_per_epoch": self._plan.steps.per_epoch}
+        wanted = {name: value for name, value in more.items() if name in inspect.signature(self._build).parameters}
+        built = self._build(self._optimizer, self._plan.settings, self._total_steps, **wanted)
+        schedulers = list(built.values()) if isinstance(built, Mapping) else [built]
+        for each in schedulers:
+            returned = f"{PREFIX}TASK={self._plan.settings.task}: its build_scheduler returned a {type(each).__name__}"
+            if isinstance(each, ReduceLROnPlateau):
+                raise SettingsError(
+                    f"{returned}, which follows a metric; learning rates must be a function of the step, so that a run "
+                    "can resume from any step: choose another scheduler"
+                )
+            if not isinstance(each, LRScheduler):
+                raise SettingsError(f"{returned}; return a scheduler of torch.optim.lr_scheduler, or a dict of several")
+            if each.optimizer not in (self._optimizer, *optimizers_in(self._optimizer)):
+                raise SettingsError(f"{returned} of another optimizer; make it with the optimizer that it is given")
+        return schedulers
+
+
+class StandIn(Optimizer):
+    """An optimizer with the groups of another one, for schedulers to work on; its steps change no parameter."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__([Group(each) for each in optimizer.param_groups], optimizer.defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+class Group(Options):
+    """A copy of an optimizer's group that notes which options are set in it."""
+
+    def __init__(self, options: Options) -> None:
+        # A scheduler changes a rate that is a tensor in place, and notes the initial rate itself.
+        super().__init__({name: copy_if_tensor(value) for name, value in options.items() if name != "initial_lr"})
+        self.were_set = set[str]()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.were_set.add(name)
+        super().__setitem__(name, value)
+
+
+def copy_if_tensor(value: Any) -> Any:
+    """Return a copy of a tensor, on the CPU, and any other value as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def stand_in_for(optimizer: Optimizer) -> Optimizer:
+    """Return a stand-in for an optimizer, or for several by name."""
+    if isinstance(optimizer, Optimizers):
+        return Optimizers({name: stand_in_for(each) for name, each in optimizer.named.items()})
+    return StandIn(optimizer)
+
+
+def set_by_scheduler(group: Options, built: Options) -> Options:
+    """Return the rate of a stand-in's group, and each other option of `built` that a scheduler has set there."""
+    others = (group.were_set if isinstance(group, Group) else set()) & built.keys() - {"params", "lr", "initial_lr"}
+    return {"lr": float(group["lr"]), **{name: group[name] for name in others}}
+
+
+def set_options(optimizer: Optimizer, options: list[Options]) -> None:
+    """Set these options of each group. A tensor gets a new one in its place: the old one may just be saved."""
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for name, value in values.items():
+            before = group.get(name)
+            group[name] = torch.full_like(before, value) if isinstance(before, torch.Tensor) else value
+
+
+def can_jump(scheduler: LRScheduler) -> bool:
+    """Tell whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
+    if type(scheduler) is SequentialLR:
+        return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
+    return type(scheduler) in OF_STEP
+
+
+def jump(scheduler: LRScheduler, step: int) -> None:
+    """Set its optimizer's rate to that of a step, counted from 0.
+
+    A SequentialLR keeps its parts to itself, and the public way to a step, `step(epoch)`, is deprecated, and warns.
+    """
+    while isinstance(scheduler, SequentialLR):
+        number = bisect_right(scheduler._milestones, step)
+        step -= scheduler._milestones[number - 1] if number else 0
+        scheduler = scheduler._schedulers[number]
+    scheduler._update_lr(step)
+
+
+def join_names(names: list[str]) -> str:
+    """Return the names of groups in one text, and the number of those that it leaves out."""
+    more = len(names) - MAX_NAMED_GROUPS
+    return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")
