@@ -25,6 +25,17 @@ def plural(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def brief(text: str, most: int = 60) -> str:
+    """Return the beginning of a long text, for messages."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def some_of(names: Sequence[str], most: int = 10) -> str:
+    """Return names for a message: all of a few, else the first and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(brief(name) for name in names[:most]) + more
+
+
 def in_words(seconds: float) -> str:
     """Return a duration for people."""
     whole = max(0, round(seconds))

@@ -296,8 +296,7 @@ def order_dims(dims: tuple[int, ...], place: str) -> tuple[tuple[int, int, int],
 
 
 def is_bytes(stored: pa.DataType) -> bool:
-    types = pa.types
-    return any(test(stored) for test in (types.is_binary, types.is_large_binary, types.is_binary_view))
+    return bool(pa.types.is_binary(stored) or pa.types.is_large_binary(stored))
 
 
 def is_encoded(stored: pa.DataType) -> bool:

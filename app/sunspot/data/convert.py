@@ -21,7 +21,7 @@ from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
 from sunspot.data.table_files import PictureFolder
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
-from sunspot.formatting import plural
+from sunspot.formatting import plural, some_of
 from sunspot.log import print_logs
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
@@ -96,7 +96,7 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     classes = sorted(set(next(iter(labels.values()))))
     if unknown := set(labels.get("test", [])) - set(classes):
         raise DataError(
-            f"{folders['test'].path}/{min(unknown)}: no such class among the training images ({', '.join(classes)})"
+            f"{folders['test'].path}/{min(unknown)}: no such class among the training images ({some_of(classes)})"
         )
     number = {name: label for label, name in enumerate(classes)}
     channels = 1 if all(len(folder.find_dims(size)) == 2 for folder in folders.values()) else 3

@@ -10,7 +10,15 @@ from sunspot.data.images import GREY_MODES, open_image
 from sunspot.data.labels import LABEL
 from sunspot.data.parquet_files import absolute, join, open_file, parquet_errors
 from sunspot.data.source import PREDICTED_BY
-from sunspot.data.table import TableSource, find_column, find_files, locate_splits, name_alike, open_rows
+from sunspot.data.table import (
+    TableSource,
+    describe_columns,
+    find_column,
+    find_files,
+    locate_splits,
+    name_alike,
+    open_rows,
+)
 from sunspot.data.table_files import PictureFolder, open_table_file
 from sunspot.errors import DataError
 from sunspot.settings import PREFIX
@@ -64,8 +72,8 @@ def find_images(path: str) -> pa.Field:
     schema = open_table_file(path).schema
     if IMAGE not in schema.names:
         raise DataError(
-            f"{path}: no column 'image' among its columns ({', '.join(schema.names) or 'none'}); set {PREFIX}TASK to "
-            "a task that declares these columns (`sunspot init table` writes one, docs/data.md), or rename the column "
+            f"{path}: no column 'image' {describe_columns(schema, IMAGE)}; set {PREFIX}TASK to a "
+            "task that declares these columns (`sunspot init table` writes one, docs/data.md), or rename the column "
             "that holds pictures"
         )
     return find_column(schema, IMAGE, path)

@@ -15,6 +15,7 @@ from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError
 
 LABEL = "label"
+from sunspot.formatting import brief, some_of
 """Whole numbers and text in a column of this name are classes; anything else there is a value like any other."""
 
 MAX_LABEL = 2**31 - 1
@@ -50,7 +51,7 @@ class TextLabels(Column):
         numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
-            raise place.refuse(row, f"{values[row]} is no class of the training rows")
+            raise place.refuse(row, f"{brief(str(values[row]))} is no class of the training rows")
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 
@@ -102,7 +103,7 @@ def merge_labels(files: list[ClassLabels], location: str) -> ClassLabels:
         known = max((file.names for file in files), key=len)
         if other := next((file.names for file in files if file.names != known[: len(file.names)]), None):
             raise DataError(
-                f"{location}: its files name the classes {', '.join(known)}, and {', '.join(other)}; number them alike"
+                f"{location}: its files name the classes {some_of(known)}, and {some_of(other)}; number them alike"
             )
         return ClassLabels(max(file.classes for file in files), known, False)
     if not all(file.text for file in files):
@@ -113,13 +114,8 @@ def merge_labels(files: list[ClassLabels], location: str) -> ClassLabels:
 
 
 def is_text(stored: pa.DataType) -> bool:
-    """Tell whether labels of a type in the files are names: text, as it is or in a dictionary, and booleans."""
-    types = pa.types
-    if types.is_dictionary(stored):
-        return is_text(stored.value_type)
-    return any(
-        test(stored) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_boolean)
-    )
+    """Tell whether labels of a type in the files are names: text and booleans."""
+    return any(test(stored) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean))
 
 
 def _stored_names(schema: pa.Schema, name: str) -> tuple[str, ...]:

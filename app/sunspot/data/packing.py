@@ -16,6 +16,7 @@ from sunspot.background import map_parallel
 from sunspot.data.columns import Column
 from sunspot.data.table import FILES_AT_ONCE, TableSource, open_table
 from sunspot.errors import DataError, SettingsError
+from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
 
 POSITION = "position"
@@ -94,5 +95,5 @@ def _pack(table: TableSource, length: int) -> PackedSource:
 
     rows = tuple(map_parallel(count, range(len(table.groups)), FILES_AT_ONCE))
     if not any(rows):
-        raise DataError(f"{table.location}: all lists of {', '.join(table.columns)} are empty")
+        raise DataError(f"{table.location}: all lists of {some_of(list(table.columns))} are empty")
     return PackedSource(table, length, rows)

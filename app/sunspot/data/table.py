@@ -1,5 +1,6 @@
 """A dataset of any columns, in files on disk or in a bucket: a task declares which it wants, and as what."""
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from sunspot.background import map_parallel
+from sunspot.data.arrow_types import plain_type
 from sunspot.data.columns import Column, ImageColumn, Lists, Place
 from sunspot.data.fingerprint import digest, sample_ranges
 from sunspot.data.labels import LABEL, NO_LABELS, ClassLabels, TextLabels, merge_labels, read_labels
@@ -28,12 +30,16 @@ from sunspot.data.parquet_files import (
     split_folder,
 )
 from sunspot.data.source import PREDICTED_BY, check_labels_match
-from sunspot.data.table_files import PictureFolder, TableFile, forget_files, open_table_file
+from sunspot.data.table_files import CSV, PictureFolder, TableFile, forget_files, open_table_file
 from sunspot.errors import DataError, SettingsError
+from sunspot.formatting import brief, some_of
 from sunspot.settings import PREFIX, Settings
 
 FILES_AT_ONCE = 8
 """Files whose footers and labels are read at the same time when a dataset is opened."""
+
+MAX_NAMED_COLUMNS = 10
+"""Of more columns, a message names the nearest and the first."""
 
 
 class Group(NamedTuple):
@@ -164,7 +170,7 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
             f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
-            f"{', '.join(columns)}; set it to {TAKEN}"
+            f"{some_of(list(columns))}; set it to {TAKEN}"
         )
     train, test = (
         open_rows(location, find_files(location), dict(columns)) if location else None
@@ -252,18 +258,18 @@ def name_alike(train: TableSource, test: TableSource) -> TableSource:
     """Number the classes of held-out rows as those of the training rows; raises `DataError` for one that is none."""
     if PREDICTED_BY.get():
         return test
-    known = ", ".join(train.class_names) or "numbers"
+    known = some_of(train.class_names) or "numbers"
     ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
     if not isinstance(ours, TextLabels) or not isinstance(theirs, TextLabels):
         alike = type(ours) is type(theirs) and not (train.class_names and test.class_names)
         if not alike and train.class_names != test.class_names:
             raise DataError(
-                f"{test.location}: its classes are {', '.join(test.class_names) or 'numbers'}, and those of the "
+                f"{test.location}: its classes are {some_of(test.class_names) or 'numbers'}, and those of the "
                 f"training rows {known}; name and number them alike"
             )
         return test
     if more := sorted(set(theirs.names) - set(ours.names)):
-        raise DataError(f"{test.location}: label {more[0]!r} is no class of the training rows ({known})")
+        raise DataError(f"{test.location}: label {brief(more[0])!r} is no class of the training rows ({known})")
     return replace(test, columns=test.columns | {LABEL: ours}, classes=train.classes, class_names=train.class_names)
 
 
@@ -273,8 +279,28 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
     if name not in schema.names:
         raise DataError(f"{path}: no column {name!r} among its columns ({found}); rename the one that holds it")
     if schema.names.count(name) > 1:
-        raise DataError(f"{path}: several columns {name!r} among its columns ({found}); rename the others")
-    return schema.field(name)
+        raise DataError(f"{path}: several columns {name!r} {describe_columns(schema, name)}; rename the others")
+    field = schema.field(name)
+    return field.with_type(plain_type(field.type))
+
+
+def describe_columns(schema: pa.Schema, name: str) -> str:
+    """Say which columns a file has, for messages: of many, the nearest to a name first."""
+    names = schema.names
+    if len(names) > MAX_NAMED_COLUMNS:
+        nearest = difflib.get_close_matches(name, names, n=3)
+        names = [*nearest, *(other for other in names if other not in nearest)]
+    return f"among its columns ({some_of(names, MAX_NAMED_COLUMNS) or 'none'})"
+
+
+def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
+    """Say what to do in a file without a column."""
+    if name in (other.strip() for other in schema.names):
+        return "remove the spaces around its name"
+    if f"/{name}=" in path:
+        return f"the name of a folder, {name}=..., is not read: write it as a column"
+    first_line = "; the first line must name the columns" if path.lower().endswith(CSV) else ""
+    return f"rename the one that holds it{first_line}"
 
 
 def _number_groups(files: Iterable[Sequence[int]]) -> tuple[Group, ...]:

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
+from sunspot.data.arrow_types import to_plain
 from sunspot.background import map_parallel
 from sunspot.data.fingerprint import digest
 from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, is_picture, open_checked
@@ -83,8 +84,8 @@ class ParquetTable(TableFile):
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
         if group is None:
-            return self._file.read(columns=list(columns), use_threads=False)
-        return self._file.read_row_group(group, columns=list(columns), use_threads=False)
+            return to_plain(self._file.read(columns=list(columns), use_threads=False))
+        return to_plain(self._file.read_row_group(group, columns=list(columns), use_threads=False))
 
 
 class ArrowTable(TableFile):
@@ -108,7 +109,7 @@ class ArrowTable(TableFile):
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
         batches = self._batches if group is None else [self._batches[group]]
-        return pa.Table.from_batches(batches, self.schema).select(list(columns))
+        return to_plain(pa.Table.from_batches(batches, self.schema).select(list(columns)))
 
 
 class TextTable(TableFile):

@@ -1,0 +1,58 @@
+"""Arrow's types in the plain form that everything else here takes: without views, dictionaries and run-ends."""
+
+from collections.abc import Callable
+
+import pyarrow as pa
+
+
+def map_type(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type with `change` applied to it, or to the types within its lists and structs.
+
+    List views stay: rows can be selected from them, and pyarrow 26 casts them to lists of wrong lengths.
+    """
+    types = pa.types
+    if types.is_struct(stored):
+        return pa.struct([field.with_type(map_type(field.type, change)) for field in stored])
+    if types.is_fixed_size_list(stored):
+        return pa.list_(_map_items(stored, change), stored.list_size)
+    if types.is_list(stored):
+        return pa.list_(_map_items(stored, change))
+    if types.is_large_list(stored):
+        return pa.large_list(_map_items(stored, change))
+    return change(stored)
+
+
+def _map_items(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.Field:
+    field = stored.value_field
+    return field.with_type(map_type(field.type, change))
+
+
+def plain_type(stored: pa.DataType) -> pa.DataType:
+    """Return the plain type that holds the same values; Arrow can select rows of no view and no run-ends."""
+    return map_type(stored, _plain_leaf)
+
+
+def _plain_leaf(stored: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_dictionary(stored) or types.is_run_end_encoded(stored):
+        return plain_type(stored.value_type)
+    if types.is_string_view(stored):
+        return pa.large_string()
+    return pa.large_binary() if types.is_binary_view(stored) else stored
+
+
+def to_plain(table: pa.Table) -> pa.Table:
+    """Return a table with every column in its plain type."""
+    for index, field in enumerate(table.schema):
+        plain = plain_type(field.type)
+        if plain != field.type:
+            table = table.set_column(index, field.with_type(plain), _cast(table.column(index), plain))
+    return table
+
+
+def _cast(values: pa.ChunkedArray, plain: pa.DataType) -> pa.ChunkedArray:
+    if pa.types.is_run_end_encoded(values.type):  # Arrow decodes no runs of views or dictionaries
+        return pa.chunked_array([pa.array(chunk.to_pylist(), plain) for chunk in values.chunks], plain)
+    if pa.types.is_dictionary(values.type):  # those of views cannot be cast at once
+        values = values.cast(pa.dictionary(values.type.index_type, plain))
+    return values.cast(plain)
