@@ -50,6 +50,10 @@ def twice(value: str) -> list[int]:
     return [int(value)] * 2
 
 
+def doubled(value: str) -> list[int]:
+    return [2 * int(value) - 1, 2 * int(value)] if value == "8388609" else [0, 2 * int(value)]
+
+
 def as_many(value: str) -> list[int]:
     return list(range(int(value)))
 
@@ -62,6 +66,8 @@ def as_many(value: str) -> list[int]:
     [
         ([1, 2, 3], Column(), [1, 2, 3]),
         ([1.5, 2, 3], Column("float64"), [1.5, 2, 3]),
+        ([2**24, 2**24 + 2, -(2**40)], Column(), [2**24, 2**24 + 2, -(2**40)]),
+        ([0.1, 1e-50, 16777217.0], Column(), np.float32([0.1, 0, 16777216])),
         ([True, False, True], Column("uint8"), [1, 0, 1]),
         ([[1, 2], [3, 4], [5, 6]], Column("int16", (2,)), [[1, 2], [3, 4], [5, 6]]),
         ([[[1], [2]], [[3], [4]], [[5], [6]]], Column("int64", (2, 1)), [[[1], [2]], [[3], [4]], [[5], [6]]]),
@@ -73,7 +79,18 @@ def as_many(value: str) -> list[int]:
         ),
         (["1", "2", "3"], Column("int32", (2,), decode=twice), [[1, 1], [2, 2], [3, 3]]),
     ],
-    ids=["integers", "floats", "booleans", "lists", "lists of lists", "fixed lists", "tensors", "decoded"],
+    ids=[
+        "integers",
+        "floats",
+        "large integers",
+        "rounded floats",
+        "booleans",
+        "lists",
+        "lists of lists",
+        "fixed lists",
+        "tensors",
+        "decoded",
+    ],
 )
 def test_values_become_arrays(tmp_path: Path, values: Any, column: Column, expected: Any) -> None:
     source = open_column(tmp_path, values, column)
@@ -213,6 +230,14 @@ def test_the_fingerprint_follows_content_and_declaration(tmp_path: Path) -> None
         ([1.0, 2.0, float("nan")], Column(), ["row 2: x has nan; float32 takes finite numbers"]),
         ([1.0, 2.0, 1e300], Column(), ["row 2: x has 1e+300"]),
         ([1, 2, 300], Column("uint8"), ["row 2: x has 300; uint8 takes 0 to 255"]),
+        ([1, 2, 16777217], Column(), ["row 2: x has 16777217; float32 holds whole", "float64 or int64"]),
+        ([1, -(2**63), -(2**63) + 1], Column(), ["row 2: x has -9223372036854775807"]),
+        ([1, 2, 2**53 + 1], Column("float64"), ["row 2: x has 9007199254740993", "declare the column as int64"]),
+        ([1, 2, 2049], Column("float16"), ["row 2: x has 2049; float16"]),
+        ([[1, 2], [3, 16777217], [4, 5]], Column(shape=(2,)), ["row 1: x has 16777217"]),
+        (["1", "8388608", "8388609"], Column(shape=(2,), decode=doubled), ["row 2: x has 16777217"]),
+        (pa.array([1, 2, 2**64 - 1], pa.uint64()), Column(), ["row 2: x has 18446744073709551615"]),
+        (pa.array([1, 2, 2**63], pa.uint64()), Column("int64"), ["row 2: x has 9223372036854775808; int64 takes"]),
         ([[1, 2], [3], [4, 5]], Column("int64", (2,)), ["row 1: x has a list of 1", "int64 of shape [2]"]),
         ([[1, 2], [3, 4], [None, 5]], Column("int64", (2,)), ["row 2: x has a null"]),
         ([[[1], [2]], [[3], []], [[4], [5]]], Column("int64", (2, 1)), ["row 1: x has a list of 0"]),
@@ -245,7 +270,17 @@ def test_unfit_types_are_named_before_training(tmp_path: Path, values: Any, colu
         open_column(tmp_path, values, column)
 
 
-@pytest.mark.parametrize("column", [Column("long"), Column(shape=(0,)), Column(shape=(2,), longest=3)])
+@pytest.mark.parametrize(
+    "column",
+    [
+        Column("long"),
+        Column(shape=(0,)),
+        Column(shape=(2,), longest=3),
+        Column("uint8", longest=3, fill=-1),
+        Column("int64", longest=3, fill=0.5),
+        Column("float16", longest=3, fill=1e6),
+    ],
+)
 def test_a_wrong_declaration_is_refused(tmp_path: Path, column: Column) -> None:
     with refusal(SettingsError, "SUNSPOT_TASK=", "column 'x'"):
         open_column(tmp_path, [1], column)

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sunspot.data.images import decode_picture
+from sunspot.data.numeric import describe_inexact, find_inexact, read_numbers
 from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError, shorten
 
@@ -96,6 +97,9 @@ class Column:
     def describe(self) -> Any:
         """Return what identifies the declaration in a fingerprint, as JSON takes it."""
         named = getattr(self.decode, "__qualname__", type(self.decode).__qualname__) if self.decode else ""
+        limits: Any = np.iinfo(self.dtype) if self.is_whole else np.finfo(self.dtype)
+        if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_whole and self.fill % 1):
+            return f"fill {self.fill}, which is no {self.dtype}"
         identity = getattr(self.decode, "fingerprint", named)
         return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]
 
@@ -228,6 +232,10 @@ class Column:
         if self.shape:
             return f"{self.dtype} of shape {list(self.shape)}"
         return f"a number for {self.dtype}"
+        if not self.is_whole and numbers.dtype.kind in "iu":
+            inexact = find_inexact(numbers, self.dtype)
+            if inexact is not None:
+                raise place.refuse(row_of(inexact), describe_inexact(numbers[inexact], self.dtype))
 
 
 @dataclass(frozen=True)

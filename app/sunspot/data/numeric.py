@@ -1,0 +1,100 @@
+"""Numbers as columns take them: read from CSV's cells, and whole ones refused where a float would change them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sunspot.errors import DataError
+from sunspot.formatting import brief
+
+WHOLE, NUMBER = r"^[+-]?[0-9]+$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+
+BOOLEANS = {"1": ["true", "True", "TRUE"], "0": ["false", "False", "FALSE"]}
+"""Words that stand for numbers, as Arrow reads them in CSV."""
+
+INT64 = np.iinfo(np.int64)
+
+
+def read_numbers(cells: pa.ChunkedArray, dtype: str, refuse: Callable[[int, str], DataError]) -> pa.ChunkedArray:
+    """Read cells of CSV as int64, or for a `dtype` of floats as float64; true and false become 1 and 0.
+
+    Raises what `refuse` makes of the index of a cell and of what is wrong with it.
+    """
+    is_whole = np.dtype(dtype).kind in "iu"
+    kind = pa.int64() if is_whole else pa.float64()
+    try:
+        if is_whole and pc.any(pc.match_substring_regex(cells, "[xX]")).as_py():
+            raise pa.ArrowInvalid("Arrow would read 0x10 as 16")
+        numbers = cells.cast(kind)
+    except pa.ArrowInvalid:
+        numbers = _tidy(cells, dtype, is_whole, refuse).cast(kind)
+    if not is_whole:
+        _refuse_inexact_cells(cells, numbers.to_numpy(), dtype, refuse)
+    return numbers
+
+
+def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
+    """Return the index of the first integer that a float `dtype` would change; None if it holds all exactly.
+
+    It changes those with more bits than its mantissa, not counting the zeros at the end of their binary form.
+    """
+    most = _most_exact(dtype)
+    if not numbers.size or np.iinfo(numbers.dtype).max <= most or (numbers.max() <= most and numbers.min() >= -most):
+        return None
+    lowest_bits = numbers & -numbers
+    odd = numbers // np.where(lowest_bits == 0, 1, lowest_bits)
+    changed = np.flatnonzero((odd > most) | (odd < -most))
+    return int(changed[0]) if len(changed) else None
+
+
+def describe_inexact(number: object, dtype: str) -> str:
+    """Say why a whole number is refused, and what to do."""
+    wider = "int64" if dtype == "float64" else "float64 or int64"
+    return (
+        f"has {number}; {dtype} holds whole numbers exactly only up to {_most_exact(dtype)}: declare the column as "
+        f"{wider}, and subtract or scale in the task"
+    )
+
+
+def _most_exact(dtype: str) -> int:
+    return int(2 ** (np.finfo(dtype).nmant + 1))
+
+
+def _tidy(
+    cells: pa.ChunkedArray, dtype: str, is_whole: bool, refuse: Callable[[int, str], DataError]
+) -> pa.ChunkedArray:
+    """Return cells as Arrow casts them: without spaces around them and '+', and with digits for words."""
+    tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(cells.combine_chunks()), r"^\+", "")
+    for digit, words in BOOLEANS.items():
+        tidy = pc.if_else(pc.is_in(tidy, pa.array(words)), digit, tidy)
+    fits = pc.match_substring_regex(tidy, WHOLE if is_whole else NUMBER)
+    if not pc.all(fits).as_py():
+        index = fits.index(False).as_py()
+        cell = cells[index].as_py()
+        comma = "; write numbers with a decimal point and without separators of thousands" if "," in cell else ""
+        takes = f"{dtype} takes {'whole numbers' if is_whole else 'numbers'}"
+        raise refuse(index, f"is {repr(brief(cell)) if cell.strip() else 'empty'}; {takes}{comma}")
+    if is_whole:
+        for index in np.flatnonzero(pc.match_substring_regex(tidy, "[0-9]{19}")):
+            if not INT64.min <= int(tidy[index].as_py()) <= INT64.max:
+                raise refuse(int(index), f"is {brief(cells[index].as_py())}; {dtype} takes none so large")
+    return pa.chunked_array([tidy])
+
+
+def _refuse_inexact_cells(
+    cells: pa.ChunkedArray, numbers: np.ndarray, dtype: str, refuse: Callable[[int, str], DataError]
+) -> None:
+    """Refuse the first cell of digits alone whose number a float `dtype` would change."""
+    large = np.flatnonzero(np.abs(numbers) >= _most_exact(dtype))
+    if not len(large):
+        return
+    with np.errstate(over="ignore"):
+        held = numbers[large].astype(dtype)
+    chosen = pc.utf8_trim_whitespace(cells.take(large))
+    digits = np.asarray(pc.match_substring_regex(chosen, WHOLE)) & np.isfinite(held)
+    for place in np.flatnonzero(digits):
+        cell = chosen[place].as_py()
+        if int(cell) != int(held[place]):
+            raise refuse(int(large[place]), describe_inexact(cell, dtype))
