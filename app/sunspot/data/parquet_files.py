@@ -26,6 +26,9 @@ TAKEN = (
 
 KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+"""Endings that follow the suffix of a table which is compressed as a whole; Parquet's own compression has none."""
+
 OTHER_NAMES = ("val", "valid", "validation")
 """Names that others give to a folder of held-out rows."""
 
@@ -64,10 +67,12 @@ def list_files(location: str) -> list[str]:
     with parquet_errors(location):
         kind = system.get_file_info(path).type
         if kind == fs.FileType.File:
+            _refuse_compressed([location])
             return [""]
         if kind == fs.FileType.NotFound:
             raise DataError(f"{location}: not found; set DATASET to sample, mnist, or what exists: {TAKEN}")
     names = list(list_visible(location))
+    _refuse_compressed([join(location, name) for name in names])
     if STATE in names:
         return _list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES))
     if DICTIONARY in names:
@@ -92,6 +97,17 @@ def list_files(location: str) -> list[str]:
             f"or '.' are skipped); DATASET takes {TAKEN}"
         )
     return kinds[found[0]]
+
+
+def _refuse_compressed(paths: list[str]) -> None:
+    """Raise `DataError` for a compressed file of a table: passed over, its rows would be missing."""
+    tables = tuple(suffix for suffixes in KINDS_BY_SUFFIX for suffix in suffixes)
+    for path in paths:
+        name, suffix = os.path.splitext(path.lower())
+        if suffix in COMPRESSED and name.endswith(tables):
+            raise DataError(
+                f"{path}: is compressed; unpack it, or move it elsewhere if it holds no rows of this dataset"
+            )
 
 
 def list_visible(location: str) -> dict[str, int]:
