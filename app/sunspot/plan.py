@@ -95,9 +95,8 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))
     data = ModelData.of(source)
-    named = f" ({', '.join(data.class_names)})" if 0 < len(data.class_names) <= MAX_NAMED_CLASSES else ""
     scaled = ", pictures scaled to it" if data.scales else ""
-    classes = f"{source.classes} classes{named}" if source.classes else "no classes"
+    classes = describe_classes(source)
     lacking = "loss" if unrated else "held-out rows"
     evaluated = f"{rows_in(test)} held-out rows" if test else f"no {lacking}, so no evaluation"
     length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
@@ -122,6 +121,17 @@ def make_plan(settings: Settings, task: Any) -> Plan:
         )
     plan = Plan(settings, source, test, steps, total, reasons)
     return replace(plan, order=plan.find_order())
+
+
+def describe_classes(source: Source) -> str:
+    """Say how many classes the rows have, how those are called, and if some have no rows, how many have."""
+    classes, names = source.classes, ModelData.of(source).class_names
+    if not classes:
+        return "no classes"
+    named = f" ({', '.join(names)})" if 0 < len(names) <= MAX_NAMED_CLASSES else ""
+    seen = getattr(source, "classes_seen", 0)
+    lack = f", of which {seen} have rows: labels are numbers from 0 to {classes - 1}" if 0 < seen < classes else ""
+    return f"{classes} classes{named}{lack}"
 
 
 def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:

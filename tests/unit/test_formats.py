@@ -130,7 +130,8 @@ def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
     assert found["label"].tolist() == [2, 0, 1, 0] * 500
     assert set(found["text"].flat) == {14}
     assert everything(test)["label"].tolist() == [0, 2]
-    assert train.where(1, 3) == f"{tmp_path}/train/rows.{suffix}, row 1027"
+    line = " (line 2056)" if suffix == "csv" else ""
+    assert train.where(1, 3) == f"{tmp_path}/train/rows.{suffix}, row 1027{line}"
     before = train.fingerprint
     write_rows(tmp_path / "train" / f"rows.{suffix}", [*LABELS * 499, "up", "down", "level", "up"])
     with refusal(DataError, "rows", "has changed since it was opened"):
@@ -142,20 +143,21 @@ def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("files", "columns", "said"),
     [
-        ({"a.csv": LABELS, "b.csv": [0, 1]}, COLUMNS, ["text in some files and numbers in others"]),
+        ({"a.jsonl": LABELS, "b.jsonl": [0, 1]}, COLUMNS, ["text in some files and numbers in others"]),
         ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["both CSV and JSON lines", "a folder of its own"]),
         ({"a.csv": LABELS, "pictures/b.png": []}, COLUMNS, ["both CSV and pictures"]),
         ({"a.csv": ["up", "down"], "val/b.csv": [], "train/b.csv": []}, COLUMNS, ["train/ and val/", "TEST_DATASET"]),
         ({"train/a.csv": ["up"], "test/a.csv": ["left"]}, COLUMNS, ["'left' is no class of the training rows (up)"]),
         (
-            {"train/a.csv": ["1", "x"], "test/a.csv": [1]},
+            {"train/a.jsonl": ["1", "x"], "test/a.jsonl": [1]},
             COLUMNS,
             ["test: its classes are numbers", "training rows 1, x"],
         ),
         ({"train/a.csv": [0, 1], "test/a.csv": ["up"]}, COLUMNS, ["test: its classes are up", "training rows numbers"]),
         ({"a.csv": ["up", ""]}, COLUMNS, ["a.csv, row 1", "label is empty"]),
-        ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv", "label is string"]),
-        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "double", "declares it as float32"]),
+        ({"a.jsonl": LABELS}, {"label": Column("float32")}, ["a.jsonl", "label is string"]),
+        ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv, row 0 (line 2): label is 'up'; float32 takes"]),
+        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declares it as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
         ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1", "label is null"]),
         ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "DATASET takes", "save_to_disk"]),
@@ -190,7 +192,7 @@ def test_an_array_of_json_is_told_from_lines(tmp_path: Path) -> None:
 def test_decoded_labels_are_counted(tmp_path: Path) -> None:
     source = open_rows(write_rows(tmp_path / "a.csv", LABELS), label=Column("int64", decode=number_of))
     assert (source.classes, source.class_names) == (3, ())
-    with refusal(DataError, "a.csv, row 1: label cannot be decoded", "'left' is not in list"):
+    with refusal(DataError, "a.csv, row 1 (line 4): label cannot be decoded", "'left' is not in list"):
         open_rows(write_rows(tmp_path / "a.csv", ["up", "left"]), label=Column("int64", decode=number_of))
 
 

@@ -80,6 +80,11 @@ class Column:
         return np.dtype(self.dtype).kind in "iu"
 
     @property
+    def is_number(self) -> bool:
+        """Whether each value is one number, as the files have it."""
+        return not (self.shape or self.longest or self.decode)
+
+    @property
     def is_class(self) -> bool:
         """Whether its values may be classes."""
         return self.is_whole and not (self.shape or self.longest)
@@ -92,14 +97,14 @@ class Column:
             return f"shape {self.shape}, longest {self.longest}; lengths are whole numbers from 1"
         if self.longest and self.shape:
             return f"shape {self.shape} and longest {self.longest}; a list has one or the other"
+        limits: Any = np.iinfo(self.dtype) if self.is_whole else np.finfo(self.dtype)
+        if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_whole and self.fill % 1):
+            return f"fill {self.fill}, which is no {self.dtype}"
         return ""
 
     def describe(self) -> Any:
         """Return what identifies the declaration in a fingerprint, as JSON takes it."""
         named = getattr(self.decode, "__qualname__", type(self.decode).__qualname__) if self.decode else ""
-        limits: Any = np.iinfo(self.dtype) if self.is_whole else np.finfo(self.dtype)
-        if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_whole and self.fill % 1):
-            return f"fill {self.fill}, which is no {self.dtype}"
         identity = getattr(self.decode, "fingerprint", named)
         return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]
 
@@ -113,7 +118,8 @@ class Column:
         else:
             inner, depth = innermost(stored)
             fits = depth == (1 if self.longest else len(self.shape))
-        is_number = pa.types.is_integer(inner) or pa.types.is_boolean(inner)
+        is_empty = pa.types.is_null(inner) and stored != inner  # the type of lists without values
+        is_number = pa.types.is_integer(inner) or pa.types.is_boolean(inner) or is_empty
         return fits and (is_number or (pa.types.is_floating(inner) and not self.is_whole))
 
     def check_type(self, stored: pa.DataType, place: str) -> None:
@@ -161,6 +167,8 @@ class Column:
         """Return [n, *shape]: of tensors and lists of the declared dtype, a view of Arrow's memory."""
         if self.decode:
             return self._decode_all(values, place)
+        if not place.file.has_types:
+            values = read_numbers(values, self.dtype, place.refuse)
         self.check_type(values.type, f"{place.file.path}: {place.name}")
         array, per_row = _without_nulls(values, place), 1
         if isinstance(array, pa.FixedShapeTensorArray):
@@ -224,6 +232,10 @@ class Column:
         if not fits.all():
             first = int(np.argmin(fits))
             raise place.refuse(row_of(first), f"has {numbers[first]}; {self.dtype} takes {allowed}")
+        if not self.is_whole and numbers.dtype.kind in "iu":
+            inexact = find_inexact(numbers, self.dtype)
+            if inexact is not None:
+                raise place.refuse(row_of(inexact), describe_inexact(numbers[inexact], self.dtype))
         return result
 
     def _describe_type(self) -> str:
@@ -232,10 +244,6 @@ class Column:
         if self.shape:
             return f"{self.dtype} of shape {list(self.shape)}"
         return f"a number for {self.dtype}"
-        if not self.is_whole and numbers.dtype.kind in "iu":
-            inexact = find_inexact(numbers, self.dtype)
-            if inexact is not None:
-                raise place.refuse(row_of(inexact), describe_inexact(numbers[inexact], self.dtype))
 
 
 @dataclass(frozen=True)

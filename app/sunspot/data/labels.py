@@ -7,15 +7,17 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
 
 from sunspot.data.columns import Column, Place, first_true
 from sunspot.data.fingerprint import digest, digest_array
+from sunspot.data.numeric import NUMBER
 from sunspot.data.source import PREDICTED_BY
 from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError
+from sunspot.formatting import brief, some_of
 
 LABEL = "label"
-from sunspot.formatting import brief, some_of
 """Whole numbers and text in a column of this name are classes; anything else there is a value like any other."""
 
 MAX_LABEL = 2**31 - 1
@@ -35,9 +37,19 @@ class ClassLabels(NamedTuple):
     text: bool
     "Whether they are text."
     digest: str = ""
+    numbers: frozenset[int] = frozenset()
+    "The labels that occur, if they are numbers."
+    as_text: "ClassLabels | None" = None
+    "What the labels are as names, if CSV leaves it open: its numbers are names where other files have names."
 
 
 NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)))
+
+CLASS_NUMBER, CODE = r"^(0|[1-9][0-9]*)$", r"^0[0-9]+$"
+"""Labels of CSV that are numbers of classes, and digits that are names, since a number would lose their zeros."""
+
+MISSING = pa.csv.ConvertOptions().null_values
+"""Words that stand for a missing value among numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,55 +72,101 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> Cla
     to_predict = PREDICTED_BY.get() is not None
     if column.decode:
         numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
+    elif not file.has_types:
+        return _read_label_cells(values, file, to_predict)
     elif values.null_count and to_predict:
         return ClassLabels(0, ("",), True)
     elif values.null_count:
         row = first_true(pc.is_null(values))
         raise DataError(f"{file.name_row(row)}: label is null; it must be text or an integer from 0")
     elif is_text(values.type):
-        encoded = values.cast(pa.string()).combine_chunks().dictionary_encode()
-        names = tuple(encoded.dictionary.to_pylist())
-        if "" in names and not to_predict:
-            row = first_true(pc.equal(encoded.indices, names.index("")))
-            raise DataError(f"{file.name_row(row)}: label is empty; it must be text or an integer from 0")
-        content = digest(digest_array(encoded.indices.to_numpy()).encode(), json.dumps(names).encode())
-        return ClassLabels(len(names), names, True, content)
+        return _read_names(values.cast(pa.string()).combine_chunks().dictionary_encode(), file, to_predict)
     elif not pa.types.is_integer(values.type):
         raise DataError(
-            f"{file.name_row(0)}: label is {values.type} ({values[0]}); it must be text or an integer from 0 (for a "
-            "value to predict, the task declares it as float32)"
+            f"{file.name_row(0)}: label is {brief(str(values.type))} ({brief(str(values[0]))}); it must be text or an "
+            "integer from 0 (for a value to predict, the task declares it as float32)"
         )
     else:
         numbers = values.to_numpy()
     bad = (numbers < 0) | (numbers > MAX_LABEL)
     if bad.any():
         row = first_true(bad)
-        raise DataError(f"{file.name_row(row)}: label {numbers[row]}; it must be an integer from 0 to {MAX_LABEL}")
+        raise _refuse_number(file, row, numbers[row])
     classes, names = int(numbers.max()) + 1, _stored_names(file.schema, column.of or LABEL)
     if 0 < len(names) < classes:
         raise DataError(f"{file.path}: label {classes - 1}, but its metadata names {len(names)} classes only")
     content = digest_array(numbers.astype(np.int64, copy=False))
-    return ClassLabels(max(classes, len(names)), names, False, content)
+    occurring = frozenset(pc.unique(pa.array(numbers)).to_pylist())
+    return ClassLabels(max(classes, len(names)), names, False, content, occurring)
 
 
-def merge_labels(files: list[ClassLabels], location: str) -> ClassLabels:
+def _read_names(labels: pa.DictionaryArray, file: TableFile, to_predict: bool) -> ClassLabels:
+    names = tuple(labels.dictionary.to_pylist())
+    if "" in names and not to_predict:
+        row = first_true(pc.equal(labels.indices, names.index("")))
+        raise DataError(f"{file.name_row(row)}: label is empty; it must be text or an integer from 0")
+    content = digest(digest_array(labels.indices.to_numpy()).encode(), json.dumps(names).encode())
+    return ClassLabels(len(names), names, True, content)
+
+
+def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
+    """Read the labels of a file of CSV: numbers of classes if all of its cells are, else names.
+
+    Raises `DataError` if all are numbers or missing, but some cannot be the number of a class.
+    """
+    labels = cells.combine_chunks().dictionary_encode()
+    distinct = pc.utf8_trim_whitespace(labels.dictionary)
+    are_classes = np.asarray(pc.match_substring_regex(distinct, CLASS_NUMBER))
+    are_numbers = np.asarray(pc.match_substring_regex(distinct, NUMBER))
+    are_missing = np.asarray(pc.is_in(distinct, pa.array(MISSING)))
+    has_codes = pc.any(pc.match_substring_regex(distinct, CODE)).as_py()
+    if has_codes or not (are_numbers | are_missing).all():
+        return _read_names(labels, file, to_predict)
+    if are_missing.any() and to_predict:
+        return ClassLabels(0, ("",), True)
+    if not are_classes.all():
+        row = first_true(np.isin(labels.indices.to_numpy(), np.flatnonzero(~are_classes)))
+        raise DataError(
+            f"{file.name_row(row)}: label is {brief(cells[row].as_py().strip()) or 'empty'}; it must be text or an "
+            "integer from 0 (for a value to predict, the task declares it as float32)"
+        )
+    each = [int(label) for label in distinct.to_pylist()]
+    if max(each) > MAX_LABEL:
+        index = next(index for index, number in enumerate(each) if number > MAX_LABEL)
+        raise _refuse_number(file, first_true(pc.equal(labels.indices, index)), each[index])
+    content = digest_array(np.array(each, np.int64)[labels.indices.to_numpy()])
+    return ClassLabels(max(each) + 1, (), False, content, frozenset(each), _read_names(labels, file, to_predict))
+
+
+def _refuse_number(file: TableFile, row: int, number: int) -> DataError:
+    return DataError(f"{file.name_row(row)}: label {number}; it must be an integer from 0 to {MAX_LABEL}")
+
+
+def merge_labels(files: list[ClassLabels], location: str, as_names: bool = False) -> ClassLabels:
     """Merge what the files of a dataset say of its classes; raises `DataError`.
 
     Classes in text are numbered in sorted order, or as the model has them that is to predict the rows: then there are
-    no labels if one is no class of the model's.
+    no labels if one is no class of the model's. Numbers in CSV are names with `as_names`, if another file has names, or
+    if the model's classes have these names.
     """
     if not files:
         return NO_LABELS
+    model = PREDICTED_BY.get()
+    texts = [file.as_text or file for file in files]
+    of_model = model is not None and {name for file in texts for name in file.names} <= set(model.class_names)
+    if as_names or of_model or any(file.text for file in files):
+        files = texts
     if not any(file.text for file in files):
         known = max((file.names for file in files), key=len)
         if other := next((file.names for file in files if file.names != known[: len(file.names)]), None):
             raise DataError(
                 f"{location}: its files name the classes {some_of(known)}, and {some_of(other)}; number them alike"
             )
-        return ClassLabels(max(file.classes for file in files), known, False)
+        occurring = frozenset[int]().union(*(file.numbers for file in files))
+        return ClassLabels(max(file.classes for file in files), known, False, numbers=occurring)
     if not all(file.text for file in files):
         raise DataError(f"{location}: label is text in some files and numbers in others; write them all alike")
-    names, model = {name for file in files for name in file.names}, PREDICTED_BY.get()
+    names = {name for file in files for name in file.names}
     known = tuple(sorted(names)) if model is None else model.class_names if names <= set(model.class_names) else ()
     return ClassLabels(len(known), known, True)
 

@@ -69,6 +69,8 @@ class TableSource:
     "How many classes the labels have; 0 without classes."
     class_names: tuple[str, ...] = ()
     "By label: text in the files, the folders of pictures, or what the files' metadata says."
+    classes_seen: int = 0
+    "How many classes have rows, if labels are numbers."
 
     @cached_property
     def row_groups(self) -> tuple[int, ...]:
@@ -172,15 +174,14 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
             f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
             f"{some_of(list(columns))}; set it to {TAKEN}"
         )
-    train, test = (
-        open_rows(location, find_files(location), dict(columns)) if location else None
-        for location in locate_splits(settings.dataset, settings.test_dataset)
-    )
-    assert train
-    if test:
-        test = name_alike(train, test)
-        if train.classes:
-            check_labels_match(train, test)
+    location, held_out = locate_splits(settings.dataset, settings.test_dataset)
+    train = open_rows(location, find_files(location), dict(columns))
+    if not held_out:
+        return train, None
+    has_names = isinstance(train.columns.get(LABEL), TextLabels)
+    test = name_alike(train, open_rows(held_out, find_files(held_out), dict(columns), has_names))
+    if train.classes:
+        check_labels_match(train, test)
     return train, test
 
 
@@ -200,17 +201,25 @@ def find_files(location: str) -> list[str]:
     return list_files(location)
 
 
-def open_rows(location: str, names: list[str], columns: dict[str, Column]) -> TableSource:
-    """Open the files of a dataset and check them, as far as their types and labels tell."""
+def open_rows(
+    location: str, names: list[str], columns: dict[str, Column], has_class_names: bool = False
+) -> TableSource:
+    """Open the files of a dataset and check them, as far as types, labels and the cells of CSV tell.
+
+    With `has_class_names`, labels of CSV are names even if all are numbers.
+    """
     paths = [join(location, name) for name in names]
     if PREDICTED_BY.get() and LABEL in columns:
         with parquet_errors(paths[0]):
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
                 columns = {name: column for name, column in columns.items() if name != LABEL}
     files = map_parallel(lambda path: _check_file(path, columns), paths, FILES_AT_ONCE)
-    labels = merge_labels([file.labels for file in files if file.labels], location)
+    labels = merge_labels([file.labels for file in files if file.labels], location, has_class_names)
     if labels.text:
-        columns = columns | {LABEL: TextLabels(columns[LABEL].dtype, of=columns[LABEL].of, names=labels.names)}
+        dtype = columns[LABEL].dtype
+        if labels.classes > np.iinfo(dtype).max + 1:
+            raise DataError(f"{location}: {labels.classes} classes, more than {dtype} holds; declare label as int64")
+        columns = columns | {LABEL: TextLabels(dtype, of=columns[LABEL].of, names=labels.names)}
         if not labels.names:
             del columns[LABEL]
     return TableSource(
@@ -222,6 +231,7 @@ def open_rows(location: str, names: list[str], columns: dict[str, Column]) -> Ta
         columns=columns,
         classes=labels.classes,
         class_names=labels.names,
+        classes_seen=len(labels.numbers),
     )
 
 
@@ -248,8 +258,11 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
         for name, column in columns.items():
             if name == LABEL and column.is_class:
                 labels = read_labels(column, file.read([fields[name].name])[0], file)
-            else:
+            elif file.has_types or not column.is_number:
                 column.check_type(fields[name].type, f"{path}: {name}")
+            else:
+                cells = file.read([fields[name].name])[0]
+                column.read(cells, Place(name, file, np.arange(len(cells))))
         known = digest((labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode())
         return _FileSummary(file.groups, file.size, known, labels)
 
@@ -275,9 +288,10 @@ def name_alike(train: TableSource, test: TableSource) -> TableSource:
 
 def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
     """Return the one column with a name; raises `DataError`."""
-    found = ", ".join(schema.names) or "none"
     if name not in schema.names:
-        raise DataError(f"{path}: no column {name!r} among its columns ({found}); rename the one that holds it")
+        raise DataError(
+            f"{path}: no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
+        )
     if schema.names.count(name) > 1:
         raise DataError(f"{path}: several columns {name!r} {describe_columns(schema, name)}; rename the others")
     field = schema.field(name)

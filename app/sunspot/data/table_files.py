@@ -1,15 +1,14 @@
 """Files of tables, opened alike: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and a folder of pictures."""
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
 
-from sunspot.data.arrow_types import to_plain
 from sunspot.background import map_parallel
+from sunspot.data.arrow_types import to_plain
 from sunspot.data.fingerprint import digest
 from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, is_picture, open_checked
 from sunspot.data.parquet_files import (
@@ -23,7 +22,8 @@ from sunspot.data.parquet_files import (
     open_file,
     read_range,
 )
-from sunspot.errors import DataError, shorten
+from sunspot.data.parsed_text import find_line, read_csv, read_json_lines
+from sunspot.errors import DataError, SunspotError, shorten
 from sunspot.formatting import as_bytes
 
 ARROW, CSV, JSON_LINES = ".arrow", ".csv", (".jsonl", ".ndjson", ".json")
@@ -34,9 +34,6 @@ TEXT_GROUP_ROWS, PICTURE_GROUP_ROWS = 1024, 32
 MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
 """Size of a file of text, which each process that reads from it keeps whole, and how many it keeps."""
 
-TEXT_BLOCK_BYTES = 16 << 20
-"""A single row may not be larger: Arrow parses a block at a time."""
-
 
 class TableFile(ABC):
     """An open file; its methods raise Arrow's errors (`parquet_errors`)."""
@@ -44,6 +41,8 @@ class TableFile(ABC):
     schema: pa.Schema
     groups: list[int]
     "The rows of each row group."
+    has_types = True
+    "Whether its columns have types; if not, all are text, and the task's declaration says which are numbers."
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -113,7 +112,7 @@ class ArrowTable(TableFile):
 
 
 class TextTable(TableFile):
-    """A file of CSV or JSON lines, parsed into memory, its types inferred by Arrow."""
+    """A file of CSV or JSON lines, parsed into memory."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -124,19 +123,16 @@ class TextTable(TableFile):
             )
         content = read_range(path, 0, self.size)
         self._digest = digest(content)
-        if path.lower().endswith(CSV):
-            self._table = pa.csv.read_csv(
-                pa.BufferReader(content),
-                read_options=pa.csv.ReadOptions(block_size=TEXT_BLOCK_BYTES),
-                parse_options=pa.csv.ParseOptions(newlines_in_values=True),
-            )
-        elif content.lstrip().startswith(b"["):
-            raise DataError(f"{path}: one JSON array; write each of its objects as a line (jq -c '.[]' does)")
-        else:
-            options = pa.json.ReadOptions(block_size=TEXT_BLOCK_BYTES)
-            self._table = pa.json.read_json(pa.BufferReader(content), read_options=options)
+        self.has_types = not path.lower().endswith(CSV)
+        self._table = read_json_lines(content, path) if self.has_types else read_csv(content, path)
         self.schema = self._table.schema
         self.groups = cut(len(self._table), TEXT_GROUP_ROWS)
+
+    def name_row(self, row: int) -> str:
+        name, line = super().name_row(row), 0
+        with contextlib.suppress(SunspotError):  # the file may be gone
+            line = 0 if self.has_types else find_line(read_range(self.path, 0, self.size), row)
+        return f"{name} (line {line})" if line else name
 
     @property
     def chunks(self) -> list[str]:

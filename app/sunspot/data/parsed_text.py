@@ -1,0 +1,160 @@
+"""CSV and JSON lines, parsed by Arrow: text stays as it is written, and what cannot be parsed is named by its line."""
+
+import csv
+import io
+from codecs import BOM_UTF8
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+
+from sunspot.data.arrow_types import map_type
+from sunspot.errors import DataError, shorten
+from sunspot.formatting import as_bytes, brief, plural
+
+BLOCK_BYTES = 16 << 20
+"""Arrow parses a block at a time, and refuses a row that is larger."""
+
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+"""What other programs write between cells in place of commas."""
+
+PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+"""Compressed files by their first bytes."""
+
+LAST_ROW = "sunspot's own last row"
+
+csv.field_size_limit(1 << 30)  # Python's reader takes cells of up to 131,072 characters by default
+
+
+def read_csv(content: bytes, path: str) -> pa.Table:
+    """Parse CSV. All columns are text: CSV has no types, so it is the task's declaration that makes numbers of them.
+
+    Raises `DataError` that names the line.
+    """
+    reading = pa.csv.ReadOptions(block_size=BLOCK_BYTES)
+    parsing = pa.csv.ParseOptions(newlines_in_values=True)
+    try:
+        with pa.csv.open_csv(pa.BufferReader(content), read_options=reading, parse_options=parsing) as file:
+            names = file.schema.names
+        as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+        table = pa.csv.read_csv(pa.BufferReader(content), reading, parsing, as_text)
+    except ValueError as error:  # Arrow's are kinds of it, and so are those of text that is not UTF-8
+        raise DataError(f"{path}: {_explain_csv(content, error)}") from error
+    other = _find_separator(names)
+    if other:
+        raise DataError(f"{path}: {other}")
+    if content.count(b'"') % 2:
+        _refuse_open_quote(content, path)
+    return table
+
+
+def read_json_lines(content: bytes, path: str) -> pa.Table:
+    """Parse JSON lines; strings stay strings, whatever they look like. Raises `DataError`."""
+    if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        raise DataError(f"{path}: one JSON array; write each of its objects as a line (jq -c '.[]' does)")
+    reading = pa.json.ReadOptions(block_size=BLOCK_BYTES)
+    try:
+        table = pa.json.read_json(pa.BufferReader(content), reading)
+        # Arrow makes timestamps of strings that look like dates; JSON itself has none.
+        strings = [field.with_type(map_type(field.type, _timestamp_to_text)) for field in table.schema]
+        changed = [new for new, old in zip(strings, table.schema, strict=True) if new != old]
+        if changed:
+            parsing = pa.json.ParseOptions(pa.schema(changed), unexpected_field_behavior="infer")
+            table = pa.json.read_json(pa.BufferReader(content), reading, parsing)
+        table.validate(full=True)
+    except ValueError as error:
+        raise DataError(f"{path}: {_explain_text(content) or _damaged('JSON lines file', error)}") from error
+    return table
+
+
+def find_line(content: bytes, row: int) -> int:
+    """Return the line, from 1, on which a row of CSV begins; 0 if there is no such row."""
+    return next((line for line, _ in islice(_read_records(content), row + 1, None)), 0)
+
+
+def _timestamp_to_text(stored: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_timestamp(stored) else stored
+
+
+def _read_records(content: bytes) -> Iterator[tuple[int, list[str]]]:
+    """Yield each record of CSV, beginning with the header: the line on which it begins, and its cells."""
+    reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", errors="replace", newline=""))
+    line = 1
+    for cells in reader:
+        if cells:  # Arrow passes over blank lines, too
+            yield line, cells
+        line = reader.line_num + 1
+
+
+def _refuse_open_quote(content: bytes, path: str) -> None:
+    """Raise `DataError` if the last cell of CSV begins with a quote that nothing closes: it would hold all later rows.
+
+    A row is appended, and missed when such a cell has swallowed it.
+    """
+    [(line, cells)] = deque(_read_records(content + b"\n" + LAST_ROW.encode()), maxlen=1)
+    if cells != [LAST_ROW]:
+        raise DataError(
+            f'{path}: a cell of the row that begins on line {line} opens a quote (") that nothing closes, and so holds '
+            "all that follows; close it, or write a quote within a quoted cell twice"
+        )
+
+
+def _explain_csv(content: bytes, error: Exception) -> str:
+    """Say why CSV cannot be parsed, and what to do."""
+    found = _explain_text(content)
+    if found:
+        return found
+    if "straddling" in str(error):
+        return f"a row takes more than {as_bytes(BLOCK_BYTES)}, the most for one; write the file as Parquet"
+    records = _read_records(content)
+    _, header = next(records)
+    other = _find_separator(header)
+    if other:
+        return other
+    for line, cells in records:
+        if len(cells) != len(header):
+            text = brief(",".join(cells))
+            return (
+                f"line {line} has {plural(len(cells), 'cell')}, and the header {len(header)}: {text}; mend it, and put "
+                "a cell with a comma or a line break in it between quotes"
+            )
+    return _damaged("CSV file", error)
+
+
+def _explain_text(content: bytes) -> str:
+    """Say why content is no text in UTF-8, and what to do; empty if it is."""
+    if not content.strip():
+        return "is empty; remove the file"
+    packed = [kind for start, kind in PACKED.items() if content.startswith(start)]
+    if packed:
+        return f"is compressed ({packed[0]}); unpack it"
+    if b"\0" in content[:1000]:
+        return "is UTF-16, or no text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8 does)"
+    for number, line in enumerate(io.BytesIO(content), 1):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            byte = line[error.start]
+            return (
+                f"line {number} is not UTF-8: its byte 0x{byte:02x} is {chr(byte)!r} in Latin-1; save it as UTF-8 "
+                "(iconv -f ISO-8859-1 -t UTF-8 does)"
+            )
+    return ""
+
+
+def _find_separator(header: list[str]) -> str:
+    """Say which separator is in place of commas; empty if none is."""
+    found = next((separator for separator in SEPARATORS if separator in header[0]), "")
+    if len(header) > 1 or not found:
+        return ""
+    return (
+        f"has {SEPARATORS[found]} between its cells ({brief(header[0])}); write it with commas, and numbers with a "
+        "decimal point"
+    )
+
+
+def _damaged(what: str, error: Exception) -> str:
+    return f"not a {what}, or damaged: {shorten(error)}"

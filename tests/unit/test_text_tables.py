@@ -1,0 +1,273 @@
+"""CSV and JSON lines from other programs: text stays as it is written, and what cannot be read is named by its line."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sunspot.data.columns import Column
+from sunspot.data.source import PREDICTED_BY, ModelData
+from sunspot.data.table import TableSource, open_table
+from sunspot.errors import DataError
+from sunspot.plan import describe_classes
+from sunspot.settings import Settings
+from tests.harness.datasets import everything, refusal
+
+LABEL = {"label": Column("int64")}
+
+
+def open_text(location: Path, **columns: Column) -> TableSource:
+    return open_table(Settings(dataset=str(location)), columns)[0]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def characters(value: Any) -> list[int]:
+    assert isinstance(value, str), type(value)
+    return [ord(character) for character in value]
+
+
+def read_text(path: Path) -> list[str]:
+    found = everything(open_text(path, text=Column("int64", longest=50, decode=characters)))
+    rows = zip(found["text"].tolist(), found["text_length"], strict=True)
+    return ["".join(map(chr, row[:length])) for row, length in rows]
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["00042", "True", "2024-05-01", "2024-05-01T10:00:00Z", "1.50", "NA", "null", "", " padded ", "1e5", "10:30"],
+)
+def test_text_reaches_the_task_as_it_is_written(tmp_path: Path, text: str) -> None:
+    assert read_text(write(tmp_path / "a.csv", f"n,text\n1,{text}\n2,{text}\n")) == [text, text]
+    assert read_text(write(tmp_path / "a.jsonl", f'{{"n": 1, "text": "{text}"}}\n' * 2)) == [text, text]
+
+
+def test_dates_within_lists_and_objects_of_json_stay_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"x": [{"on": "2024-05-01"}], "n": 1, "more": "2024-05-01"}\n')
+    column = Column("int64", longest=50, decode=lambda value: characters(value[0]["on"]))
+    assert everything(open_text(path, x=column, n=Column("int64")))["x_length"].tolist() == [10]
+
+
+def test_a_file_of_numbers_is_text_to_a_task_that_reads_text(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "text\nhello\n")
+    write(tmp_path / "b.csv", "text\n2024\n")
+    assert read_text(tmp_path) == ["hello", "2024"]
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+
+def open_labels(folder: Path, files: dict[str, list[str]], suffix: str = "csv") -> TableSource:
+    for name, labels in files.items():
+        lines = ["label", *labels] if suffix == "csv" else [f'{{"label": {label}}}' for label in labels]
+        write(folder / f"{name}.{suffix}", "\n".join(lines) + "\n")
+    return open_text(folder, **LABEL)
+
+
+@pytest.mark.parametrize(
+    ("files", "names", "numbers"),
+    [
+        ({"a": ["01", "02", "10"]}, ["01", "02", "10"], [0, 1, 2]),
+        ({"a": ["10", "11"], "b": ["09", "10"]}, ["09", "10", "11"], [1, 2, 0, 1]),
+        ({"a": ["1", "2"], "b": ["x", "1"]}, ["1", "2", "x"], [0, 1, 2, 0]),
+        ({"a": ["True", "False"]}, ["False", "True"], [1, 0]),
+        ({"a": ["2024-01-01", "2024-02-01"]}, ["2024-01-01", "2024-02-01"], [0, 1]),
+        ({"a": ["NA", "DE"]}, ["DE", "NA"], [1, 0]),
+        ({"a": ["2", "0"], "b": [" 1"]}, [], [2, 0, 1]),
+    ],
+)
+def test_labels_of_csv_are_names_unless_all_files_hold_numbers(
+    tmp_path: Path, files: dict[str, list[str]], names: list[str], numbers: list[int]
+) -> None:
+    source = open_labels(tmp_path, files)
+    assert (list(source.class_names), everything(source)["label"].tolist()) == (names, numbers)
+
+
+def test_dates_and_digits_in_json_strings_are_names(tmp_path: Path) -> None:
+    assert open_labels(tmp_path, {"a": ['"2024-01-02"', '"2024-01-01"']}, "jsonl").class_names == (
+        "2024-01-01",
+        "2024-01-02",
+    )
+    assert open_labels(tmp_path, {"a": ['"10"', '"02"']}, "jsonl").class_names == ("02", "10")
+
+
+def test_held_out_and_predicted_labels_are_named_as_in_training(tmp_path: Path) -> None:
+    write(tmp_path / "train/a.csv", "label\n01\n10\n")
+    write(tmp_path / "test/a.csv", "label\n10\n")
+    train, test = open_table(Settings(dataset=str(tmp_path)), LABEL)
+    assert test
+    assert (test.class_names, everything(test)["label"].tolist()) == (("01", "10"), [1])
+    asked = PREDICTED_BY.set(ModelData.of(train))
+    try:
+        assert everything(open_text(tmp_path / "test", **LABEL))["label"].tolist() == [1]
+    finally:
+        PREDICTED_BY.reset(asked)
+    write(tmp_path / "test/a.csv", "label\n11\n")
+    with refusal(DataError, "'11' is no class of the training rows (01, 10)"):
+        open_table(Settings(dataset=str(tmp_path)), LABEL)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["1", "NA"], "row 1 (line 3): label is NA; it must be"),
+        (["1", ""], "row 1 (line 3): label is empty"),
+        (["0", "-1"], "row 1 (line 3): label is -1"),
+        (["1", "1.0"], "row 1 (line 3): label is 1.0"),
+        (["0", "3000000000"], "row 1 (line 3): label 3000000000; it must be an integer from 0 to 2147483647"),
+    ],
+)
+def test_labels_that_are_no_class_are_named(tmp_path: Path, labels: list[str], said: str) -> None:
+    write(tmp_path / "a.csv", "label,x\n" + "".join(f"{label},1\n" for label in labels))
+    with refusal(DataError, "a.csv", said):
+        open_text(tmp_path / "a.csv", **LABEL)
+
+
+def test_classes_without_rows_are_said(tmp_path: Path) -> None:
+    said = describe_classes(open_labels(tmp_path, {"a": ["1", "2", "10"]}))
+    assert said == "11 classes, of which 3 have rows: labels are numbers from 0 to 10"
+    assert describe_classes(open_labels(tmp_path, {"a": ["1", "0"]})) == "2 classes"
+
+
+def test_more_names_than_the_type_of_labels_holds_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "label\n" + "".join(f"c{number}\n" for number in range(300)))
+    with refusal(DataError, "300 classes, more than uint8 holds; declare label as int64"):
+        open_text(path, label=Column("uint8"))
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    ("cells", "dtype", "expected"),
+    [
+        ("1,2", "float32", [1, 2]),
+        (" 1.5 ,+2", "float64", [1.5, 2]),
+        ("true,False", "float32", [1, 0]),
+        ("TRUE,3", "int64", [1, 3]),
+        ("007,-1", "int32", [7, -1]),
+        (".5,1e3", "float16", [0.5, 1000]),
+        ("16777218,16777217.5", "float32", [16777218, 16777218]),
+        ("9223372036854775807,+1", "int64", [2**63 - 1, 1]),
+    ],
+)
+def test_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype: str, expected: list[float]) -> None:
+    path = write(tmp_path / "a.csv", "x\n" + cells.replace(",", "\n"))
+    found = everything(open_text(path, x=Column(dtype)))["x"]
+    assert (found.dtype, found.tolist()) == (np.dtype(dtype), expected)
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype", "said"),
+    [
+        ("n/a", "float32", "is 'n/a'; float32 takes numbers"),
+        ('""', "float32", "is empty; float32 takes numbers"),
+        ('"1,234"', "float32", "is '1,234'; float32 takes numbers; write numbers with a decimal point"),
+        ("nan", "float32", "has nan; float32 takes finite numbers"),
+        ("inf", "float64", "has inf"),
+        ("1e400", "float64", "has inf; float64 takes finite numbers"),
+        ("1e39", "float32", "has 1e+39"),
+        ("3.0", "int64", "is '3.0'; int64 takes whole numbers"),
+        ("0x10", "int64", "is '0x10'"),
+        ("9223372036854775808", "int64", "is 9223372036854775808; int64 takes none so large"),
+        ("300", "uint8", "has 300; uint8 takes 0 to 255"),
+        ("16777217", "float32", "has 16777217; float32 holds whole numbers exactly only up to 16777216"),
+        ("9007199254740993", "float64", "has 9007199254740993; float64 holds"),
+    ],
+)
+def test_cells_that_are_no_such_number_are_named_before_training(
+    tmp_path: Path, cell: str, dtype: str, said: str
+) -> None:
+    path = write(tmp_path / "a.csv", f'text,x\n"two\nlines",1\n\nb,{cell}\n')
+    with refusal(DataError, f"a.csv, row 1 (line 5): x {said}"):
+        open_text(path, x=Column(dtype))
+
+
+def test_lists_are_no_cells(tmp_path: Path) -> None:
+    with refusal(DataError, "x is string", "a function that decodes it"):
+        open_text(write(tmp_path / "a.csv", 'x\n"1,2"\n'), x=Column(shape=(2,)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("x;label\n1,5;up\n", "a.csv: has semicolons between its cells (x;label); write it with commas"),
+        ("x\tlabel\n1\tup\n", "a.csv: has tabs between its cells"),
+        ("x|label\n1|up\n", "a.csv: has bars between its cells"),
+        ("x,label\n1,up\n".encode("utf-16"), "a.csv: is UTF-16, or no text; save it as UTF-8"),
+        ("x,label\n1,up\n2,gr\u00fcn\n".encode("latin-1"), "line 3 is not UTF-8: its byte 0xfc is 'ü' in Latin-1"),
+        ("x,gr\u00fcn\n1,2\n".encode("latin-1"), "a.csv: line 1 is not UTF-8"),
+        ('x,label\n\n1,"up\nor down"\n2\n', "a.csv: line 5 has 1 cell, and the header 2: 2; mend it"),
+        ("x,label\n1,up,\n", "a.csv: line 2 has 3 cells, and the header 2"),
+        ('x,label\n1,up\n2,"down\n3,up\n', "a.csv: a cell of the row that begins on line 3 opens a quote"),
+        (gzip.compress(b"x,label\n1,up\n"), "a.csv: is compressed (gzip); unpack it"),
+        ("", "a.csv: is empty; remove the file"),
+        ("x,label\n", "a.csv: has no rows; remove the file"),
+        ("x, label\n1,up\n", "no column 'label' among its columns (x,  label); remove the spaces around its name"),
+        ("1,up\n2,down\n", "(1, up); rename the one that holds it; the first line must name the columns"),
+        ("x,x,label\n1,2,up\n", "several columns 'x' among its columns"),
+    ],
+)  # fmt: skip
+def test_csv_that_cannot_be_read_is_explained(tmp_path: Path, content: str | bytes, said: str) -> None:
+    with refusal(DataError, said):
+        open_text(write(tmp_path / "a.csv", content), x=Column(), **LABEL)
+
+
+def test_a_quote_within_a_cell_needs_no_other(tmp_path: Path) -> None:
+    assert read_text(write(tmp_path / "a.csv", 'text\n5" pipe\nb\n')) == ['5" pipe', "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'\xef\xbb\xbf[{"x": 1}]', "a.jsonl: one JSON array"),
+        ('{"x": 1}\n'.encode("utf-16"), "a.jsonl: is UTF-16, or no text"),
+        ('{"x": 1}\n{"x": 1, "y": "\u00fc"}\n'.encode("latin-1"), "a.jsonl: line 2 is not UTF-8"),
+        (b'{"x": 1}\n{"x":', "a.jsonl: not a JSON lines file, or damaged: JSON parse error: Invalid value. in row 1"),
+        (b'{"x": 1}\n{"x": "1"}\n', "changed from number to string in row 1"),
+        (b"", "a.jsonl: is empty; remove the file"),
+    ],
+)
+def test_json_that_cannot_be_read_is_explained(tmp_path: Path, content: bytes, said: str) -> None:
+    with refusal(DataError, said):
+        open_text(write(tmp_path / "a.jsonl", content), x=Column())
+
+
+def test_a_file_whose_lists_are_all_empty_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"x": []}\n{"x": []}\n')
+    write(tmp_path / "b.jsonl", '{"x": [3]}\n')
+    assert everything(open_text(tmp_path, x=Column("int64", longest=2)))["x"].tolist() == [[0, 0], [0, 0], [3, 0]]
+    write(tmp_path / "a.jsonl", '{"x": [null]}\n')
+    with refusal(DataError, "a.jsonl, row 0: x has a null"):
+        everything(open_text(tmp_path, x=Column("int64", longest=2)))
+
+
+def test_a_message_names_few_of_many_columns(tmp_path: Path) -> None:
+    names = [*(f"f{number:04}" for number in range(5000)), "labels"]
+    path = write(tmp_path / "a.csv", ",".join(names) + "\n" + ",".join(["1"] * 5001) + "\n")
+    with pytest.raises(DataError, match=r"\(labels, f0000, .* and 4991 more\)") as caught:
+        open_text(path, **LABEL)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["b.csv.gz", "b.jsonl.zst", "b.CSV.ZIP"])
+def test_compressed_files_are_not_passed_over(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "rows/a.csv", "x\n1\n")
+    packed = write(tmp_path / "rows" / name, b"\x1f\x8b")
+    for location in (tmp_path / "rows", packed):
+        with refusal(DataError, f"{name}: is compressed; unpack it"):
+            open_text(location, x=Column())
