@@ -27,6 +27,7 @@ from pydantic import (
 from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_arguments
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
+from sunspot.task_arguments import TaskArguments, plain
 
 PREFIX = "SUNSPOT_"
 
@@ -138,6 +139,13 @@ DUMPED = PlainSerializer(lambda value: json.dumps(value, sort_keys=True, default
 
 JsonObject = Annotated[dict[str, Any], PARSED, DUMPED]
 
+Arguments = Annotated[
+    dict[str, Any],
+    PARSED,
+    AfterValidator(TaskArguments),
+    PlainSerializer(lambda value: json.dumps(plain(value), sort_keys=True, default=dict), return_type=str),
+]
+
 Labels = Annotated[dict[str, str], PARSED, DUMPED]
 
 NodePrices = Annotated[dict[str, NodePrice], PARSED, DUMPED]
@@ -185,7 +193,7 @@ class Settings(BaseModel):
         pattern=f"^{RUN_NAME}$",
     )
     "The same name and storage are the same run, which is resumed."
-    task_args: JsonObject = _setting({}, """a JSON object, e.g. {"width": 64}""")
+    task_args: Arguments = _setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it as they are."
     init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict: of torch.save, or safetensors")
     "The weights to begin from while the run has no checkpoint of its own."

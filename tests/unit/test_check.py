@@ -137,6 +137,14 @@ def test_weights_that_change_before_the_optimizers_step_are_named(
     assert "1 parameter changed outside of the optimizer's step, such as head.weight: " in caplog.text
 
 
+def test_arguments_that_the_task_never_reads_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads = TASK.replace("return Net()", 'settings.task_args.get("hidden"); return Net()')
+    check_task(tmp_path, reads, monkeypatch, TASK_ARGS='{"hiden": 32}')
+    assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
+
+
 @pytest.mark.parametrize(("what", "instead", "kind", "says"), BROKEN, ids=[each[3][:30] for each in BROKEN])
 def test_a_broken_task_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instead: str, kind: type[SunspotError], says: str

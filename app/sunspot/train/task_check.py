@@ -32,7 +32,7 @@ from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import TrainingState, read_init
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError, SunspotError
-from sunspot.formatting import plural
+from sunspot.formatting import plural, some_of
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
@@ -106,7 +106,7 @@ class Check:
         return (
             f"{failure.type}: {' '.join(failure.message.split())}\n"
             f"  in {failure.function} at {failure.file}:{failure.line}: {line}\n"
-            f"  with the rows {', '.join(columns) or 'not read yet'}"
+            f"  with the rows {some_of(columns) or 'not read yet'}"
         )
 
     def describe(self) -> Iterator[str]:
@@ -175,6 +175,9 @@ def check_plan(plan: Plan, checked: Check) -> None:
             predict(restored.learner, checked)
         if restored.learner.undo.early:
             log.warning(f"{PREFIX}TASK={checked.task}: {restored.learner.undo.describe_early()}")
+        unread = rows.plan.settings.task_args.describe_unread()
+        if unread:
+            log.warning(f"{PREFIX}TASK_ARGS: {unread}")
         checked.metrics = {f"{name} at first": value for name, value in worker.metrics.items()} | restored.metrics
         checked.checkpoint_bytes = saved.bytes
     finally:

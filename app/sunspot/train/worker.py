@@ -28,6 +28,7 @@ from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.parallel.sharding import is_fsdp
 from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.settings import PREFIX
 from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
 from sunspot.train.reporter import Reporter
@@ -156,6 +157,10 @@ class Worker:
             self._undo.accept()
             for text in self._undo.warnings() if self.reporter else ():
                 warn_once(log, text)
+        if self.reporter and step == self.beginning.step + 1:
+            unread = plan.settings.task_args.describe_unread()
+            if unread:
+                warn_once(log, f"{PREFIX}TASK_ARGS: {unread}")
         every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
         epoch_ends = not has_more or step % plan.steps.per_epoch == 0
         self._evaluated, self._record = not (epoch_ends and plan.test), {}

@@ -1,0 +1,73 @@
+"""The arguments of a task, which note what the task reads of them: a key that it never reads may be misspelt."""
+
+import difflib
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from typing import Any
+
+
+class TaskArguments(dict[str, Any]):
+    """A dictionary that notes which of its keys are read; whoever goes through it, or copies it, reads them all.
+
+    What is noted goes along when it is pickled.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], read: Iterable[str] = ()) -> None:
+        super().__init__(arguments)
+        self._read = set(read)
+
+    def describe_unread(self) -> str:
+        """Say which keys have not been read, and which one may be meant; empty if all have been."""
+        unread = [key for key in plain(self) if key not in self._read]
+        if not unread:
+            return ""
+        asked = sorted(self._read)
+        nearest = difflib.get_close_matches(unread[0], asked, n=1)
+        known = f"it reads {', '.join(asked)}" if asked else "it reads none"
+        meant = f"did you mean {nearest[0]}?" if nearest else known
+        return f"the task has not read {', '.join(unread)}; {meant}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaskArguments, (plain(self), sorted(self._read))
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        return self._read_all().keys()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return self._read_all().values()
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return self._read_all().items()
+
+    def copy(self) -> dict[str, Any]:
+        return self._read_all()
+
+    def __or__(self, other: Any) -> Any:
+        return self._read_all() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._read_all()
+
+    def _read_all(self) -> dict[str, Any]:
+        arguments = plain(self)
+        self._read.update(arguments)
+        return arguments
+
+
+def plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments as a dictionary, without noting that they were read."""
+    return dict(dict.items(arguments))

@@ -1,0 +1,52 @@
+"""Arguments of a task: they are a dictionary like any other, and note which keys the task has read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sunspot.settings import Settings
+from sunspot.task_arguments import TaskArguments
+
+GIVEN = {"hiden": 32, "width": 64}
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (lambda given: given.get("hidden", 8) + given["width"], "the task has not read hiden; did you mean hidden?"),
+        (lambda given: given["width"], "the task has not read hiden; it reads width"),
+        (lambda given: "hiden" in given, "the task has not read width; it reads hiden"),
+        (lambda given: None, "the task has not read hiden, width; it reads none"),
+        (lambda given: {"depth": 1, **given}, ""),
+        (lambda given: dict(**given), ""),
+        (lambda given: {"depth": 1} | given, ""),
+        (lambda given: given | {"depth": 1}, ""),
+        (lambda given: dict(given), ""),
+        (lambda given: given.copy(), ""),
+        (lambda given: [value for _, value in given.items()], ""),
+        (json.dumps, ""),
+    ],
+)
+def test_keys_that_are_not_read_are_named(read: Callable[[Any], object], said: str) -> None:
+    given = TaskArguments(GIVEN)
+    read(given)
+    assert given.describe_unread() == said
+
+
+def test_what_is_read_before_the_arguments_are_sent_counts() -> None:
+    settings = Settings(task_args=GIVEN)
+    assert settings.task_args["width"] == 64
+    sent = pickle.loads(pickle.dumps(settings.model_copy(update={"epochs": 3})))
+    assert sent.task_args.get("hidden") is None
+    assert sent.task_args.describe_unread() == "the task has not read hiden; did you mean hidden?"
+
+
+def test_settings_read_no_arguments_themselves() -> None:
+    settings = Settings(task_args=GIVEN)
+    assert json.loads(settings.environment()["SUNSPOT_TASK_ARGS"]) == GIVEN == settings.task_args
+    assert settings.task_args.describe_unread() == "the task has not read hiden, width; it reads none"
