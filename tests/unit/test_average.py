@@ -78,6 +78,55 @@ def test_a_run_goes_on_from_the_weights_that_it_had() -> None:
     assert_same(dict(later.save()["model"]), dict(later.model.state_dict()))
 
 
+def follow(dtype: torch.dtype) -> tuple[WeightAverage, nn.Linear, torch.optim.Optimizer]:
+    """Average weights that are 1.0 for 20 steps, and then 1.5 for 200."""
+    model = nn.Linear(1, 1, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    average = WeightAverage(optimizer, 0.99)
+    for step in range(1, 221):
+        with torch.no_grad():
+            model.weight.fill_(1.0 if step <= 20 else 1.5)
+        average.update(step)
+    return average, model, optimizer
+
+
+def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_average_of_weights_of_16_bits_follows_them_like_one_of_32(dtype: torch.dtype) -> None:
+    average, model, optimizer = follow(dtype)
+    expected, reference, its_optimizer = follow(torch.float32)
+    exact = expected.exchange(live_state(reference, its_optimizer))["model"]["weight"]
+    state = copy.deepcopy(average.exchange(live_state(model, optimizer)))
+    torch.testing.assert_close(
+        state["model"]["weight"], exact.to(dtype), rtol=1e-6 if dtype.itemsize > 2 else 0, atol=0
+    )
+    with average.in_place(model):
+        assert torch.equal(model.weight, state["model"]["weight"])
+    assert torch.equal(model.weight, torch.full((1, 1), 1.5, dtype=dtype)), "as before the evaluation"
+    assert torch.equal(average.exchange(live_state(model, optimizer))["model"]["weight"], state["model"]["weight"])
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_an_average_of_32_bits_is_restored_from_a_checkpoint(is_old: bool) -> None:
+    """An older checkpoint has it only as rounded, in `model.pt`."""
+    average, model, optimizer = follow(torch.bfloat16)
+    state = copy.deepcopy(average.exchange(live_state(model, optimizer)))
+    if is_old:
+        del state["optimizer"]["state"][0]["average"]
+    restored = nn.Linear(1, 1, bias=False).bfloat16()
+    restored.load_state_dict(state["model"])
+    its_optimizer = torch.optim.SGD(restored.parameters(), 0.1)
+    its_average = WeightAverage(its_optimizer, 0.99)
+    its_optimizer.load_state_dict(state["optimizer"])
+    assert torch.equal(restored.weight, model.weight), "the weights that training goes on from"
+    [before], [after] = average._averages, its_average._averages
+    assert torch.equal(after, before.bfloat16().float() if is_old else before)
+    assert not any(its_optimizer.state.values()), "the optimizer gets no state of the average's"
+
+
 def averages(settings: Settings, looks: bool, group: dist.ProcessGroup) -> list[np.ndarray]:
     """The averages of a run of the small task, which are tried after each step, or not."""
     worker = make_worker(plan_without_evaluation(settings), group)

@@ -2,6 +2,9 @@
 
 Training goes on from other weights: those are in a checkpoint, too, as `trained` in the optimizer's state of each
 parameter. So the form of checkpoints stays as it is, and in parts each worker has the average of its own.
+
+A number of 16 bits is too coarse for an average, which changes by small parts of itself. So the average of such weights
+has 32 bits. `model.pt` has it rounded to the type of the weights, and the optimizer's state has all of it as `average`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +16,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sunspot.parallel.sharding import is_fsdp, parameters_of, part_of
 
-TRAINED = "trained"
+TRAINED, AVERAGE = "trained", "average"
+"""Names in the optimizer's state of a parameter: of the weights, and of an average that `model.pt` has only rounded."""
+
+NARROW = (torch.float16, torch.bfloat16)
+"""Types whose average is kept in float32."""
 
 
 class WeightAverage:
@@ -24,6 +31,8 @@ class WeightAverage:
         self._decay, self._parameters = decay, parameters_of(optimizer)
         self._averages: list[torch.Tensor] = []
         "One for each parameter; empty before the first step."
+        self._weights: dict[int, torch.Tensor] = {}
+        "While the average is in the place of weights of 16 bits: those weights, by the number of their parameter."
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def update(self, step: int) -> None:
@@ -31,10 +40,23 @@ class WeightAverage:
         if not self._decay:
             return
         if not self._averages:
-            self._averages = [parameter.detach().clone() for parameter in self._parameters]
+            self._averages = self._copy_weights()
         decay = min(self._decay, (1 + step) / (10 + step))
-        averages, weights = ([part_of(each.detach()) for each in every] for every in (self._averages, self._parameters))
-        get_ema_multi_avg_fn(decay)(averages, weights, None)
+        averages, weights = list[torch.Tensor](), list[torch.Tensor]()
+        for average, parameter in zip(self._averages, self._parameters, strict=True):
+            own, weight = part_of(average), part_of(parameter.detach())
+            if own.dtype == weight.dtype:
+                averages.append(own)
+                weights.append(weight)
+            else:
+                own.lerp_(weight.to(own.dtype), 1 - decay)  # one by one, as each needs memory for its weights
+        if averages:
+            get_ema_multi_avg_fn(decay)(averages, weights, None)
+
+    def _copy_weights(self) -> list[torch.Tensor]:
+        """Return an average that consists of the present weights."""
+        weights = [parameter.detach() for parameter in self._parameters]
+        return [weight.float() if weight.dtype in NARROW else weight.clone() for weight in weights]
 
     @contextmanager
     def in_place(self, model: torch.nn.Module) -> Iterator[None]:
@@ -49,12 +71,14 @@ class WeightAverage:
         """Return a training state as a checkpoint has it: `model` with the average, `optimizer` with the weights."""
         if not self._averages:
             return state
-        averages = {id(weight): average for weight, average in zip(self._parameters, self._averages, strict=True)}
         optimizer = state["optimizer"]
-        values = {
-            number: {**optimizer["state"].get(number, {}), TRAINED: weight}
-            for number, weight in enumerate(self._parameters)
-        }
+        averages: dict[int, torch.Tensor] = {}
+        values: dict[int, dict[str, Any]] = {}
+        for number, (weight, average) in enumerate(zip(self._parameters, self._averages, strict=True)):
+            rounded = average.to(weight.dtype)
+            unrounded = {} if rounded is average else {AVERAGE: average}
+            averages[id(weight)] = rounded
+            values[number] = {**optimizer["state"].get(number, {}), TRAINED: weight, **unrounded}
         return {
             "model": {name: averages.get(id(tensor), tensor) for name, tensor in state["model"].items()},
             "optimizer": {**optimizer, "state": {**optimizer["state"], **values}},
@@ -63,23 +87,33 @@ class WeightAverage:
     def _load(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Undo `exchange`: the model has been loaded already."""
         trained = {number: values[TRAINED] for number, values in state["state"].items() if TRAINED in values}
+        averages = {number: values[AVERAGE] for number, values in state["state"].items() if AVERAGE in values}
         if trained and self._decay:
-            self._averages = [parameter.detach().clone() for parameter in self._parameters]
+            self._averages = self._copy_weights()
+            for number, average in averages.items():
+                self._averages[number].copy_(average)
         with torch.no_grad():
             for number, weight in trained.items():
                 self._parameters[number].copy_(weight)
         others = {
-            number: {name: value for name, value in values.items() if name != TRAINED}
+            number: {name: value for name, value in values.items() if name not in (TRAINED, AVERAGE)}
             for number, values in state["state"].items()
         }
         return {**state, "state": {number: values for number, values in others.items() if values}}
 
     def _swap(self, model: torch.nn.Module) -> None:
-        for average, parameter in zip(self._averages, self._parameters, strict=bool(self._averages)):
+        parameters = self._parameters if self._averages else []
+        for number, (average, parameter) in enumerate(zip(self._averages, parameters, strict=True)):
             weight = parameter.data  # whose changes are not counted as the parameter's: it will be as it was
+            if number in self._weights:
+                weight.copy_(self._weights.pop(number))
+                continue
             held = weight.clone()
             weight.copy_(average)
-            average.copy_(held)
+            if average.dtype == weight.dtype:
+                average.copy_(held)
+            else:
+                self._weights[number] = held
         for module in model.modules() if self._averages else ():
             if is_fsdp(module):
                 module.reshard()  # what it has gathered is of the other weights
