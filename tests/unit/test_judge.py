@@ -119,6 +119,50 @@ def test_a_bug_that_comes_again_at_the_same_step_ends_the_run(control: Control) 
     assert not judge({0: NameError()})
 
 
+BACKWARD = {"file": failures.__file__, "line": 68, "type": "RuntimeError", "message": "Mixed up. To fix it, do this"}
+"""An error in the backward pass, which no line of the user's is part of."""
+
+
+@pytest.mark.parametrize("place", [failures.__file__, "/venv/lib/python3.12/site-packages/torch/optim/sgd.py", ""])
+def test_the_same_message_on_all_ranks_twice_ends_the_run_wherever_it_comes_from(control: Control, place: str) -> None:
+    def fail(rank: int) -> list[RankError]:
+        message = f"rank {rank}: the tensor at 0x7f{rank} is wrong"
+        return failed(rank, taken=0, **BACKWARD | {"file": place, "message": message})
+
+    judge = FailureJudge(control, 3)
+    control.end = told(fail(0) + fail(1))
+    assert judge({0: RuntimeError()}), "it may be gone the next time"
+    assert not judge({0: RuntimeError()})
+    assert control.gave_up_for[0].endswith(
+        "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
+    )
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"message": "another one"},
+        {"step": 7},
+        {"from_outside": True},
+        {"message": "Connection closed by peer"},
+    ],
+    ids=["another message", "a later step", "from outside", "a lost peer"],
+)
+def test_another_error_the_second_time_is_tried_again(control: Control, second: dict[str, Any]) -> None:
+    judge = FailureJudge(control, 3)
+    control.end = told(failed(0, 1, **BACKWARD))
+    assert judge({0: RuntimeError()})
+    control.end = told(failed(0, 1, **BACKWARD | second))
+    assert judge({0: RuntimeError()})
+
+
+def test_the_fix_at_the_end_of_a_long_message_is_told(control: Control) -> None:
+    fix = "use torch.autograd.set_detect_anomaly(True)"
+    control.end = told(failed(0, 1, message=f"{'changed in place ' * 60}. Hint: {fix}"))
+    assert not FailureJudge(control, 3)({0: RuntimeError()})
+    assert fix in control.gave_up_for[0]
+
+
 def test_a_bug_that_ends_a_trainer_is_known_to_the_next(control: Control) -> None:
     """Where workers outlive each other, an error of one's own ends Ray's trainer, and its judge."""
     start, bug = TrainerStart(), TrainingFailedError("of the user")

@@ -7,6 +7,7 @@ those that a copy in memory keeps from a step, until it is passed over for stora
 of memory soon after each other are counted whatever was kept in between (out_of_memory.py).
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,7 +40,13 @@ MAX_STARVED = 10
 for its first ones FIRST_STEP_S more (watchdog.py): in all for hours."""
 
 MAX_REASON = 200
-"""Characters kept of one error."""
+"""Characters kept of what Ray says of a lost worker."""
+
+MAX_ERROR = 1500
+"""Characters kept of the first line of a rank's error. PyTorch writes its fixes there, after 300 to 1,000 others."""
+
+NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+"""Matches ranks and addresses in a message, and other numbers, which differ between ranks."""
 
 FROM_OUTSIDE = (
     OSError,
@@ -144,10 +151,11 @@ class FailureJudge:
         `lost` is the number of workers that were lost, and `short` has the nodes that were short of memory. Returns
         the decision, its reason (or how many failures are left) and the new counts.
         """
-        alike = in_user_code_alike(end.errors)
+        same_line = in_user_code_alike(end.errors)
+        alike = same_line or same_message(end.errors)
         counts = end.counts.since(end.progress.step if alone else end.progress.committed)
         again, counts = alike == counts.error, replace(counts, error=alike)
-        if alike and (again or not any(error.taken for error in end.errors)):
+        if alike and (again or (same_line and not any(error.taken for error in end.errors))):
             why = "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
             return False, why, replace(counts, final=True)
         if short:
@@ -215,13 +223,24 @@ def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
 
 def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
     """Return kind, place and step of the error that all ranks raised alike in the user's code; None: they did not."""
-    kinds = {(one.failure.type, one.failure.file, one.failure.line, one.failure.step) for one in errors}
+    kind = find_only(errors, lambda one: (one.type, one.file, one.line, one.step))
+    return kind if kind and kind[1] and not OURS.match(str(kind[1])) and not INSTALLED.search(str(kind[1])) else None
+
+
+def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
+    """Return type, message and step of the error that all ranks raised, in whosever code; None if they did not.
+
+    An error in the backward pass has no line of the user's code, although it comes from there.
+    """
+    return find_only(errors, lambda one: (one.type, NUMBER.sub("#", one.message), one.step))
+
+
+def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[object, ...]]) -> tuple[object, ...] | None:
+    """Return the description that all ranks' errors share; None if they share none, or not all are the program's."""
+    kinds = {describe(one.failure) for one in errors}
     if len(kinds) != 1 or len(errors) < errors[0].world_size:
         return None
-    [kind] = kinds
-    theirs = kind[1] and not OURS.match(kind[1]) and not INSTALLED.search(kind[1])
-    outside = any(one.from_outside or one.failure.consequence for one in errors)
-    return kind if theirs and not outside else None
+    return None if any(one.from_outside or one.failure.consequence for one in errors) else kinds.pop()
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
@@ -253,7 +272,7 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
 def describe_failure_in_line(failure: Failure) -> str:
     """`NameError: name 'functional' is not defined, in loss at buggy.py:6, after step 0`."""
     first = next((line.strip() for line in failure.message.splitlines() if line.strip()), "")
-    message = f": {first[:MAX_REASON]}" if first else ""
+    message = f": {first[:MAX_ERROR]}" if first else ""
     place = f", in {failure.function} at {failure.file}:{failure.line}" if failure.file else ""
     return f"{failure.type}{message}{place}, after step {failure.step}"
 
