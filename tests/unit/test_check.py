@@ -87,10 +87,17 @@ BROKEN = [
     ("/ 255", "/ 0", SunspotError, r"the loss of 64 rows of 64 is not finite: nan for .*sample.parquet, row 0"),
     ("return self.head(", f"{KEEPS}; return self.head(", SunspotError, r"restored .* its state_dict does not have"),
     (
-        ", nn.Linear(8, 10)",
-        ", nn.Linear(8, 10); self.more = nn.Linear(1, 1)",
+        "nn.Linear(784, 8)",
+        "nn.LazyLinear(8)",
         SettingsError,
-        r"2 parameters got no grad",
+        r"2 tensors that have no shape yet, such as first.weight; run a forward pass in build_model",
+    ),
+    (
+        "return self.head(self.first(images.flatten(1) / 255))",
+        "from torch.utils.checkpoint import checkpoint as c; first = lambda x: c(self.first, x, use_reentrant=True); "
+        "x = (images.flatten(1) / 255).requires_grad_(); return self.head(first(x) + first(2 * x))",
+        SunspotError,
+        r"first step and save: RuntimeError: .* ready only once",
     ),
     (
         "return self.head(",
@@ -143,6 +150,14 @@ def test_arguments_that_the_task_never_reads_are_named(
     reads = TASK.replace("return Net()", 'settings.task_args.get("hidden"); return Net()')
     check_task(tmp_path, reads, monkeypatch, TASK_ARGS='{"hiden": 32}')
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
+
+
+def test_parameters_without_a_gradient_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unused = TASK.replace(", nn.Linear(8, 10)", ", nn.Linear(8, 10); self.more = nn.Linear(1, 1)")
+    check_task(tmp_path, unused, monkeypatch)
+    assert "2 parameters got no gradient in the first step, such as more.bias: " in caplog.text
 
 
 @pytest.mark.parametrize(("what", "instead", "kind", "says"), BROKEN, ids=[each[3][:30] for each in BROKEN])

@@ -7,28 +7,28 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from sunspot.parallel.data_parallel import DataParallel
 from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp
 from sunspot.settings import Settings
 
 
-def prepare(model: nn.Module, settings: Settings, synced: bool = False) -> nn.Module:
-    """Return the model to train with, from `shard_model`'s: gradients are averaged over the workers, each model's.
+def prepare(model: nn.Module, settings: Settings, synced: bool = False, name: str = "") -> nn.Module:
+    """Return the model to train with, from `shard_model`'s: its gradients are averaged over the workers.
 
-    Workers whose parameters are not `synced` yet take rank 0's, all together.
+    Workers whose parameters are not `synced` yet take rank 0's, all together. `name` is the model's among several.
     """
-    if is_fsdp(model) or dist.get_world_size() == 1 or not any(each.requires_grad for each in model.parameters()):
+    if is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
         return model
     if isinstance(model, nn.ModuleDict) and has_several(model):
-        return nn.ModuleDict({name: prepare(part, settings, synced) for name, part in model.items()})
+        return nn.ModuleDict({key: prepare(part, settings, synced, f"{name}/{key}") for key, part in model.items()})
     if has_several(model):
-        return nn.ModuleList(prepare(part, settings, synced) for part in model.children())
-    # A static graph would only save a search for unused parameters, which is off, and forbid passes that differ.
-    prepared = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=not synced)
+        parts = enumerate(model.children())
+        return nn.ModuleList(prepare(part, settings, synced, f"{name}/{number}") for number, part in parts)
+    prepared = DataParallel(model, name, init_sync=not synced)
     if settings.gradient_precision == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -60,17 +60,28 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
             yield
 
 
+def complete_gradients(model: nn.Module) -> None:
+    """Have the gradients of a prepared model averaged if a backward pass has not: one that no output of it led to."""
+    for part in model.children() if has_several(model) else [model]:
+        if isinstance(part, DataParallel):
+            part.complete()
+
+
 class FiniteGradients:
-    """Keeps what is not finite out of gradients while it is on, for passes over rows that do not count.
+    """Keeps rows that do not count out of gradients while it is on.
 
     A weight of 0 is not enough: 0 times the infinite loss of a row is NaN, and the average brings it to all workers.
+    And a parameter that only such rows use would get a gradient of zeros, which an optimizer takes for one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._averaging = [module for module in model.modules() if isinstance(module, DataParallel)]
         self._handles: list[RemovableHandle] = []
 
     def set(self, on: bool) -> None:
+        for module in self._averaging:
+            module.count_rows(not on)
         if not on:
             while self._handles:
                 self._handles.pop().remove()

@@ -113,6 +113,9 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
                 fully_shard(norm, mesh=mesh, mp_policy=whole)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=whole)
+        if is_fsdp(model) and hasattr(model, "set_reduce_scatter_unused_params"):  # new in torch 2.15
+            # Otherwise ranks that use other parameters of a block would add up the gradients of different ones.
+            model.set_reduce_scatter_unused_params(True)
     if any(parameter.is_meta for parameter in model.parameters()):
         # The public `to_empty` would take the values of all other tensors, too.
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)

@@ -33,6 +33,7 @@ from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
+from sunspot.formatting import plural
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks, same_parameters
 from sunspot.parallel.sharding import (
@@ -195,6 +196,7 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: its build_model returned a {type(model).__name__}; return a torch.nn.Module"
         )
+    refuse_uninitialized(model, settings)
     if state.model is not None and attempt.starts_from:
         load_weights(model, state.model, attempt.starts_from)
     elif state.model is not None:
@@ -237,6 +239,18 @@ def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer
         optimizer.load_state_dict(shard_optimizer_state(optimizer, values))
     elif state.load_parts:
         state.load_parts(model, optimizer)
+
+
+def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
+    """Refuse parameters and buffers that get their shape in the first forward pass, as those of `nn.LazyLinear` do."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: its build_model returned a model with {plural(len(lazy), 'tensor')} that "
+            f"have no shape yet, such as {lazy[0]}; run a forward pass in build_model, or give each layer its input "
+            "size (nn.Linear instead of nn.LazyLinear)"
+        )
 
 
 def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:

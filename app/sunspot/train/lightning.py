@@ -10,7 +10,7 @@ from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare
 
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.source import Batch
-from sunspot.parallel.gradients import prepare
+from sunspot.parallel.gradients import FiniteGradients, prepare
 from sunspot.tasks.lightning_adapter import LightningTask, count_from, defines, make_trainer
 from sunspot.train.run import LibraryRun
 from sunspot.train.worker import Worker
@@ -68,7 +68,9 @@ class LightningRun(LibraryRun):
 
     def wrap_model(self) -> torch.nn.Module:
         """Have the module's gradients averaged over the workers."""
-        self.model = prepare(self.model, self.settings)
+        if self._worker.averages:
+            self.model = prepare(self.model, self.settings)
+            self._finite = FiniteGradients(self.model)
         return self.model
 
     def step(self) -> None:

@@ -10,7 +10,14 @@ from torch.utils.hooks import RemovableHandle
 from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
-from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare, release
+from sunspot.parallel.gradients import (
+    FiniteGradients,
+    clip_gradients,
+    complete_gradients,
+    gradient_sync,
+    prepare,
+    release,
+)
 from sunspot.tasks.defaults import is_scheduled, optimizers_in
 from sunspot.train.learner import in_precision, row_losses
 from sunspot.train.learning_rates import set_options
@@ -48,7 +55,9 @@ class TrainingRun:
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
         # A loss may end this, and what then is left in the optimizers would stay for the next group.
-        model = prepare(self._learner.model, self.settings, synced=self._worker.beginning.in_place)
+        model = self._learner.model
+        if self._worker.averages:
+            model = prepare(model, self.settings, synced=self._worker.beginning.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.parameters_change(each)))
         return model
@@ -157,6 +166,7 @@ class TrainingRun:
         self._step().values.append({name: value.detach().expand(rows) for name, value in values.items()})
 
     def clip(self, model: torch.nn.Module | None = None) -> None:
+        complete_gradients(self.model)
         clip_gradients(self.model if model is None else model, self.settings.clip_norm)
 
     def parameters_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -164,6 +174,7 @@ class TrainingRun:
 
         `optimizer` is the one that is about to take its step, if any.
         """
+        complete_gradients(self.model)
         self._worker.begin_change(optimizer)
         if self._open:
             self._rates = self._learning_rates()

@@ -178,6 +178,9 @@ def check_plan(plan: Plan, checked: Check) -> None:
         unread = rows.plan.settings.task_args.describe_unread()
         if unread:
             log.warning(f"{PREFIX}TASK_ARGS: {unread}")
+        idle = worker.describe_idle()
+        if idle:
+            log.warning(f"{PREFIX}TASK={checked.task}: {idle}")
         checked.metrics = {f"{name} at first": value for name, value in worker.metrics.items()} | restored.metrics
         checked.checkpoint_bytes = saved.bytes
     finally:
@@ -226,14 +229,22 @@ class CheckedWorker(Worker):
         idle = {name for name, each in named if each.requires_grad and each.grad is None}
         self._idle = idle if self._idle is None else self._idle & idle
 
+    @property
+    def averages(self) -> bool:
+        """Whether several workers train, so that DDP's own errors are found here, in a group of one."""
+        plan = self.learner.plan
+        return plan.settings.num_workers.most > 1 and not hasattr(self.learner.task, "full_batch")
+
+    def describe_idle(self) -> str:
+        """Return a warning that names the parameters without a gradient; empty if all had one."""
+        if not self._idle:
+            return ""
+        return (
+            f"{plural(len(self._idle), 'parameter')} got no gradient in the first step, such as {min(self._idle)}: "
+            "parameters keep their values in steps whose rows do not use them"
+        )
+
     def finish_step(self, taken: Step) -> bool:
-        settings = self.learner.plan.settings
-        if self._idle and settings.num_workers.most > 1:
-            raise SettingsError(
-                f"{PREFIX}TASK={settings.task}: {plural(len(self._idle), 'parameter')} got no gradient, such as "
-                f"{min(self._idle)}, and several workers wait for one of each; use it in the loss, set "
-                "requires_grad_(False), or leave it out of the model"
-            )
         refuse_infinite(self.learner, taken)
         super().finish_step(taken)
         return True

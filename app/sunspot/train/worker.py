@@ -144,6 +144,11 @@ class Worker:
         if self._undo:
             self._undo.keep()
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over several workers."""
+        return self.learner.place.world_size > 1
+
     # ------------------------------------------------------------------------------------------------ after a step
 
     def finish_step(self, taken: Step) -> bool:

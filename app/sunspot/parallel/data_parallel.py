@@ -1,0 +1,213 @@
+"""DistributedDataParallel (DDP) for models whose backward passes may leave out parameters.
+
+DDP averages gradients in buckets, and sends a bucket once all of its parameters have a gradient. A parameter that a
+rank has not used, such as an expert that got no row, keeps the averaging from ending. DDP notices that only in the next
+forward pass, when the optimizer has already taken a step with gradients that differ between the ranks. Here, the
+averaging ends with each backward pass, and gives what one process with all rows would have
+(docs/decisions/0012-parameters-without-a-gradient.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
+"""The part of torch's message that names the parameters that DDP waits for (2.9 to 2.15)."""
+
+
+class DataParallel(DistributedDataParallel):
+    """A model whose gradients are averaged over the workers at the end of each backward pass.
+
+    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has
+    none, so that the optimizer leaves it alone.
+    """
+
+    def __init__(self, module: nn.Module, name: str = "", **options: Any) -> None:
+        """Wrap a model, with DDP's options. `name` distinguishes it from the task's other models."""
+        super().__init__(module, gradient_as_bucket_view=True, **options)
+        ignored = self.parameters_to_ignore
+        parameters = [each for name, each in module.named_parameters() if name not in ignored]
+        self._averaged = [each for each in parameters if each.requires_grad]
+        "The parameters that DDP averages, in its order."
+        self._frozen = [each for each in parameters if not each.requires_grad]
+        "The parameters that DDP ignores, even if they are trained later."
+        embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        self._sparse: set[Any] = {each.weight for each in embeddings if each.sparse}
+        "Weights of embeddings, whose gradients are sparse."
+        self._usage = UsageBoard(self.process_group, name)
+        self._passes = 0
+        "Number of forward passes after which gradients are averaged."
+        self._fresh = False
+        "Whether one of them has begun since the newest backward pass."
+        self._counts: list[int | None] = []
+        "What `_count_changes` returned after the newest backward pass."
+        self._unused_before: list[nn.Parameter] | None = None
+        "Parameters without a gradient before passes over rows that do not count; None if the rows count."
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Return the model's output. The backward pass through it averages the gradients."""
+        output = super().forward(*inputs, **options)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._passes += 1
+            self._fresh = True
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._end_with_backward)
+        return output
+
+    def count_rows(self, counted: bool) -> None:
+        """Say whether the rows of the following passes count. A parameter that only other rows use stays unused."""
+        if not counted:
+            if self._unused_before is None:
+                self._unused_before = [each for each in self._averaged if each.grad is None]
+        elif self._unused_before is not None:
+            for parameter in self._unused_before:
+                parameter.grad = None
+            self._unused_before = None
+
+    def complete(self) -> None:
+        """End the averaging that a backward pass has begun, if it waits for parameters without a gradient."""
+        waiting = self._find_waiting()
+        if waiting:
+            self._announce(each for each in self._averaged if each.grad is None)
+            mark_ready([self._averaged[index] for index in waiting], self._sparse)
+            if self._find_waiting():
+                raise RuntimeError("DDP has not averaged all gradients of a backward pass")
+        if self._usage.announced:
+            if self._averaged[0].is_cuda:  # before that, another rank may not have made its announcement
+                torch.cuda.synchronize(self._averaged[0].device)
+            for index in self._usage.find_unused():
+                self._averaged[index].grad = None
+
+    def _find_waiting(self) -> list[int]:
+        """Return the numbers of the parameters that DDP waits for; none if the averaging has ended or not begun."""
+        try:
+            self._check_reducer_finalized()  # torch has no public name for it (2.15)
+        except RuntimeError as error:
+            named = WAITING_FOR.search(str(error))
+            if named is None:
+                raise
+            return [int(index) for index in named[1].split()]
+        return []
+
+    def _announce(self, unused: Iterable[nn.Parameter]) -> None:
+        numbers = {parameter: number for number, parameter in enumerate(self._averaged)}
+        self._usage.announce(self._passes, {numbers[each] for each in unused})
+
+    def _end_with_backward(self, _: torch.Tensor) -> None:
+        """Have `_end_backward` called when the present backward pass has ended, after what DDP does then."""
+        if self._unused_before is not None:
+            self._announce(self._unused_before)
+        engine: Any = torch.autograd.Variable._execution_engine  # private, but DDP and FSDP use it, too (2.15)
+        queue = engine.queue_callback
+        queue(lambda: queue(self._end_backward))
+
+    def _end_backward(self) -> None:
+        again = not self._fresh and self._counts != self._count_changes()
+        self._fresh = False
+        self.complete()
+        late = [each for each in self._frozen if each.requires_grad]
+        if again or late:  # DDP averages once after a forward pass, and only what was trainable at the beginning
+            average([*self._averaged, *late] if again else late, self.process_group)
+        self._counts = self._count_changes()
+
+    def _count_changes(self) -> list[int | None]:
+        """Return PyTorch's count of the changes in place of each gradient, or None if there is no gradient."""
+        return [None if (gradient := each.grad) is None else gradient._version for each in self._averaged]
+
+
+class UsageBoard:
+    """Finds the parameters that no rank has used, through the store of the ranks' process group.
+
+    A rank that has used all parameters does nothing. Another one announces those that it has not used before it sends
+    its last gradients. So all announcements are there once gradients are averaged, and no rank waits for another one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._group, self._store, self._name = group, group.get_group_store(), name
+        self._unused: set[int] | None = None
+        self._passes: list[int] = []
+        "The numbers under which this rank's two newest announcements are stored."
+
+    @property
+    def announced(self) -> bool:
+        """Whether this rank has made an announcement and not read the others' yet."""
+        return self._unused is not None
+
+    def announce(self, number: int, unused: set[int]) -> None:
+        """Announce which parameters this rank has not used in pass `number`. Only the first call for a pass counts."""
+        self._unused = unused if self._unused is None else self._unused
+        if number in self._passes:
+            return
+        for old in self._passes[:-1]:  # gradients were averaged since, so all ranks have read it
+            self._store.delete_key(self._key(old, self._group.rank()))
+            self._store.delete_key(self._key(old, "ranks"))
+        self._passes = [*self._passes[-1:], number]
+        self._store.set(self._key(number, self._group.rank()), ",".join(map(str, unused)))
+        self._store.add(self._key(number, "ranks"), 1)
+
+    def find_unused(self) -> set[int]:
+        """Return the parameters that no rank has used. Call this once the gradients are averaged."""
+        unused, self._unused = self._unused or set(), None
+        ranks, number = range(self._group.size()), self._passes[-1]
+        if self._store.add(self._key(number, "ranks"), 0) < len(ranks):
+            return set()
+        for text in self._store.multi_get([self._key(number, rank) for rank in ranks]):
+            unused &= {int(index) for index in text.decode().split(",") if index}
+        return unused
+
+    def _key(self, number: int, what: int | str) -> str:
+        return f"unused/{self._name}/{number}/{what}"
+
+
+def mark_ready(parameters: list[nn.Parameter], sparse: set[Any]) -> None:
+    """Give parameters a gradient of zeros, or add zeros to the gradient that they have, by a backward pass."""
+    frozen = [each for each in parameters if not each.requires_grad]
+    for parameter in frozen:  # trainable when DDP began, which therefore waits for it
+        parameter.requires_grad_(True)
+    try:
+        torch.autograd.backward(parameters, [make_zeros(each, each in sparse) for each in parameters])
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def make_zeros(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
+    """Return a gradient of zeros, which takes no memory."""
+    if not sparse:
+        return parameter.new_zeros(()).expand_as(parameter)
+    places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+
+
+def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients over the ranks, each by itself; all ranks call this together."""
+    used = torch.tensor([each.grad is not None for each in parameters], device=parameters[0].device).byte()
+    dist.all_reduce(used, dist.ReduceOp.MAX, group)
+    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= group.size()
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def find_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a model's output, as deep as DDP looks for them."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from find_tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from find_tensors(item)
+    elif is_dataclass(output):
+        yield from find_tensors([getattr(output, field.name) for field in fields(output)])

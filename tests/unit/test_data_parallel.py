@@ -1,0 +1,167 @@
+"""Gradients of models whose passes leave out parameters: ranks are compared with one process that has all rows."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sunspot.parallel.data_parallel import DataParallel
+from tests.harness.loop import train_ranks
+from tests.harness.process_group import in_processes
+
+ROWS, STEPS = 12, 12
+
+KINDS = ([0] * 6 + [1] * 6, [0] * 12, [2] * 6 + [0] * 6, [1] * 3 + [2] * 3 + [0] * 6, [0] * 6 + [2] * 6, [3] * 12)
+"""Kinds of the rows of each step: ranks use the same experts, or other ones, or one that no rank has used before."""
+
+
+class Experts(nn.Module):
+    """An expert for each kind of rows, a head beside them, and a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.penalty = torch.zeros(())
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> dict[str, torch.Tensor]:
+        shared = self.trunk(x)
+        chosen = torch.zeros_like(shared)
+        for kind in kinds.unique().tolist():
+            [places] = (kinds == kind).nonzero(as_tuple=True)
+            chosen = chosen.index_put((places,), self.experts[kind](shared[places]))
+        self.penalty = self.experts[0](x).square().sum()
+        return {"chosen": chosen.square().sum(), "head": self.head(x).square().sum()}
+
+
+def plain(model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float) -> None:
+    (model(x, kinds)["chosen"] * weight).backward()
+
+
+def in_two_parts(model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float) -> None:
+    half = len(x) // 2
+    with model.no_sync() if isinstance(model, DataParallel) else contextlib.nullcontext():
+        plain(model, inner, x[:half], kinds[:half], weight)
+    plain(model, inner, x[half:], kinds[half:], weight)
+
+
+def by_output(model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float) -> None:
+    for loss in model(x, kinds).values():
+        (loss * weight).backward()
+
+
+def by_the_sum_of_outputs(model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float) -> None:
+    (sum(model(x, kinds).values()) * weight).backward()
+
+
+def by_output_of_one_graph(model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float) -> None:
+    loss = model(x, kinds)["chosen"] * weight
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+def after_two_passes(model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float) -> None:
+    first, second = model(x, kinds)["chosen"], model(2 * x, (kinds + 1) % 3)["chosen"]
+    ((first + second) * weight).backward()
+
+
+def one_by_one_after_two_passes(
+    model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float
+) -> None:
+    first, second = model(x, kinds)["chosen"], model(2 * x, kinds)["chosen"]
+    (first * weight).backward()
+    (second * weight).backward()
+
+
+def with_a_penalty_on_gradients(
+    model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float
+) -> None:
+    loss = model(x.requires_grad_(), kinds)["chosen"]
+    [gradient] = torch.autograd.grad(loss, x, create_graph=True)
+    ((loss + gradient.square().sum()) * weight).backward()
+
+
+def of_a_loss_beside_the_output(
+    model: Any, inner: Experts, x: torch.Tensor, kinds: torch.Tensor, weight: float
+) -> None:
+    model(x, kinds)
+    (inner.penalty * weight).backward()
+    if isinstance(model, DataParallel):
+        model.complete()  # which the run does before it clips gradients, and before an optimizer's step
+
+
+def train(style: str, model: Any, inner: Experts, rows: slice, world_size: int) -> Iterator[tuple[set[str], Any]]:
+    """Yield, for each step, the parameters without a gradient and the parameters' values after it."""
+    optimizer = torch.optim.AdamW(inner.parameters(), 0.1, weight_decay=0.3)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        x, kinds = torch.randn(ROWS, 4)[rows], torch.tensor(KINDS[step % len(KINDS)])[rows]
+        if style == "freezing":
+            inner.trunk.requires_grad_(step % 4 != 3)
+        if style == "unfreezing":
+            inner.head.requires_grad_(step > STEPS // 2)
+        take = {"freezing": plain, "unfreezing": by_the_sum_of_outputs}.get(style) or globals()[style]
+        take(model, inner, x, kinds, world_size / ROWS)
+        nn.utils.clip_grad_norm_(inner.parameters(), 0.5)  # as a loop of one's own does
+        unused = {name for name, each in inner.named_parameters() if each.grad is None}
+        optimizer.step()
+        optimizer.zero_grad()
+        yield unused, {name: each.detach().clone() for name, each in inner.named_parameters()}
+
+
+STYLES = (
+    *(plain, in_two_parts, by_output, by_output_of_one_graph, after_two_passes, one_by_one_after_two_passes),
+    *(with_a_penalty_on_gradients, of_a_loss_beside_the_output),
+)
+
+
+def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
+    """Return the styles of loops in which this rank differs from one process that has all rows."""
+    differing = []
+    for style in [*(each.__name__ for each in STYLES), "freezing", "unfreezing"]:
+        torch.manual_seed(1)
+        alone = Experts()
+        alone.head.requires_grad_(style != "unfreezing")
+        together = copy.deepcopy(alone)
+        model = DataParallel(together, style, bucket_cap_mb=1e-5)  # a bucket for each parameter
+        share = ROWS // group.size()
+        rows = slice(group.rank() * share, (group.rank() + 1) * share)
+        steps = zip(
+            train(style, alone, alone, slice(None), 1),
+            train(style, model, together, rows, group.size()),
+            strict=True,
+        )
+        for number, ((unused, values), (found_unused, found)) in enumerate(steps, start=1):
+            if found_unused != unused or any((values[name] - found[name]).abs().max() > 2e-6 for name in values):
+                differing.append(f"{style}, step {number}")
+                break
+    dist.barrier()
+    return differing
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_use_other_parameters_take_the_steps_of_one_process(world_size: int, tmp_path: Path) -> None:
+    assert in_processes(tmp_path, world_size, compare_with_one_process) == [[]] * world_size
+
+
+@pytest.mark.parametrize(("parallel", "micro_batch_size"), [("ddp", 0), ("ddp", 2), ("fsdp", 0)])
+def test_a_conditional_model_is_the_same_on_any_number_of_workers(
+    parallel: str, micro_batch_size: int, tmp_path: Path
+) -> None:
+    """In steps that are too small for all workers, too: rows that only keep a rank busy use no expert."""
+    settings: dict[str, Any] = {"global_batch_size": 5, "max_steps": 6, "micro_batch_size": micro_batch_size}
+    alone, together = (
+        train_ranks(tmp_path / str(ranks), ranks, task="tests.tasks.experts", parallel=parallel, **settings)
+        for ranks in (1, 4)
+    )
+    for name, weights in alone.items():
+        np.testing.assert_allclose(together[name], weights, rtol=0, atol=1e-6)
