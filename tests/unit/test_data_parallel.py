@@ -153,6 +153,44 @@ def test_ranks_that_use_other_parameters_take_the_steps_of_one_process(world_siz
     assert in_processes(tmp_path, world_size, compare_with_one_process) == [[]] * world_size
 
 
+class Words(nn.Module):
+    """A model that uses an embedding with sparse gradients between two layers, for rows of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.words, self.last = nn.Linear(4, 4), nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(hidden + self.words(kinds) if kinds.any() else hidden).square().sum()
+
+
+def compare_sparse_gradients(group: dist.ProcessGroup) -> list[str]:
+    """Return the parameters whose gradients on this rank differ from those of one process that has all rows."""
+    torch.manual_seed(1)
+    alone = Words()
+    together = copy.deepcopy(alone)
+    model = DataParallel(together, bucket_cap_mb=1e-5)
+    differing = []
+    for kinds in ([0, 0, 3, 4], [0, 0, 0, 0], [1, 2, 3, 1]):
+        x, kind = torch.randn(4, 4), torch.tensor(kinds)
+        alone.zero_grad()
+        model.zero_grad()
+        alone(x, kind).backward()
+        rows = slice(2 * group.rank(), 2 * group.rank() + 2)
+        (model(x[rows], kind[rows]) * group.size()).backward()
+        for (name, one), other in zip(alone.named_parameters(), together.parameters(), strict=True):
+            same = one.grad is None or torch.allclose(one.grad.to_dense(), other.grad.to_dense(), rtol=1e-4, atol=1e-5)
+            if not same or (one.grad is None) != (other.grad is None):
+                differing.append(f"{name} for {kinds}")
+    dist.barrier()
+    return differing
+
+
+def test_layers_below_an_embedding_with_sparse_gradients_get_the_average(tmp_path: Path) -> None:
+    assert in_processes(tmp_path, 2, compare_sparse_gradients) == [[], []]
+
+
 @pytest.mark.parametrize(("parallel", "micro_batch_size"), [("ddp", 0), ("ddp", 2), ("fsdp", 0)])
 def test_a_conditional_model_is_the_same_on_any_number_of_workers(
     parallel: str, micro_batch_size: int, tmp_path: Path

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sunspot.errors import SettingsError
+
 WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 """The part of torch's message that names the parameters that DDP waits for (2.9 to 2.15)."""
 
@@ -32,16 +34,22 @@ class DataParallel(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, name: str = "", **options: Any) -> None:
         """Wrap a model, with DDP's options. `name` distinguishes it from the task's other models."""
+        # DDP gives wrong averages to the buckets that follow one with a sparse gradient (torch 2.15, gloo).
+        sparse = find_sparse(module)
+        if sparse:
+            if not {each for each in module.parameters() if each.requires_grad} - sparse.keys():
+                raise SettingsError("all parameters of the model have sparse gradients; use embeddings of sparse=False")
+            ignored = [name for name, each in module.named_parameters() if each in sparse]
+            self._set_params_and_buffers_to_ignore_for_model(module, ignored)
         super().__init__(module, gradient_as_bucket_view=True, **options)
-        ignored = self.parameters_to_ignore
-        parameters = [each for name, each in module.named_parameters() if name not in ignored]
+        if options.get("init_sync", True):
+            for parameter in sparse:
+                dist.broadcast(parameter.detach(), 0, self.process_group)
+        parameters = [each for name, each in module.named_parameters() if name not in self.parameters_to_ignore]
         self._averaged = [each for each in parameters if each.requires_grad]
         "The parameters that DDP averages, in its order."
-        self._frozen = [each for each in parameters if not each.requires_grad]
-        "The parameters that DDP ignores, even if they are trained later."
-        embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-        self._sparse: set[Any] = {each.weight for each in embeddings if each.sparse}
-        "Weights of embeddings, whose gradients are sparse."
+        self._others = [*sparse, *(each for each in parameters if not each.requires_grad)]
+        "The parameters that DDP ignores: frozen ones, even if they are trained later, and those of sparse gradients."
         self._usage = UsageBoard(self.process_group, name)
         self._passes = 0
         "Number of forward passes after which gradients are averaged."
@@ -78,7 +86,7 @@ class DataParallel(DistributedDataParallel):
         waiting = self._find_waiting()
         if waiting:
             self._announce(each for each in self._averaged if each.grad is None)
-            mark_ready([self._averaged[index] for index in waiting], self._sparse)
+            mark_ready([self._averaged[index] for index in waiting])
             if self._find_waiting():
                 raise RuntimeError("DDP has not averaged all gradients of a backward pass")
         if self._usage.announced:
@@ -114,9 +122,9 @@ class DataParallel(DistributedDataParallel):
         again = not self._fresh and self._counts != self._count_changes()
         self._fresh = False
         self.complete()
-        late = [each for each in self._frozen if each.requires_grad]
-        if again or late:  # DDP averages once after a forward pass, and only what was trainable at the beginning
-            average([*self._averaged, *late] if again else late, self.process_group)
+        others = [each for each in self._others if each.requires_grad]
+        if again or others:  # DDP averages only once after a forward pass
+            average([*self._averaged, *others] if again else others, self.process_group)
         self._counts = self._count_changes()
 
     def _count_changes(self) -> list[int | None]:
@@ -168,36 +176,37 @@ class UsageBoard:
         return f"unused/{self._name}/{number}/{what}"
 
 
-def mark_ready(parameters: list[nn.Parameter], sparse: set[Any]) -> None:
+def mark_ready(parameters: list[nn.Parameter]) -> None:
     """Give parameters a gradient of zeros, or add zeros to the gradient that they have, by a backward pass."""
     frozen = [each for each in parameters if not each.requires_grad]
     for parameter in frozen:  # trainable when DDP began, which therefore waits for it
         parameter.requires_grad_(True)
     try:
-        torch.autograd.backward(parameters, [make_zeros(each, each in sparse) for each in parameters])
+        zeros = [each.new_zeros(()).expand_as(each) for each in parameters]  # which take no memory
+        torch.autograd.backward(parameters, zeros)
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
 
 
-def make_zeros(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
-    """Return a gradient of zeros, which takes no memory."""
-    if not sparse:
-        return parameter.new_zeros(()).expand_as(parameter)
-    places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
-
-
 def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average gradients over the ranks, each by itself; all ranks call this together."""
-    used = torch.tensor([each.grad is not None for each in parameters], device=parameters[0].device).byte()
-    dist.all_reduce(used, dist.ReduceOp.MAX, group)
-    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
-        if anywhere:
+    here = [0 if each.grad is None else 2 if each.grad.is_sparse else 1 for each in parameters]
+    kinds = torch.tensor(here, dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(kinds, dist.ReduceOp.MAX, group)
+    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+        if kind:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= group.size()
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros.to_sparse(1) if kind == 2 else zeros
+            parameter.grad = parameter.grad / group.size()
             dist.all_reduce(parameter.grad, group=group)
+
+
+def find_sparse(module: nn.Module) -> dict[nn.Parameter, None]:
+    """Return the weights of embeddings whose gradients are sparse, in the same order on all ranks."""
+    embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    return dict.fromkeys(each.weight for each in embeddings if each.sparse)
 
 
 def find_tensors(output: Any) -> Iterator[torch.Tensor]:
