@@ -162,7 +162,9 @@ class Words(nn.Module):
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
-        return self.last(hidden + self.words(kinds) if kinds.any() else hidden).square().sum()
+        if kinds.any():
+            hidden = hidden + self.words(kinds) * kinds.gt(0).unsqueeze(1)
+        return self.last(hidden).square().sum()
 
 
 def compare_sparse_gradients(group: dist.ProcessGroup) -> list[str]:

@@ -203,7 +203,7 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
             dist.all_reduce(parameter.grad, group=group)
 
 
-def find_sparse(module: nn.Module) -> dict[nn.Parameter, None]:
+def find_sparse(module: nn.Module) -> dict[Any, None]:
     """Return the weights of embeddings whose gradients are sparse, in the same order on all ranks."""
     embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
     return dict.fromkeys(each.weight for each in embeddings if each.sparse)
