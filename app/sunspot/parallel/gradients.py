@@ -16,18 +16,22 @@ from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp
 from sunspot.settings import Settings
 
 
-def prepare(model: nn.Module, settings: Settings, synced: bool = False, name: str = "") -> nn.Module:
+def prepare(
+    model: nn.Module, settings: Settings, averages: bool = True, synced: bool = False, name: str = ""
+) -> nn.Module:
     """Return the model to train with, from `shard_model`'s: its gradients are averaged over the workers.
 
-    Workers whose parameters are not `synced` yet take rank 0's, all together. `name` is the model's among several.
+    A worker that trains alone (not `averages`) needs no such model. Workers whose parameters are not `synced` yet take
+    rank 0's, all together. `name` is the model's among several.
     """
-    if is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
+    if not averages or is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
         return model
     if isinstance(model, nn.ModuleDict) and has_several(model):
-        return nn.ModuleDict({key: prepare(part, settings, synced, f"{name}/{key}") for key, part in model.items()})
+        named = model.items()
+        return nn.ModuleDict({key: prepare(part, settings, True, synced, f"{name}/{key}") for key, part in named})
     if has_several(model):
         parts = enumerate(model.children())
-        return nn.ModuleList(prepare(part, settings, synced, f"{name}/{number}") for number, part in parts)
+        return nn.ModuleList(prepare(part, settings, True, synced, f"{name}/{number}") for number, part in parts)
     prepared = DataParallel(model, name, init_sync=not synced)
     if settings.gradient_precision == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook

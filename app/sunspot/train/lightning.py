@@ -68,9 +68,8 @@ class LightningRun(LibraryRun):
 
     def wrap_model(self) -> torch.nn.Module:
         """Have the module's gradients averaged over the workers."""
-        if self._worker.averages:
-            self.model = prepare(self.model, self.settings)
-            self._finite = FiniteGradients(self.model)
+        self.model = prepare(self.model, self.settings, self._worker.averages)
+        self._finite = FiniteGradients(self.model)
         return self.model
 
     def step(self) -> None:

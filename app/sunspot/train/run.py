@@ -55,9 +55,8 @@ class TrainingRun:
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
         # A loss may end this, and what then is left in the optimizers would stay for the next group.
-        model = self._learner.model
-        if self._worker.averages:
-            model = prepare(model, self.settings, synced=self._worker.beginning.in_place)
+        worker = self._worker
+        model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.beginning.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.parameters_change(each)))
         return model
