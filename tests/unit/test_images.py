@@ -11,10 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from sunspot.data import images
-from sunspot.data.images import decode_images, decode_picture, open_image, read_images
+from sunspot.data.images import (
+    FILE_FORMATS,
+    FORMATS,
+    decode_images,
+    decode_picture,
+    open_image,
+    read_images,
+    upright_size,
+)
 from sunspot.errors import DataError, SettingsError, SunspotError
 
 Decode = Callable[[bytes], np.ndarray]
@@ -102,7 +110,7 @@ def test_a_bomb_of_pixels_takes_no_memory(decode: Decode, content: bytes) -> Non
 
 def test_a_bomb_as_the_first_row_is_refused() -> None:
     with pytest.raises(DataError, match="pixels"):
-        open_image(png(12_000, 12_000))
+        open_image(io.BytesIO(png(12_000, 12_000)))
 
 
 @both
@@ -114,6 +122,155 @@ def test_every_cut_is_refused_or_an_image(decode: Decode, form: str) -> None:
             assert decode(whole[:length]).shape == SHAPE
         except SunspotError as error:
             assert "damaged" in str(error)  # noqa: PT017
+
+
+# ------------------------------------------------------------------------------------------- as they are, or not at all
+
+TO_STORED = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_90",
+    7: "TRANSVERSE",
+    8: "ROTATE_270",
+}
+"""How an upright picture is turned to be stored with each EXIF orientation."""
+
+
+def bright_top() -> Image.Image:
+    """A picture of 8 by 12 pixels whose upper half is bright."""
+    pixels = np.zeros((8, 12, 3), np.uint8)
+    pixels[:4] = 250
+    return Image.fromarray(pixels)
+
+
+def encode(image: Image.Image, form: str, **options: object) -> bytes:
+    sink = io.BytesIO()
+    image.save(sink, form, **options)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "TIFF in LZW"])
+@pytest.mark.parametrize("orientation", [1, *TO_STORED])
+def test_a_picture_is_read_upright_as_viewers_show_it(orientation: int, form: str) -> None:
+    turn = TO_STORED.get(orientation)
+    stored = bright_top().transpose(Image.Transpose[turn]) if turn else bright_top()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"TIFF in LZW": {"compression": "tiff_lzw"}, "WEBP": {"lossless": True}, "JPEG": {"quality": 100}}
+    content = encode(stored, form.split()[0], exif=exif, **options.get(form, {}))
+    assert upright_size(open_image(io.BytesIO(content), FILE_FORMATS)) == (8, 12)
+    for scales in (True, False) if form in FORMATS else (True,):
+        pixels = decode_picture(content, (3, 8, 12), scales)
+        assert pixels[:, :4].min() > 240
+        assert pixels[:, 4:].max() < 10
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
+def test_exif_data_that_cannot_be_read_turn_nothing(exif: bytes) -> None:
+    pixels = decode_picture(encode(bright_top(), "JPEG", exif=exif), (3, 8, 12))
+    assert pixels[:, :3].min() > 200
+
+
+def tiff(
+    bits: list[int], row: bytes, photometric: int = 1, sample_format: int = 1, extra: tuple[int, ...] = ()
+) -> bytes:
+    """A TIFF of 8 equal rows of 8 pixels."""
+    content = row * 8
+    shorts = {256: [8], 257: [8], 258: bits, 259: [1], 262: [photometric], 277: [len(bits)], 278: [8]}
+    shorts |= {339: [sample_format] * len(bits)} | ({338: list(extra)} if extra else {})
+    longs = {273: [8], 279: [len(content)]}
+    tags = sorted(
+        [(tag, 3, "H", values) for tag, values in shorts.items()] + [(t, 4, "I", v) for t, v in longs.items()]
+    )
+    begin = 8 + len(content)
+    entries, values_at, rest = b"", begin + 2 + 12 * len(tags) + 4, b""
+    for tag, kind, letter, values in tags:
+        packed = struct.pack(f"<{len(values)}{letter}", *values)
+        if len(packed) > 4:
+            rest, packed = rest + packed, struct.pack("<I", values_at + len(rest))
+        entries += struct.pack("<HHI", tag, kind, len(values)) + packed.ljust(4, b"\0")
+    header = b"II*\0" + struct.pack("<I", begin)
+    return header + content + struct.pack("<H", len(tags)) + entries + bytes(4) + rest
+
+
+SIXTEEN_BITS = np.arange(8, dtype="<u2") * 8192
+
+
+def pages(*kinds: int) -> bytes:
+    """A TIFF with a page of each kind (0, or 1 for a smaller version, or 4 for a mask)."""
+    sink = io.BytesIO()
+    with TiffImagePlugin.AppendingTiffWriter(sink, True) as writer:
+        for kind in kinds:
+            Image.new("L", (8, 8)).save(writer, "TIFF", tiffinfo={254: kind})
+            writer.newFrame()
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (tiff([32], np.linspace(0, 1, 8, dtype="<f4").tobytes(), sample_format=3), "floating-point numbers"),
+        (tiff([32], np.arange(8, dtype="<i4").tobytes(), sample_format=2), "pixels of 32 bits that are neither"),
+        (tiff([32], np.arange(8, dtype="<u4").tobytes()), "pixels of 32 bits that are neither"),
+        (tiff([16], np.arange(8, dtype="<i2").tobytes(), sample_format=2), "pixels of 16 bits that are neither"),
+        (tiff([12], bytes(12)), "pixels of 12 bits that are neither"),
+        (tiff([16], SIXTEEN_BITS.tobytes(), photometric=0), "a negative of 16 bits"),
+        (tiff([8] * 4, bytes(32), photometric=2, extra=(0,)), "has channels besides"),
+        (tiff([8] * 5, bytes(40), photometric=2, extra=(2, 0)), "has channels besides"),
+        (tiff([8] * 3, bytes(24), photometric=8), "colours in LAB"),
+        (pages(0, 0, 0), "has 3 pages"),
+        (pages(1, 0), "has 2 pages"),
+        (b"Pf 8 8 -1.0\n" + bytes(256), "floating-point numbers"),
+        (save("GIF", save_all=True, append_images=[Image.new("RGB", (8, 8), "red")]), "an animation"),
+        (save("WEBP", save_all=True, append_images=[Image.new("RGB", (8, 8), "red")]), "an animation"),
+        (b"", "the file is empty"),
+        (b"\0\0\0\x1cftypheic\0\0\0\0mif1", "ftypheic"),
+    ],
+)
+def test_a_picture_that_would_lose_something_is_refused(content: bytes, said: str) -> None:
+    with pytest.raises(DataError, match=said) as error:
+        decode_picture(content, SHAPE, scales=True)
+    assert "object at" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [pages(0), pages(1), pages(0, 1, 1), pages(0, 4)])
+def test_smaller_versions_and_masks_are_no_pages(content: bytes) -> None:
+    assert decode_picture(content, (1, 8, 8), scales=True).shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "content", [tiff([16], SIXTEEN_BITS.tobytes()), encode(Image.fromarray(np.tile(SIXTEEN_BITS, (8, 1))), "PNG")]
+)
+def test_the_upper_8_bits_of_16_are_kept(content: bytes) -> None:
+    assert decode_picture(content, (1, 8, 8), scales=True)[0, 0].tolist() == [0, 32, 64, 96, 128, 160, 192, 224]
+
+
+def noise(mode: str) -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 4), np.uint8)
+    return Image.fromarray(pixels, "RGBA").convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [
+        *(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+        *(("JPEG", mode) for mode in ("L", "RGB", "CMYK")),
+        *(("TIFF", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr")),
+        *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+        *(("GIF", mode) for mode in ("L", "P")),
+        *(("BMP", mode) for mode in ("1", "L", "P", "RGB")),
+        *(("MPO", mode) for mode in ("RGB",)),
+    ],
+)
+def test_pixels_are_those_that_torchvision_reads(form: str, mode: str) -> None:
+    """Its ImageFolder opens a file by Pillow and converts it to RGB: no profile is applied, transparency is dropped."""
+    options = {"MPO": {"save_all": True, "append_images": [noise("RGB")]}, "GIF": {"transparency": 3}}
+    image = noise("RGB").convert(mode) if mode in ("P", "CMYK", "YCbCr") else noise(mode)
+    content = encode(image, form, **options.get(form, {}))
+    expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).transpose(2, 0, 1)
+    np.testing.assert_array_equal(decode_picture(content, SHAPE, scales=True), expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------- .npy

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.command_line import CommandParser
 from sunspot.data.columns import SCALED
-from sunspot.data.images import FILE_FORMATS, SUFFIXES, USUAL_SIDE, fit_pixels, open_checked
+from sunspot.data.images import SUFFIXES, USUAL_SIDE, decode_picture
 from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
 from sunspot.data.table_files import PictureFolder
@@ -218,10 +218,9 @@ def _load_images(folder: PictureFolder, labels: np.ndarray, shape: tuple[int, in
     def load(row: int) -> np.ndarray:
         path = folder.name_row(row)
         try:
-            with open_checked(path, FILE_FORMATS) as image:
-                return fit_pixels(image, *shape)
-        except Exception as error:  # Pillow's decoders raise all kinds
-            raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
+            return decode_picture(Path(path).read_bytes(), shape, scales=True)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
 
     order = np.random.default_rng(0).permutation(len(labels))
     per_batch = _rows_per_group(math.prod(shape))

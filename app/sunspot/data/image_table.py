@@ -1,12 +1,13 @@
 """Images with labels in a table: the columns `image` and `label`, declared by what the first file holds."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
 from sunspot.data.columns import FORMS, SCALED, Column, ImageColumn, encoded, innermost, is_bytes, is_encoded
-from sunspot.data.images import GREY_MODES, open_image
+from sunspot.data.images import GREY_MODES, open_image, upright_size
 from sunspot.data.labels import LABEL
 from sunspot.data.parquet_files import absolute, join, open_file, parquet_errors
 from sunspot.data.source import PREDICTED_BY
@@ -110,11 +111,11 @@ def _declare_image(value: pa.Scalar, place: str) -> ImageColumn:
         raise DataError(f"{place}: image is null")
     if is_bytes(value.type):
         try:
-            image = open_image(value.as_py())
+            image = open_image(io.BytesIO(value.as_py()))
         except DataError as error:
             raise DataError(f"{place}: image {error}") from error
         colour = () if image.mode in GREY_MODES else (3,)
-        return ImageColumn.of_dims((image.height, image.width, *colour), place)
+        return ImageColumn.of_dims((*upright_size(image), *colour), place)
     dims: tuple[int, ...] = ()
     nested = value.as_py()
     while isinstance(nested, list):

@@ -1,10 +1,14 @@
-"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before anything of that size is made."""
+"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before anything of that size is made.
+
+Pictures are decoded as torchvision's ImageFolder does it (transparency and colour profiles are ignored), but turned as
+their EXIF orientation says, and of 16 bits the upper 8 are kept. A picture that would lose more than that is refused.
+"""
 
 import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -17,10 +21,13 @@ NPY_MAGIC = b"\x93NUMPY"
 FORMATS = ("PNG", "JPEG")
 """Pillow knows forty more, and one of them hands the file to Ghostscript."""
 
-FILE_FORMATS = (*FORMATS, "BMP", "WEBP", "TIFF", "PPM")
+FILE_FORMATS = (*FORMATS, "BMP", "WEBP", "TIFF", "PPM", "GIF")
 """What is read of files whose names end with one of SUFFIXES, whatever else Pillow would find in them."""
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".webp", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".gif", ".mpo"),
+)
 
 USUAL_SIDE = 64
 """Height and width that pictures of several sizes are scaled to, unless the user names another."""
@@ -30,6 +37,44 @@ MAX_BYTES = 10**9
 
 GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow's modes without colour."""
+
+ANIMATED_FORMATS = ("PNG", "WEBP", "GIF")
+"""Formats whose further frames are an animation. Those of a JPEG (MPO) are previews or depth, which no viewer shows."""
+
+REFUSED_MODES = {
+    "F": "holds floating-point numbers; write it with 8 bits, or 16",
+    "LAB": "has its colours in LAB; write it in RGB",
+}
+"""Modes that cannot be turned into grey or RGB without loss, and what is said of such a picture."""
+
+ORIENTATION, LAST_UNTURNED = 0x0112, 4
+"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and the last of its values that keeps height and width."""
+
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Pillow's name of the operation that turns a picture of each orientation upright.
+
+`ImageOps.exif_transpose` also writes the EXIF data again, and fails if a value in them is invalid (Pillow 8965).
+"""
+
+SUBFILE_TYPE, BITS_PER_SAMPLE, PHOTOMETRIC, EXTRA_SAMPLES = 254, 258, 262, 338
+"""TIFF tags (TIFF 6.0, section 8)."""
+
+WHITE_IS_ZERO = 0
+"""Value of PHOTOMETRIC in negatives, which Pillow turns into positives for 8 bits only."""
+
+NO_FULL_PAGE = 0b101
+"""Bits of SUBFILE_TYPE: a page that is a smaller version of another, or a mask."""
+
+NO_TRANSPARENCY = 0
+"""Value of EXTRA_SAMPLES for a further channel of any other kind, such as infrared."""
 
 
 def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
@@ -92,12 +137,12 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
 
     One of another size or colour is refused, or with `scales` scaled as those of a folder are.
     """
-    image = open_image(content, FILE_FORMATS if scales else FORMATS)
-    grey = image.mode in GREY_MODES
-    if not scales and ((image.height, image.width) != shape[1:] or (shape[0] == 1 and not grey)):
+    image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
+    grey, (height, width) = image.mode in GREY_MODES, upright_size(image)
+    if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not grey)):
         raise DataError(
-            f"is {image.height} x {image.width} (height x width), {'grey' if grey else 'in colour'}, but the model "
-            f"takes {shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, as the first of its dataset; "
+            f"is {height} x {width} (height x width), {'grey' if grey else 'in colour'}, but the model takes "
+            f"{shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, as the first of its dataset; "
             "convert it"
         )
     try:
@@ -106,50 +151,117 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
         raise DataError(f"is damaged: {shorten(error)}") from error
 
 
-def open_image(content: bytes, formats: tuple[str, ...] = FORMATS) -> Any:
-    """Return a Pillow image whose header has been read; raises `DataError`."""
-    try:
-        return open_checked(io.BytesIO(content), formats)
-    except Exception as error:  # Pillow's decoders raise all kinds
-        raise DataError(f"is no {', '.join(formats[:-1])} or {formats[-1]}, or damaged: {shorten(error)}") from error
+def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
+    """Return a Pillow image of one of `formats`, whose header alone has been read.
 
-
-def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
-    """Open a Pillow image of one of `formats`, and read its header; raises all kinds of errors.
-
-    Also for one of more pixels than Pillow warns of: a small file may claim any number, and decoding would make them.
+    Raises `DataError` for any other file, and for a picture that cannot be read without loss.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
-    image = Image.open(source, formats=formats)
-    if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
-        raise ValueError(f"{image.width} x {image.height} pixels, of which {Image.MAX_IMAGE_PIXELS} are the most")
-    if image.format == "PNG" and getattr(image, "is_animated", False):
-        raise ValueError("an animation; give one image")
+    try:
+        image = Image.open(file, formats=formats)
+        obstacle = _find_obstacle(image)
+    except Exception as error:  # Pillow's decoders raise all kinds
+        reason = shorten(error)
+        if isinstance(error, UnidentifiedImageError):  # its message has no more than the repr of `file`
+            reason = _describe_beginning(file)
+        raise DataError(f"is no {', '.join(formats[:-1])} or {formats[-1]}, or damaged: {reason}") from error
+    if obstacle:
+        raise DataError(obstacle)
     return image
+
+
+def upright_size(image: Any) -> tuple[int, int]:
+    """Return height and width of a picture as viewers show it, by its header alone."""
+    # Pillow swaps those of TIFF itself, and looks for EXIF data of PNG behind the pixels if there are none before.
+    in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
+    turned = in_header and _find_orientation(image) > LAST_UNTURNED
+    return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
     """Turn a Pillow image into uint8 [C, H, W], as grey (1) or RGB (3)."""
-    pixels = np.asarray(_convert(image, channels))
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    return _to_array(_convert(image, channels))
 
 
 def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray:
     """Scale the central part of a Pillow image to uint8 [C, height, width]."""
     from PIL import Image, ImageOps
 
-    whole = _convert(image, channels)
-    return to_pixels(ImageOps.fit(whole, (width, height), Image.Resampling.BICUBIC), channels)
+    return _to_array(ImageOps.fit(_convert(image, channels), (width, height), Image.Resampling.BICUBIC))
 
 
 def _convert(image: Any, channels: int) -> Any:
-    """Turn a Pillow image into a grey one (1) or one in RGB (3)."""
+    """Turn a Pillow image upright, and into a grey one (1) or one in RGB (3)."""
     from PIL import Image
 
+    image.load()
+    turn = TURNS.get(_find_orientation(image))
+    if turn:
+        image = image.transpose(Image.Transpose[turn])
     if image.mode[0] == "I":  # 16 bits: Pillow's own conversion clips them to 255 instead of scaling
         image = Image.fromarray((np.asarray(image, np.uint32) >> 8).astype(np.uint8))
     return image.convert("L" if channels == 1 else "RGB")
+
+
+def _to_array(image: Any) -> np.ndarray:
+    pixels = np.asarray(image)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def _find_orientation(image: Any) -> int:
+    """Return the EXIF orientation of a picture, 1 to 8; 1 (upright) if its EXIF data cannot be read."""
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # Pillow's decoders raise all kinds
+        return 1
+
+
+def _find_obstacle(image: Any) -> str:
+    """Say why a picture cannot be read as grey or RGB of 8 bits without loss, and the fix; empty if it can.
+
+    More pixels than Pillow warns of are one reason: a small file may claim any number, and decoding would make them.
+    """
+    from PIL import Image
+
+    most = Image.MAX_IMAGE_PIXELS
+    if most and image.width * image.height > most:
+        return f"has {image.width} x {image.height} pixels, of which {most} are the most; scale it down"
+    if image.format in ANIMATED_FORMATS and getattr(image, "is_animated", False):
+        return f"is an animation; give one image instead of its {image.n_frames} frames"
+    if image.mode in REFUSED_MODES:
+        return REFUSED_MODES[image.mode]
+    return _find_obstacle_of_tiff(image) if image.format == "TIFF" else ""
+
+
+def _find_obstacle_of_tiff(image: Any) -> str:
+    """Do as `_find_obstacle` for what a TIFF alone may hold."""
+    pages = range(image.n_frames)
+    full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & NO_FULL_PAGE]
+    if len(pages) > 1 and full_pages != [0]:
+        return f"has {len(pages)} pages, of which only the first would be read; write each into a file of its own"
+    if NO_TRANSPARENCY in _read_tag(image, 0, EXTRA_SAMPLES, ()):
+        return "has channels besides its colours and transparency; write it without them"
+    bits = _read_tag(image, 0, BITS_PER_SAMPLE, (1,))[0]
+    if image.mode == "I" or 8 < bits < 16:
+        return f"has pixels of {bits} bits that are neither 0 to 255 nor 0 to 65535; write them as the one or the other"
+    if bits == 16 and _read_tag(image, 0, PHOTOMETRIC, None) == WHITE_IS_ZERO:
+        return "is a negative of 16 bits (photometric interpretation WhiteIsZero); write it as BlackIsZero"
+    return ""
+
+
+def _read_tag(image: Any, page: int, tag: int, default: Any) -> Any:
+    """Read a tag of a page of a TIFF, and leave the image at its first page."""
+    image.seek(page)
+    found = image.tag_v2.get(tag, default)
+    image.seek(0)
+    return found
+
+
+def _describe_beginning(file: BinaryIO) -> str:
+    file.seek(0)
+    beginning = file.read(16)
+    return f"its content begins with {beginning!r}" if beginning else "the file is empty"
 
 
 @dataclass(frozen=True)
@@ -161,7 +273,7 @@ class Resized:
     @property
     def fingerprint(self) -> str:
         """What identifies the pixels that come out."""
-        return f"resized to {self.shape}"
+        return f"resized to {self.shape}, upright"
 
     def __call__(self, stored: Any) -> np.ndarray:
         """Decode a file's bytes, or a dictionary that has them as `bytes`, to uint8 [C, H, W]; raises `DataError`."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from sunspot.background import map_parallel
 from sunspot.data.arrow_types import plain_type
-from sunspot.data.columns import Column, ImageColumn, Lists, Place
+from sunspot.data.columns import Column, ImageColumn, Lists, Place, is_encoded
 from sunspot.data.fingerprint import digest, sample_ranges
 from sunspot.data.labels import LABEL, NO_LABELS, ClassLabels, TextLabels, merge_labels, read_labels
 from sunspot.data.parquet_files import (
@@ -34,6 +34,9 @@ from sunspot.data.table_files import CSV, PictureFolder, TableFile, forget_files
 from sunspot.errors import DataError, SettingsError
 from sunspot.formatting import brief, some_of
 from sunspot.settings import PREFIX, Settings
+
+READING_OF_PICTURES = b"upright"
+"""Part of the digest of encoded pictures, which changes when the same files are turned into other pixels."""
 
 FILES_AT_ONCE = 8
 """Files whose footers and labels are read at the same time when a dataset is opened."""
@@ -263,8 +266,10 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
             else:
                 cells = file.read([fields[name].name])[0]
                 column.read(cells, Place(name, file, np.arange(len(cells))))
-        known = digest((labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode())
-        return _FileSummary(file.groups, file.size, known, labels)
+        parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode()]
+        if any(isinstance(columns[name], ImageColumn) and is_encoded(field.type) for name, field in fields.items()):
+            parts.append(READING_OF_PICTURES)
+        return _FileSummary(file.groups, file.size, digest(*parts), labels)
 
 
 def name_alike(train: TableSource, test: TableSource) -> TableSource:

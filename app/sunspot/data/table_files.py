@@ -1,6 +1,7 @@
 """Files of tables, opened alike: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and a folder of pictures."""
 
 import contextlib
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -10,7 +11,7 @@ import pyarrow as pa
 from sunspot.background import map_parallel
 from sunspot.data.arrow_types import to_plain
 from sunspot.data.fingerprint import digest
-from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, is_picture, open_checked
+from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, is_picture, open_image, upright_size
 from sunspot.data.parquet_files import (
     OPEN_FILES,
     PICTURES,
@@ -33,6 +34,9 @@ TEXT_GROUP_ROWS, PICTURE_GROUP_ROWS = 1024, 32
 
 MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
 """Size of a file of text, which each process that reads from it keeps whole, and how many it keeps."""
+
+HEADER_BYTES = 64 << 10
+"""Bytes of a picture read at once for its header. Pillow asks for a few at a time, each a request to a bucket."""
 
 
 class TableFile(ABC):
@@ -192,12 +196,12 @@ class PictureFolder(TableFile):
 
     def _read_header(self, name: str) -> tuple[tuple[int, int], str]:
         path = join(self._location, name)
-        with open_closing(path) as file:
+        with open_closing(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
             try:
-                image = open_checked(file, FILE_FORMATS)
-            except Exception as error:  # Pillow's decoders raise all kinds
-                raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
-            return (image.height, image.width), image.mode
+                image = open_image(buffered, FILE_FORMATS)
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from error
+            return upright_size(image), image.mode
 
 
 def cut(rows: int, each: int) -> list[int]:
