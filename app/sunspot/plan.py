@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
-from sunspot.data.source import DataPlan, ModelData, Source, find_sources, rows_in
+from sunspot.data.source import DataPlan, ModelData, Source, find_sources, notes_on, rows_in
 from sunspot.errors import DataError, SettingsError
 from sunspot.formatting import plural
 from sunspot.settings import READING_SHARE, Settings
@@ -82,6 +82,13 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     rows = rows_in(source)
     if rows < MIN_ROWS:
         raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
+    data = ModelData.of(source)
+    if len(data.class_names) == 1 and hasattr(task, "predict"):
+        raise DataError(
+            f"{settings.dataset}: all training rows are of one class, {data.class_names[0]}, so there is nothing to "
+            "tell apart; put the rows of each class into a folder of its own, or give them labels (a task without "
+            "classes declares its columns without `label`, docs/data.md)"
+        )
     if settings.early_stop_evaluations and not test:
         raise SettingsError(
             f"SUNSPOT_EARLY_STOP_EVALUATIONS={settings.early_stop_evaluations}: the run has no evaluations: its data "
@@ -94,7 +101,6 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     by_epochs = settings.epochs * steps.per_epoch
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))
-    data = ModelData.of(source)
     scaled = ", pictures scaled to it" if data.scales else ""
     classes = describe_classes(source)
     lacking = "loss" if unrated else "held-out rows"
@@ -102,7 +108,8 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
     if total < by_epochs:
         length = f"MAX_STEPS, of {by_epochs} by EPOCHS"
-    reasons = [f"data: {rows} training rows of {shape}{scaled}, {classes}; {evaluated}", f"steps: {total} = {length}"]
+    reasons = [f"data: {rows} training rows of {shape}{scaled}, {classes}; {evaluated}"]
+    reasons += [*notes_on(source, test), f"steps: {total} = {length}"]
     if settings.parallel == "fsdp":
         every = [
             f"{name.upper()}={value:g}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -16,13 +17,17 @@ import pyarrow.parquet as pq
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.command_line import CommandParser
 from sunspot.data.columns import SCALED
-from sunspot.data.images import SUFFIXES, USUAL_SIDE, decode_picture
+from sunspot.data.images import USUAL_SIDE, decode_picture
 from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
+from sunspot.data.parquet_files import list_folders
+from sunspot.data.splits import OTHER_HELD_OUT, pair_folders
 from sunspot.data.table_files import PictureFolder
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from sunspot.formatting import plural, some_of
 from sunspot.log import print_logs
+
+log = logging.getLogger(__name__)
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
 """Pixels of a row group, which a streaming reader fetches at once, and the limits of its rows."""
@@ -87,12 +92,11 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     """
     folders = {split: PictureFolder(str(folder)) for split, folder in _split_folders(Path(root)).items()}
     labels = {split: folder.read(["label"])["label"].to_pylist() for split, folder in folders.items()}
-    for split, folder in folders.items():
-        if not labels[split]:
-            raise DataError(
-                f"{folder.path}: no folders of pictures in it; put the pictures of each class into a folder of its own "
-                f"({', '.join(SUFFIXES)})"
-            )
+    for folder in folders.values():
+        folder.folders.refuse_lost_classes()
+        for note in folder.notes:
+            log.warning(note)
+    next(iter(folders.values())).folders.refuse_wrong_level()
     classes = sorted(set(next(iter(labels.values()))))
     if unknown := set(labels.get("test", [])) - set(classes):
         raise DataError(
@@ -206,10 +210,13 @@ def _split_folders(root: Path) -> dict[str, Path]:
     """Return the folder of class folders of each split; one split named '' if `root` is not split."""
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of class folders with --root")
-    for held_out in ("test", "val"):
-        if (root / "train").is_dir() and (root / held_out).is_dir():
-            return {"train": root / "train", "test": root / held_out}
-    return {"": root}
+    names = list_folders(str(root))
+    pair = pair_folders(names) or pair_folders(names, OTHER_HELD_OUT)
+    if not pair:
+        return {"": root}
+    for name in pair.others:
+        log.warning("%s: not converted; %s/ has the held-out rows", root / name, pair.test)
+    return {"train": root / pair.train, "test": root / pair.test}
 
 
 def _load_images(folder: PictureFolder, labels: np.ndarray, shape: tuple[int, int, int]) -> Iterator[Rows]:

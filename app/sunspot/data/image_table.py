@@ -13,6 +13,7 @@ from sunspot.data.parquet_files import absolute, join, open_file, parquet_errors
 from sunspot.data.source import PREDICTED_BY
 from sunspot.data.table import (
     TableSource,
+    check_training_rows,
     describe_columns,
     find_column,
     find_files,
@@ -36,8 +37,8 @@ def open_images(location: str, side: int = 0, like: ImageColumn | None = None) -
     """Open a dataset of images, local or in a bucket, and check everything but the pixels.
 
     Pictures in files of their own are scaled to one size (`PictureFolder.find_dims`), and with a `side` those within
-    Parquet or Arrow, too; all as `like` says, if that scales. Names that begin with '_' or '.' are skipped. Raises
-    `DataError` naming the file, and the row where there is one, or `StorageError` naming the URL.
+    Parquet or Arrow, too; all as `like` says, if that scales. Raises `DataError` naming the file, and the row where
+    there is one, or `StorageError` naming the URL.
     """
     location = absolute(location)
     names = find_files(location)
@@ -50,15 +51,15 @@ def open_images(location: str, side: int = 0, like: ImageColumn | None = None) -
 
 def open_image_splits(dataset: str, test_dataset: str = "", side: int = 0) -> tuple[TableSource, TableSource | None]:
     """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET."""
-    train, test = locate_splits(dataset, test_dataset)
+    places = locate_splits(dataset, test_dataset)
     model = PREDICTED_BY.get()
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None
-    rows = open_images(train, side, scaled)
-    if not test:
+    rows = check_training_rows(open_images(places.train, side, scaled), places)
+    if not places.test:
         return rows, None
     image = rows.columns[IMAGE]
     assert isinstance(image, ImageColumn)
-    return rows, name_alike(rows, open_images(test, side, image))
+    return rows, name_alike(rows, open_images(places.test, side, image))
 
 
 def open_sample() -> tuple[TableSource, TableSource]:

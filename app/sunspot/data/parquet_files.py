@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ import pyarrow.fs as fs
 import pyarrow.parquet as pq
 
 from sunspot.data.images import is_picture
+from sunspot.data.splits import refuse_mixed_splits
 from sunspot.errors import DataError, StorageError, shorten
 
 OPEN_FILES = 128
@@ -29,9 +31,6 @@ KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjs
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 """Endings that follow the suffix of a table which is compressed as a whole; Parquet's own compression has none."""
 
-OTHER_NAMES = ("val", "valid", "validation")
-"""Names that others give to a folder of held-out rows."""
-
 PICTURES = "*/*"
 """Name of all pictures of a folder together."""
 
@@ -46,6 +45,17 @@ CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
 
 OF_CLIENTS = ("AWS Error", "google::cloud::Status", "Azure Error")
 """What Arrow's errors say when a cloud's client has failed: they are OSErrors without a number, as of damaged files."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What lies below a folder, by names in it, sorted."""
+
+    sizes: dict[str, int]
+    "Bytes of each file."
+    folders: list[str]
+    others: list[str]
+    "Links to nothing, pipes and whatever else is neither a file nor a folder."
 
 
 def absolute(location: str) -> str:
@@ -71,7 +81,8 @@ def list_files(location: str) -> list[str]:
             return [""]
         if kind == fs.FileType.NotFound:
             raise DataError(f"{location}: not found; set DATASET to sample, mnist, or what exists: {TAKEN}")
-    names = list(list_visible(location))
+    listing = list_all(location)
+    names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
     if STATE in names:
         return _list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES))
@@ -82,8 +93,11 @@ def list_files(location: str) -> list[str]:
         kind: [name for name in names if name.lower().endswith(suffixes)] for suffixes, kind in KINDS_BY_SUFFIX.items()
     }
     if kinds["Parquet"]:
+        refuse_mixed_splits(location, kinds["Parquet"])
         return kinds["Parquet"]
-    kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in names) else []
+    # The rule of Parquet's writers, that names with "_" are none of their rows, does not hold for pictures.
+    beside = names if any(kinds.values()) else listing.sizes
+    kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
     found = [kind for kind, listed in kinds.items() if listed]
     if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # about the others, mostly
         found = [kind for kind in found if kind != "JSON lines"]
@@ -92,10 +106,14 @@ def list_files(location: str) -> list[str]:
             f"{location}: both {' and '.join(found)} in it; give each a folder of its own, or name one file"
         )
     if not found:
+        picture = next(filter(is_picture, listing.sizes), "")
+        outside = f" ({picture} lies in none)" if picture else ""
         raise DataError(
-            f"{location}: no *.parquet, *.csv or *.jsonl in it, and no folders of pictures (names that begin with '_' "
-            f"or '.' are skipped); DATASET takes {TAKEN}"
+            f"{location}: no *.parquet, *.csv or *.jsonl in it (names that begin with '_' or '.' are skipped), and no "
+            f"folders of pictures{outside}; DATASET takes {TAKEN}"
         )
+    if found != ["pictures"]:
+        refuse_mixed_splits(location, kinds[found[0]])
     return kinds[found[0]]
 
 
@@ -110,16 +128,53 @@ def _refuse_compressed(paths: list[str]) -> None:
             )
 
 
-def list_visible(location: str) -> dict[str, int]:
-    """List all files below a folder, by their names in it, sorted, with their sizes; hidden ones are left out."""
+def list_all(location: str) -> Listing:
+    """List what lies below a folder, hidden or not; raises `DataError` for a link to a folder that it lies in."""
     system, path = _file_system(location)
     with parquet_errors(location):
-        found = system.get_file_info(fs.FileSelector(path, recursive=True))
-    try:
-        sizes = {os.path.relpath(info.path, path): info.size for info in found if info.type == fs.FileType.File}
-    except UnicodeDecodeError as error:  # Arrow takes paths in UTF-8 only
-        raise DataError(f"{os.fsdecode(error.object)}: its name is not UTF-8; rename it") from error
-    return {name: sizes[name] for name in sorted(sizes) if not any(p.startswith(("_", ".")) for p in name.split("/"))}
+        if isinstance(system, fs.LocalFileSystem):
+            found = list(_walk(path, ()))
+        else:
+            found = [(i.path, i.type, i.size) for i in system.get_file_info(fs.FileSelector(path, recursive=True))]
+    named = sorted((os.path.relpath(each, path), kind, size) for each, kind, size in found)
+    return Listing(
+        sizes={name: size for name, kind, size in named if kind == fs.FileType.File},
+        folders=[name for name, kind, _ in named if kind == fs.FileType.Directory],
+        others=[name for name, kind, _ in named if kind not in (fs.FileType.File, fs.FileType.Directory)],
+    )
+
+
+def list_folders(location: str) -> list[str]:
+    """List the names of the folders in a folder; none if it is a file, or does not exist."""
+    system, path = _file_system(location)
+    with parquet_errors(location):
+        if system.get_file_info(path).type != fs.FileType.Directory:
+            return []
+        if isinstance(system, fs.LocalFileSystem):
+            with os.scandir(path) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        found = system.get_file_info(fs.FileSelector(path))
+    return sorted(os.path.basename(info.path) for info in found if info.type == fs.FileType.Directory)
+
+
+def _walk(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
+    """Yield path, kind and size of all below a folder on a disk; links are followed, which Arrow does without end."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                entry.name.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{folder}: the name {os.fsencode(entry.name)!r} is not UTF-8; rename it") from error
+            if entry.is_dir():
+                identity = (entry.stat().st_dev, entry.stat().st_ino)
+                if identity in above:
+                    raise DataError(f"{entry.path}: a link to a folder that it lies in itself; remove it")
+                yield entry.path, fs.FileType.Directory, 0
+                yield from _walk(entry.path, (*above, identity))
+            elif entry.is_file():
+                yield entry.path, fs.FileType.File, entry.stat().st_size
+            else:
+                yield entry.path, fs.FileType.Unknown, 0
 
 
 def _list_saved(location: str, state: bytes) -> list[str]:
@@ -131,25 +186,6 @@ def _list_saved(location: str, state: bytes) -> list[str]:
     if not names or any("/" in name for name in names):
         raise DataError(f"{join(location, STATE)}: names no files of its folder; save the dataset again")
     return names
-
-
-def split_folder(location: str, split: str) -> str:
-    """Return the folder of a split when `location` has folders `train` and `test`, else `location` itself.
-
-    Raises `DataError` for one with `train` and held-out rows of another name: all together would be trained on.
-    """
-    location = absolute(location)
-    system, path = _file_system(location)
-    with parquet_errors(location):
-        infos = system.get_file_info([join(path, name) for name in ("train", "test", *OTHER_NAMES)])
-    train, test, *others = (info.type == fs.FileType.Directory for info in infos)
-    if train and not test and any(others):
-        held_out = OTHER_NAMES[others.index(True)]
-        raise DataError(
-            f"{location}: has train/ and {held_out}/; set DATASET to {join(location, 'train')} and TEST_DATASET to "
-            f"{join(location, held_out)}"
-        )
-    return join(location, split) if train and test else location
 
 
 def open_file(path: str) -> pq.ParquetFile:

@@ -30,7 +30,8 @@ LOOKED_AT = 64
 class Source(Protocol):
     """Images with labels, in row groups: the unit of reading. Picklable, since it is sent to Ray's tasks.
 
-    It may have `class_names`, a tuple of text by label, and `scales`, whether its pictures were scaled to `shape`.
+    It may have `class_names`, a tuple of text by label, `scales`, whether its pictures were scaled to `shape`, and
+    `notes`, a tuple of lines that a run prints before its first step.
 
     A task with its own `find_sources` decides which columns its rows have: nothing between `read` and its `loss` needs
     images or labels, only predictions do. `build_model` gets the source for its `shape` and `classes`.
@@ -169,6 +170,11 @@ def model_inputs(rows: Mapping[str, Column]) -> dict[str, Column]:
 def rows_in(source: Source) -> int:
     """Count the rows of all groups."""
     return sum(source.row_groups)
+
+
+def notes_on(*sources: Source | None) -> list[str]:
+    """Return the lines that a user should read before these rows are trained on, such as which files are not read."""
+    return [note for source in sources for note in getattr(source, "notes", ())]
 
 
 def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:

@@ -25,18 +25,26 @@ from sunspot.data.parquet_files import (
     absolute,
     join,
     list_files,
+    list_folders,
     parquet_errors,
     read_range,
-    split_folder,
 )
 from sunspot.data.source import PREDICTED_BY, check_labels_match
-from sunspot.data.table_files import CSV, PictureFolder, TableFile, forget_files, open_table_file
+from sunspot.data.splits import pair_folders
+from sunspot.data.table_files import (
+    CSV,
+    PictureFolder,
+    TableFile,
+    forget_files,
+    open_pictures,
+    open_table_file,
+)
 from sunspot.errors import DataError, SettingsError
 from sunspot.formatting import brief, some_of
 from sunspot.settings import PREFIX, Settings
 
-READING_OF_PICTURES = b"upright"
-"""Part of the digest of encoded pictures, which changes when the same files are turned into other pixels."""
+PICTURE_DECODING = b"upright"
+"""Version of the decoding of pictures. It is part of their digest, so that no run goes on with other pixels."""
 
 FILES_AT_ONCE = 8
 """Files whose footers and labels are read at the same time when a dataset is opened."""
@@ -74,6 +82,8 @@ class TableSource:
     "By label: text in the files, the folders of pictures, or what the files' metadata says."
     classes_seen: int = 0
     "How many classes have rows, if labels are numbers."
+    notes: tuple[str, ...] = ()
+    "Lines that a user should read before these rows are trained on."
 
     @cached_property
     def row_groups(self) -> tuple[int, ...]:
@@ -177,25 +187,50 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
             f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
             f"{some_of(list(columns))}; set it to {TAKEN}"
         )
-    location, held_out = locate_splits(settings.dataset, settings.test_dataset)
-    train = open_rows(location, find_files(location), dict(columns))
-    if not held_out:
+    places = locate_splits(settings.dataset, settings.test_dataset)
+    train = open_rows(places.train, find_files(places.train), dict(columns))
+    train = check_training_rows(train, places)
+    if not places.test:
         return train, None
     has_names = isinstance(train.columns.get(LABEL), TextLabels)
-    test = name_alike(train, open_rows(held_out, find_files(held_out), dict(columns), has_names))
+    test = name_alike(train, open_rows(places.test, find_files(places.test), dict(columns), has_names))
     if train.classes:
         check_labels_match(train, test)
     return train, test
 
 
-def locate_splits(dataset: str, test_dataset: str) -> tuple[str, str]:
-    """Return where the training and the held-out rows of DATASET and TEST_DATASET lie; '' without held-out rows.
+class SplitLocations(NamedTuple):
+    """Where the training rows and the held-out rows lie."""
+
+    train: str
+    test: str
+    "'' without held-out rows."
+    notes: tuple[str, ...]
+
+
+def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
+    """Find where the training and the held-out rows of DATASET and TEST_DATASET lie.
 
     A folder with `train` and `test` in it stands for the one or the other; TEST_DATASET comes before its `test`.
     """
-    train = split_folder(dataset, "train")
-    given = test_dataset or (dataset if train != absolute(dataset) else "")
-    return train, split_folder(given, "test") if given else ""
+    location, given = absolute(dataset), absolute(test_dataset) if test_dataset else ""
+    pair = pair_folders(list_folders(location))
+    train = join(location, pair.train) if pair else location
+    if given:
+        beside = pair_folders(list_folders(given))
+        return SplitLocations(train, join(given, beside.test) if beside else given, ())
+    if not pair:
+        return SplitLocations(train, "", ())
+    unread = ", ".join(f"{name}/" for name in pair.others)
+    notes = (f"{location}: not read: {unread}; TEST_DATASET may name it instead of {pair.test}/",) if unread else ()
+    return SplitLocations(train, join(location, pair.test), notes)
+
+
+def check_training_rows(train: TableSource, locations: SplitLocations) -> TableSource:
+    """Return training rows with the notes on where they lie; raises `DataError` if their classes lie deeper."""
+    if PICTURES in train.files and LABEL in train.columns and not PREDICTED_BY.get():
+        open_pictures(train.location).folders.refuse_wrong_level()
+    return replace(train, notes=(*train.notes, *locations.notes))
 
 
 def find_files(location: str) -> list[str]:
@@ -235,6 +270,7 @@ def open_rows(
         classes=labels.classes,
         class_names=labels.names,
         classes_seen=len(labels.numbers),
+        notes=tuple(note for file in files for note in file.notes),
     )
 
 
@@ -249,6 +285,7 @@ class _FileSummary(NamedTuple):
     "Digest of its labels and the sizes of its row groups."
     labels: ClassLabels | None
     "None without classes."
+    notes: tuple[str, ...]
 
 
 def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
@@ -257,6 +294,8 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
             raise DataError(f"{path}: has no rows; remove the file")
+        if isinstance(file, PictureFolder) and LABEL in columns and not PREDICTED_BY.get():
+            file.folders.refuse_lost_classes()
         labels = None
         for name, column in columns.items():
             if name == LABEL and column.is_class:
@@ -268,8 +307,8 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
                 column.read(cells, Place(name, file, np.arange(len(cells))))
         parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode()]
         if any(isinstance(columns[name], ImageColumn) and is_encoded(field.type) for name, field in fields.items()):
-            parts.append(READING_OF_PICTURES)
-        return _FileSummary(file.groups, file.size, digest(*parts), labels)
+            parts.append(PICTURE_DECODING)
+        return _FileSummary(file.groups, file.size, digest(*parts), labels, file.notes)
 
 
 def name_alike(train: TableSource, test: TableSource) -> TableSource:

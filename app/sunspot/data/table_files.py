@@ -10,22 +10,23 @@ import pyarrow as pa
 
 from sunspot.background import map_parallel
 from sunspot.data.arrow_types import to_plain
+from sunspot.data.class_folders import find_classes
 from sunspot.data.fingerprint import digest
-from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, is_picture, open_image, upright_size
+from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
 from sunspot.data.parquet_files import (
     OPEN_FILES,
     PICTURES,
     file_size,
     forget_open_files,
     join,
-    list_visible,
+    list_all,
     open_closing,
     open_file,
     read_range,
 )
 from sunspot.data.parsed_text import find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError, shorten
-from sunspot.formatting import as_bytes
+from sunspot.formatting import as_bytes, plural
 
 ARROW, CSV, JSON_LINES = ".arrow", ".csv", (".jsonl", ".ndjson", ".json")
 
@@ -47,6 +48,8 @@ class TableFile(ABC):
     "The rows of each row group."
     has_types = True
     "Whether its columns have types; if not, all are text, and the task's declaration says which are numbers."
+    notes: tuple[str, ...] = ()
+    "Lines that a user should read before its rows are trained on."
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -158,8 +161,9 @@ class PictureFolder(TableFile):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._location = path.removesuffix("/" + PICTURES)
-        listed = list_visible(self._location)
-        self.sizes = {name: size for name, size in listed.items() if "/" in name and is_picture(name)}
+        self.folders = find_classes(self._location, list_all(self._location))
+        self.notes = self.folders.describe()
+        self.sizes = self.folders.pictures
         self._names = list(self.sizes)
         self.groups = cut(len(self._names), PICTURE_GROUP_ROWS)
 
@@ -181,12 +185,17 @@ class PictureFolder(TableFile):
         if "image" in columns:
             found["image"] = pa.array(map_parallel(self._read_picture, names), pa.large_binary())
         if "label" in columns:
-            found["label"] = pa.array([name.partition("/")[0] for name in names], pa.string())
+            found["label"] = pa.array(map(self.folders.class_of, names), pa.string())
         return pa.table({name: found[name] for name in columns})
 
     def find_dims(self, side: int) -> tuple[int, ...]:
         """Find [H, W], or [H, W, 3] unless all are grey: `side`, or with 0 their own size, or USUAL_SIDE of several."""
-        sizes, modes = zip(*map_parallel(self._read_header, self._names), strict=True)
+        headers = map_parallel(self._read_header, self._names)
+        refused = [header for header in headers if isinstance(header, DataError)]
+        if refused:
+            others = f" (and {plural(len(refused) - 1, 'other picture')} cannot be read)" if len(refused) > 1 else ""
+            raise DataError(f"{refused[0]}{others}")
+        sizes, modes = zip(*(header for header in headers if not isinstance(header, DataError)), strict=True)
         height, width = (side, side) if side else sizes[0] if len(set(sizes)) == 1 else (USUAL_SIDE, USUAL_SIDE)
         return (height, width) if GREY_MODES.issuperset(modes) else (height, width, 3)
 
@@ -194,13 +203,14 @@ class PictureFolder(TableFile):
         with open_closing(join(self._location, name)) as file:
             return bytes(file.read())
 
-    def _read_header(self, name: str) -> tuple[tuple[int, int], str]:
+    def _read_header(self, name: str) -> tuple[tuple[int, int], str] | DataError:
+        """Return height and width, and Pillow's mode, of a picture, or the error that says why it cannot be read."""
         path = join(self._location, name)
         with open_closing(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
             try:
                 image = open_image(buffered, FILE_FORMATS)
             except DataError as error:
-                raise DataError(f"{path}: {error}") from error
+                return DataError(f"{path}: {error}")
             return upright_size(image), image.mode
 
 
@@ -214,6 +224,13 @@ def open_table_file(path: str) -> TableFile:
     if path.endswith((ARROW, "/" + PICTURES)):
         return _keep(path)
     return _keep_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
+
+
+def open_pictures(location: str) -> PictureFolder:
+    """Open the folders of pictures below a location."""
+    pictures = open_table_file(join(location, PICTURES))
+    assert isinstance(pictures, PictureFolder)
+    return pictures
 
 
 @lru_cache(maxsize=OPEN_FILES)

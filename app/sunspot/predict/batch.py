@@ -27,7 +27,7 @@ import ray.data
 
 from sunspot.background import Timer, map_parallel
 from sunspot.checkpoint.parts import weights_digest
-from sunspot.data.source import PREDICTED_BY, Source, find_sources, read_rows, rows_in
+from sunspot.data.source import PREDICTED_BY, Source, find_sources, notes_on, read_rows, rows_in
 from sunspot.errors import (
     ConflictError,
     DamageError,
@@ -145,6 +145,7 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
     source = test if split == "test" else train
     if source is None:
         raise SettingsError(f"--split test: {settings.dataset} has no held-out rows; predict --split train")
+    print_warnings(notes_on(source))
     if source.shape != model.data.shape:
         raise SettingsError(
             f"{source.where(0, 0)}: images of shape {list(source.shape)} (channels, height, width), but the model of "

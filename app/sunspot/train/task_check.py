@@ -27,7 +27,7 @@ from ray.train.torch import TorchTrainer
 from sunspot.checkpoint import CheckpointManager
 from sunspot.checkpoint.files import load_state
 from sunspot.data.order import locate_rows
-from sunspot.data.source import Batch, Source, model_inputs, rows_in
+from sunspot.data.source import Batch, Source, model_inputs, notes_on, rows_in
 from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import TrainingState, read_init
 from sunspot.elastic.watchdog import Watchdog
@@ -118,7 +118,13 @@ class Check:
         yield f"  a checkpoint has {self.checkpoint_bytes / 1e6:.3g} MB"
         if self.not_checked:
             yield f"  not checked: {', '.join(self.not_checked)}"
-        yield f"checked in {sum(self.seconds.values()):.1f} s: it trains, evaluates, saves and restores"
+        evaluated = any("evaluation" in name for name in self.seconds)
+        done = (
+            "trains, evaluates, saves and restores"
+            if evaluated
+            else "trains, saves and restores, and evaluates nothing"
+        )
+        yield f"checked in {sum(self.seconds.values()):.1f} s: it {done}"
 
 
 def check(settings: Settings) -> Check:
@@ -133,6 +139,8 @@ def check(settings: Settings) -> Check:
     with checked.part("import and data"):
         task = load_task(settings)
         plan = make_plan(with_absolute_paths(settings), task)
+        for note in notes_on(plan.source, plan.test):
+            log.warning(note)
     with tempfile.TemporaryDirectory() as scratch:
         instead = {**NOT_CHECKED, **SAVED_EACH_STEP, "storage_path": scratch}
         plan = replace(plan, settings=plan.settings.model_copy(update=instead))

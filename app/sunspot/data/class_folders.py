@@ -1,0 +1,157 @@
+"""A folder with a folder of pictures for each class: which of its files are read, and to which class they belong."""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sunspot.data.images import SUFFIXES, is_picture
+from sunspot.data.parquet_files import Listing, join
+from sunspot.data.splits import TRAINING, refuse_mixed_splits
+from sunspot.errors import DataError
+from sunspot.formatting import plural
+
+JUNK_FILES, JUNK_PREFIX = (".ds_store", "thumbs.db", "desktop.ini"), "._"
+"""Files that macOS and Windows leave in folders, in lower case."""
+
+JUNK_FOLDERS = ("__MACOSX", "@eaDir")
+"""Folders of copies and thumbnails that macOS leaves in archives, and Synology's disks beside pictures."""
+
+MAX_KINDS_NAMED = 5
+"""Kinds of unread files, and lost classes, that a message names; of the others it tells their number at most."""
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """The pictures of a dataset in folders, by class."""
+
+    location: str
+    pictures: dict[str, int]
+    "Bytes of each picture, by its name below `location`, in the order of the rows."
+    root: str
+    "Folder below `location` that holds the folders of the classes: '', or 'train/' if no other has pictures."
+    without_pictures: dict[str, str]
+    "Folders of classes that have no picture, the first few, and a description of their files."
+    unread: str
+    "Description of the files that are not read; empty if all are."
+
+    def class_of(self, name: str) -> str:
+        """Return the class of a picture: the outermost folder that it lies in."""
+        return name.removeprefix(self.root).partition("/")[0]
+
+    def describe(self) -> tuple[str, ...]:
+        """Return lines that a user should read before these pictures are trained on."""
+        notes = [f"{self.location}: not read: {self.unread}"] if self.unread else []
+        deeper = next((name for name in self.pictures if name.removeprefix(self.root).count("/") > 1), "")
+        if deeper:
+            notes.append(
+                f"{self.location}: pictures belong to the class of the outermost folder, such as {deeper} to "
+                f"{self.class_of(deeper)}"
+            )
+        return tuple(notes)
+
+    def refuse_lost_classes(self) -> None:
+        """Raise `DataError` if a folder of a class has no picture: the class would be missing."""
+        if self.without_pictures:
+            lost = ", ".join(f"{folder}/ ({files})" for folder, files in self.without_pictures.items())
+            raise DataError(
+                f"{self.location}: no picture that can be read in {lost}; move such a folder out of the dataset, or "
+                f"convert its files to one of {', '.join(SUFFIXES)}"
+            )
+
+    def refuse_wrong_level(self) -> None:
+        """Raise `DataError` if the folders of the classes seem to lie deeper than they are looked for."""
+        folders = {os.path.dirname(name) for name in self.pictures}
+        common = os.path.commonpath(folders)
+        if len({self.class_of(name) for name in self.pictures}) == 1 and common not in folders:
+            raise DataError(
+                f"{self.location}: all pictures would be of one class, {self.class_of(next(iter(self.pictures)))}; set "
+                f"DATASET to {join(self.location, common)}, in which the folders of the classes lie"
+            )
+
+
+def find_classes(location: str, listing: Listing) -> ClassFolders:
+    """Find the pictures of a dataset, and their classes.
+
+    Raises `DataError` if there are none, or if training and held-out rows are mixed.
+    """
+    kept = [name for name in listing.sizes if not _is_junk(name)]
+    visible = [name for name in kept if not _is_below_hidden(name)]
+    pictures = [name for name in visible if "/" in name and is_picture(name)]
+    unread = _describe_unread(kept, set(pictures), listing.others)
+    if not pictures:
+        raise DataError(
+            f"{location}: no folders of pictures in it ({unread or 'it is empty'}); put the pictures of each class "
+            f"into a folder of its own, as one of {', '.join(SUFFIXES)}"
+        )
+    folders = {os.path.dirname(name) for name in pictures}
+    refuse_mixed_splits(location, folders, classes=folders)
+    root = _find_root(location, folders)
+    classes = {root + name.removeprefix(root).partition("/")[0] for name in pictures}
+    outermost = {name for name in listing.folders if name.startswith(root) and "/" not in name.removeprefix(root)}
+    lost = {name for name in outermost - classes if not _is_junk(f"{name}/") and not _is_below_hidden(f"{name}/")}
+    return ClassFolders(
+        location,
+        pictures={name: listing.sizes[name] for name in pictures},
+        root=root,
+        without_pictures={
+            folder: _describe_kinds(name for name in visible if name.startswith(f"{folder}/"))
+            for folder in sorted(lost)[:MAX_KINDS_NAMED]
+        },
+        unread=unread,
+    )
+
+
+def _find_root(location: str, folders: set[str]) -> str:
+    """Return what the folders of the classes lie in: a folder of training rows, if no other folder has pictures."""
+    outermost = sorted({folder.partition("/")[0] for folder in folders})
+    train = next((name for name in outermost if name.lower() in TRAINING and name not in folders), "")
+    others = [name for name in outermost if name != train]
+    if train and others:
+        raise DataError(
+            f"{location}: {train}/ has the folders of the classes in it, and beside it is {others[0]}/; set DATASET to "
+            f"{join(location, train)}"
+        )
+    return f"{train}/" if train else ""
+
+
+def _is_junk(name: str) -> bool:
+    """Return True for a file that an operating system keeps beside the user's files."""
+    *folders, file = name.split("/")
+    return file.lower() in JUNK_FILES or file.startswith(JUNK_PREFIX) or not set(JUNK_FOLDERS).isdisjoint(folders)
+
+
+def _is_below_hidden(name: str) -> bool:
+    return any(folder.startswith(".") for folder in name.split("/")[:-1])
+
+
+def _describe_unread(names: list[str], pictures: set[str], others: Sequence[str]) -> str:
+    """Describe the files that are not read, most frequent kind first."""
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in names:
+        if _is_below_hidden(name):
+            kinds["file", " below hidden folders"].append(name)
+        elif not is_picture(name):
+            kinds[_kind_of(name)].append(name)
+        elif name not in pictures:
+            kinds["picture", " outside the folders of the classes"].append(name)
+    if others:
+        kinds["broken link", " or the like"].extend(others)
+    ranked = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
+    named = [
+        f"{plural(len(found), noun)}{rest}, such as {min(found)}" for (noun, rest), found in ranked[:MAX_KINDS_NAMED]
+    ]
+    unnamed = sum(len(found) for _, found in ranked[MAX_KINDS_NAMED:])
+    return "; ".join([*named, *([plural(unnamed, "other file")] if unnamed else [])])
+
+
+def _describe_kinds(names: Iterable[str]) -> str:
+    """Describe the files of a folder that has no pictures, such as "8 .heic files"."""
+    counts = Counter(map(_kind_of, names)).most_common(MAX_KINDS_NAMED)
+    return ", ".join(f"{plural(number, noun)}{rest}" for (noun, rest), number in counts) or "empty"
+
+
+def _kind_of(name: str) -> tuple[str, str]:
+    """Return the noun for files of a kind, and what follows it: (".heic file", "")."""
+    suffix = os.path.splitext(name)[1]
+    return (f"{suffix} file", "") if suffix else ("file", " without suffix")

@@ -1,0 +1,69 @@
+"""Folders and files of training rows and of held-out rows, told apart by their names."""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Set
+from typing import NamedTuple
+
+from sunspot.errors import DataError
+
+TRAINING, HELD_OUT = ("train", "training"), ("test", "testing")
+"""Names of the folders that stand for DATASET and TEST_DATASET when a folder has both; compared without case."""
+
+OTHER_HELD_OUT = ("val", "valid", "validation", "eval", "dev")
+"""Names that others give to held-out rows, which may be meant for TEST_DATASET or for something else."""
+
+
+class SplitFolders(NamedTuple):
+    """A folder of training rows, and one of held-out rows beside it."""
+
+    train: str
+    test: str
+    others: tuple[str, ...]
+    "Further folders of training or held-out rows beside them, which are not read."
+
+
+def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> SplitFolders | None:
+    """Return the folders of training rows and of held-out rows among some that lie in one folder, if both are there."""
+    folders = sorted(names, key=lambda name: (name not in (TRAINING[0], HELD_OUT[0]), name))
+    trains = [name for name in folders if name.lower() in TRAINING]
+    tests = [name for name in folders if name.lower() in held_out]
+    if not trains or not tests:
+        return None
+    known = {*TRAINING, *HELD_OUT, *OTHER_HELD_OUT}
+    rest = [name for name in folders if name.lower() in known and name not in (trains[0], tests[0])]
+    return SplitFolders(trains[0], tests[0], tuple(rest))
+
+
+def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] = frozenset()) -> None:
+    """Raise `DataError` if training and held-out rows lie in one folder, by the names of folders and files in `paths`.
+
+    Beside whole names, words of names count ("training_set" and "test_set"), except between two of `classes`: folders
+    with pictures directly in them, which "train station" and "test tube" may be.
+    """
+    children: dict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        above = ""
+        for name in path.split("/"):
+            children[above].add(name)
+            above = f"{above}/{name}" if above else name
+    for folder, names in sorted(children.items()):
+        trains = sorted(name for name in names if _is_named(name, TRAINING))
+        others = sorted(name for name in names if _is_named(name, (*HELD_OUT, *OTHER_HELD_OUT)))
+        for train, held_out in itertools.product(trains, others):
+            is_whole = train.lower() in TRAINING or held_out.lower() in (*HELD_OUT, *OTHER_HELD_OUT)
+            both = [f"{folder}/{name}".lstrip("/") for name in (train, held_out)]
+            if is_whole or classes.isdisjoint(both):
+                shown = [f"{path.rpartition('/')[2]}{'/' * (path in children or path in classes)}" for path in both]
+                raise DataError(
+                    f"{location}{'/' * bool(folder)}{folder}: has {' and '.join(shown)}, and both would be trained on; "
+                    f"set DATASET to {location}/{both[0]} and TEST_DATASET to {location}/{both[1]}, or move the rows "
+                    "of each into a folder train/ or test/"
+                )
+
+
+def _is_named(name: str, words: Collection[str]) -> bool:
+    """Return True if a name has one of some words in it, and none that says the opposite."""
+    found = set(re.findall("[a-z]+", name.lower())) & {*TRAINING, *HELD_OUT, *OTHER_HELD_OUT}
+    return bool(found) and found <= set(words)

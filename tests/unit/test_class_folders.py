@@ -1,0 +1,268 @@
+"""Folders of pictures: which files are read, of which class they are, and what is said of the others."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from sunspot.data import table
+from sunspot.data.class_folders import find_classes
+from sunspot.data.columns import Column
+from sunspot.data.convert import convert_image_folder
+from sunspot.data.parquet_files import list_all
+from sunspot.data.source import PREDICTED_BY, ModelData, find_sources, notes_on, rows_in
+from sunspot.data.table import TableSource, open_table
+from sunspot.errors import DataError
+from sunspot.plan import make_plan
+from sunspot.settings import Settings
+from sunspot.storage import open_storage
+from tests.harness.datasets import everything, random_images, refusal
+from tests.unit.test_table import png
+
+FORMATS_BY_SUFFIX = {".jfif": "JPEG", ".jpg": "JPEG", ".gif": "GIF"}
+
+
+def put_files(folder: Path, *names: str) -> str:
+    """Write pictures, other files, and (names that end with "/") empty folders."""
+    for name in names:
+        path = folder / name
+        if name.endswith("/"):
+            path.mkdir(parents=True)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        suffix = path.suffix.lower()
+        if suffix in (".png", ".jpg", ".gif", ".jfif"):
+            Image.new("RGB", (5, 4)).save(path, FORMATS_BY_SUFFIX.get(suffix, "PNG"))
+        else:
+            path.write_bytes(b"no picture")
+    return str(folder)
+
+
+def open_rows(location: str, test_dataset: str = "") -> tuple[TableSource, TableSource | None]:
+    train, test = find_sources(Settings(dataset=location, test_dataset=test_dataset))
+    assert isinstance(train, TableSource)
+    assert test is None or isinstance(test, TableSource)
+    return train, test
+
+
+@pytest.mark.parametrize(
+    ("files", "classes", "rows"),
+    [
+        (["cat/a.gif", "cat/b.JPG", "dog/a.jfif"], ("cat", "dog"), 3),
+        (["_back_/a.png", "cat/_01.png", "cat/.02.png"], ("_back_", "cat"), 3),
+        (["_1/a.png", "_2/a.png"], ("_1", "_2"), 2),
+        (["cat/a.png", "dog/a.png", "__MACOSX/cat/._a.png", "cat/.DS_Store", "cat/Thumbs.db"], ("cat", "dog"), 2),
+        (["train/cat/a.png", "train/dog/a.png", "README.md"], ("cat", "dog"), 2),
+        (["Training/cat/a.png", "Training/dog/a.png"], ("cat", "dog"), 2),
+        (["train/a.png", "bus/a.png", "car/a.png"], ("bus", "car", "train"), 3),
+        (["train_station/a.png", "test_tube/a.png"], ("test_tube", "train_station"), 2),
+        (["cat/indoors/a.png", "cat/b.png", "dog/indoors/a.png"], ("cat", "dog"), 3),
+    ],
+)
+def test_every_picture_is_a_row_of_its_class(
+    tmp_path: Path, files: list[str], classes: tuple[str, ...], rows: int
+) -> None:
+    train, test = open_rows(put_files(tmp_path, *files))
+    assert (train.class_names, rows_in(train), test) == (classes, rows, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["cat/a.heic", "cat/b.heic", "dog/a.png"], ["no picture that can be read in cat/ (2 .heic files)", ".png"]),
+        (["cat/a.png", "dog/a.png", "owl/"], ["no picture that can be read in owl/ (empty)"]),
+        (
+            ["train/cat/a.png", "train/dog/a.png", "train/owl/a.txt"],
+            ["no picture that can be read in train/owl/ (1 .txt file)"],
+        ),
+        (["images/cat/a.png", "images/dog/a.png"], ["one class, images", "set DATASET to", "/images, in which"]),
+        (["a/b/cat/a.png", "a/b/dog/a.png"], ["one class, a", "/a/b, in which"]),
+        (["train/cat/a.png", "train/dog/a.png", "more/a.png"], ["beside it is more/", "set DATASET to", "/train"]),
+        (["train/cat/a.png", "Validation/cat/a.png"], ["train/ and Validation/", "TEST_DATASET"]),
+        (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/", "TEST_DATASET"]),
+        (["seg_train/a/a.png", "seg_test/a/a.png", "seg_pred/a.png"], ["seg_train/ and seg_test/", "TEST_DATASET"]),
+        (["up/train/cat/a.png", "up/test/cat/a.png"], ["/up: has train/ and test/", "set DATASET to", "/up/train and"]),
+        (["train/a.png", "test1/a.png"], ["train/ and test1/"]),
+        (["a.png", "b.png"], ["no folders of pictures (a.png lies in none)"]),
+        ([".git/a.png"], ["no folders of pictures in it", "1 file below hidden folders, such as .git/a.png"]),
+    ],
+)
+def test_a_lost_class_or_a_wrong_level_is_refused_with_the_fix(
+    tmp_path: Path, files: list[str], said: list[str]
+) -> None:
+    location = put_files(tmp_path, *files)
+    with refusal(DataError, *said):
+        open_rows(location)
+
+
+@pytest.mark.parametrize(
+    ("train", "test"), [("train", "test"), ("Train", "TEST"), ("training", "testing"), ("Training", "test")]
+)
+def test_folders_of_training_and_held_out_rows_are_paired_without_case(tmp_path: Path, train: str, test: str) -> None:
+    location = put_files(tmp_path, f"{train}/cat/a.png", f"{train}/dog/a.png", f"{test}/cat/a.png")
+    rows, held_out = open_rows(location)
+    assert held_out
+    assert (rows_in(rows), rows_in(held_out), held_out.class_names) == (2, 1, ("cat", "dog"))
+    assert notes_on(rows, held_out) == []
+
+
+def test_a_validation_folder_beside_test_is_said_to_be_left_out(tmp_path: Path) -> None:
+    location = put_files(tmp_path, "train/cat/a.png", "train/dog/a.png", "test/cat/a.png", "val/dog/a.png")
+    rows, held_out = open_rows(location)
+    assert notes_on(rows, held_out) == [f"{location}: not read: val/; TEST_DATASET may name it instead of test/"]
+    rows, held_out = open_rows(location, f"{location}/val")
+    assert held_out
+    assert held_out.where(0, 0) == f"{location}/val/dog/a.png"
+    assert notes_on(rows, held_out) == []
+
+
+@pytest.mark.parametrize(
+    "names", [["train-0.parquet", "test-0.parquet"], ["data/Training/0.parquet", "data/val.parquet"]]
+)
+def test_files_of_training_and_held_out_rows_are_not_read_together(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"x": [0.5, 1.5]}), tmp_path / name)
+    with refusal(DataError, "both would be trained on", "TEST_DATASET"):
+        open_table(Settings(dataset=str(tmp_path)), {"x": Column()})
+
+
+def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None:
+    files = ["cat/a.png", "dog/a.png", *(f"cat/{number}.heic" for number in range(8)), "dog/n.txt", "b.png"]
+    location = put_files(tmp_path, *files, ".thumbs/a.png", "dog/.ipynb_checkpoints/a.png", "cat/0001")
+    (tmp_path / "cat" / "c.png").symlink_to("nowhere")
+    task = type("Task", (), {"predict": None})
+    [data, note, steps] = make_plan(Settings(dataset=location), task).reasons
+    assert "2 training rows" in data
+    assert "put them into test/ beside train/, or set TEST_DATASET" in data
+    assert note == (
+        f"{location}: not read: 8 .heic files, such as cat/0.heic; 2 files below hidden folders, such as "
+        ".thumbs/a.png; 1 .txt file, such as dog/n.txt; 1 broken link or the like, such as cat/c.png; 1 file without "
+        "suffix, such as cat/0001; 1 other file"
+    )
+    assert steps.startswith("steps: ")
+
+
+def test_pictures_in_deeper_folders_are_said_to_belong_to_the_outermost(tmp_path: Path) -> None:
+    location = put_files(tmp_path, "cat/indoors/a.png", "dog/b.png")
+    assert open_rows(location)[0].notes == (
+        f"{location}: pictures belong to the class of the outermost folder, such as cat/indoors/a.png to cat",
+    )
+
+
+def test_a_classifier_of_one_class_is_refused_and_a_task_that_predicts_nothing_is_not(tmp_path: Path) -> None:
+    settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
+    with refusal(DataError, "one class, images", "a folder of its own", "without `label`"):
+        make_plan(settings, type("Classifier", (), {"predict": None}))
+    assert rows_in(make_plan(settings, object()).source) == 2
+
+
+def test_rows_to_predict_may_be_of_one_class_or_lack_one(tmp_path: Path) -> None:
+    location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
+    asked = PREDICTED_BY.set(ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True))
+    try:
+        train, _ = open_rows(location)
+    finally:
+        PREDICTED_BY.reset(asked)
+    assert rows_in(train) == 2
+    assert "1 .heic file" in train.notes[0]
+
+
+def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+    location = put_files(tmp_path / "data", "cat/a.png", "dog/a.png")
+    put_files(tmp_path / "elsewhere", "b.png")
+    (tmp_path / "data" / "cat" / "more").symlink_to(tmp_path / "elsewhere")
+    assert rows_in(open_rows(location)[0]) == 3
+    (tmp_path / "data" / "dog" / "up").symlink_to("..")
+    with refusal(DataError, "/dog/up/dog: a link to a folder that it lies in"):
+        open_rows(location)
+
+
+def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    location = put_files(tmp_path, "cat/a.png", "dog/a.png")
+    os.rename(tmp_path / "cat", os.fsencode(tmp_path) + b"/c\xe4t")
+    with refusal(DataError, r"the name b'c\xe4t' is not UTF-8; rename it"):
+        open_rows(location)
+
+
+def test_an_empty_picture_is_named_with_its_path(tmp_path: Path) -> None:
+    location = put_files(tmp_path, "cat/a.png", "dog/a.png")
+    (tmp_path / "dog" / "b.png").touch()
+    with pytest.raises(DataError) as error:
+        open_rows(location)
+    assert str(error.value).startswith(f"{location}/dog/b.png: is no PNG, JPEG")
+    assert str(error.value).endswith("the file is empty")
+    (tmp_path / "cat" / "c.png").write_bytes(b"no picture")
+    with refusal(DataError, "/cat/c.png: is no PNG", "(and 1 other picture cannot be read)"):
+        open_rows(location)
+
+
+def test_the_size_of_a_dataset_is_that_of_upright_pictures(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (8, 12)).save(content, "JPEG", exif=exif)
+    for name in ("cat/a.jpg", "dog/a.jpg"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(content.getvalue())
+    assert open_rows(str(tmp_path))[0].shape == (3, 8, 12)
+    pq.write_table(pa.table({"image": [content.getvalue()], "label": [0]}), tmp_path / "a.parquet")
+    rows, _ = open_rows(str(tmp_path / "a.parquet"))
+    assert everything(rows)["image"].shape == (1, 3, 8, 12)
+
+
+def test_folders_of_pictures_in_a_bucket_are_read_by_the_same_rules(tmp_path: Path, s3_bucket: str) -> None:
+    put_files(tmp_path, "cat/_1.png", "cat/a.heic", "dog/a.GIF", "dog/.DS_Store", ".trash/a.png")
+    there, here = f"s3://{s3_bucket}/pictures", str(tmp_path)
+    bucket = open_storage(there)
+    for path in tmp_path.rglob("*.*"):
+        if path.is_file():
+            bucket.write(f"{path.relative_to(tmp_path)}", path.read_bytes())
+    found, local = (find_classes(location, list_all(location)) for location in (there, here))
+    assert found.pictures == local.pictures
+    assert found.unread == local.unread
+    train, _ = open_rows(there)
+    assert (train.class_names, train.fingerprint) == (("cat", "dog"), open_rows(here)[0].fingerprint)
+    bucket.write("owl/a.heic", b"")
+    with refusal(DataError, f"{there}: no picture that can be read in owl/ (1 .heic file)"):
+        open_rows(there)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["train/cat/a.png", "train/dog/a.heic", "Test/cat/a.png"], ["/train: no picture that can be read in dog/"]),
+        (["a/cat/a.png", "a/dog/a.png"], ["one class, a"]),
+        (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/"]),
+    ],
+)
+def test_convert_refuses_what_training_would(tmp_path: Path, files: list[str], said: list[str]) -> None:
+    root = put_files(tmp_path / "root", *files)
+    with refusal(DataError, *said):
+        convert_image_folder(root, 8, str(tmp_path / "out"))
+
+
+def test_convert_names_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = put_files(tmp_path / "root", "Train/cat/a.png", "Train/cat/a.heic", "TEST/cat/b.png", "val/cat/c.png")
+    assert convert_image_folder(root, 8, str(tmp_path / "out")) == {"train": 1, "test": 1}
+    assert "1 .heic file, such as cat/a.heic" in caplog.text
+    assert "val: not converted; TEST/ has the held-out rows" in caplog.text
+
+
+def test_a_change_in_how_pictures_are_read_changes_their_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = put_files(tmp_path / "folders", "cat/a.png", "dog/a.png")
+    for name, images in (("encoded", [png(4, 5)]), ("numbers", random_images(1, 4, 5).tolist())):
+        pq.write_table(pa.table({"image": images, "label": [0]}), tmp_path / f"{name}.parquet")
+    places = [folders, str(tmp_path / "encoded.parquet"), str(tmp_path / "numbers.parquet")]
+    before = [open_rows(place)[0].fingerprint for place in places]
+    monkeypatch.setattr(table, "PICTURE_DECODING", b"another reading")
+    after = [open_rows(place)[0].fingerprint for place in places]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, False, True]
