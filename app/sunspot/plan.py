@@ -103,8 +103,12 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     shape = "x".join(map(str, source.shape))
     scaled = ", pictures scaled to it" if data.scales else ""
     classes = describe_classes(source)
-    lacking = "loss" if unrated else "held-out rows"
-    evaluated = f"{rows_in(test)} held-out rows" if test else f"no {lacking}, so no evaluation"
+    if test:
+        evaluated = f"{rows_in(test)} held-out rows"
+    elif unrated:
+        evaluated = "no loss, so no evaluation"
+    else:
+        evaluated = "no held-out rows, so no evaluation (put them into test/ beside train/, or set TEST_DATASET)"
     length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
     if total < by_epochs:
         length = f"MAX_STEPS, of {by_epochs} by EPOCHS"
