@@ -173,6 +173,14 @@ def test_exif_data_that_cannot_be_read_turn_nothing(exif: bytes) -> None:
     assert pixels[:, :3].min() > 200
 
 
+def test_invalid_exif_data_do_not_keep_a_picture_from_being_turned() -> None:
+    resolution = struct.pack("<HHII", 0x011A, 10, 1, 38)  # a fraction of signed numbers, -1 / 0
+    orientation = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+    entries = struct.pack("<IH", 8, 2) + orientation + resolution + bytes(4) + struct.pack("<ii", -1, 0)
+    content = encode(bright_top().transpose(Image.Transpose.ROTATE_90), "JPEG", exif=b"Exif\0\0II*\0" + entries)
+    assert decode_picture(content, (3, 8, 12))[:, :3].min() > 200
+
+
 def tiff(
     bits: list[int], row: bytes, photometric: int = 1, sample_format: int = 1, extra: tuple[int, ...] = ()
 ) -> bytes:

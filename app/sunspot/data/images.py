@@ -61,7 +61,8 @@ TURNS = {
 }
 """Pillow's name of the operation that turns a picture of each orientation upright.
 
-`ImageOps.exif_transpose` also writes the EXIF data again, and fails if a value in them is invalid (Pillow 8965).
+`ImageOps.exif_transpose` also writes the EXIF data again, and fails if a value in them is invalid
+(python-pillow/Pillow#8965).
 """
 
 SUBFILE_TYPE, BITS_PER_SAMPLE, PHOTOMETRIC, EXTRA_SAMPLES = 254, 258, 262, 338
