@@ -187,7 +187,7 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
 def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/a.png", "dog/a.png")
     os.rename(tmp_path / "cat", os.fsencode(tmp_path) + b"/c\xe4t")
-    with refusal(DataError, r"the name b'c\xe4t' is not UTF-8; rename it"):
+    with refusal(DataError, r"c\udce4t: its name is not UTF-8; rename it"):
         open_rows(location)
 
 

@@ -133,7 +133,7 @@ def list_all(location: str) -> Listing:
     system, path = _file_system(location)
     with parquet_errors(location):
         if isinstance(system, fs.LocalFileSystem):
-            found = list(_walk(path, ()))
+            found = list(_walk(path.encode(), ()))
         else:
             found = [(i.path, i.type, i.size) for i in system.get_file_info(fs.FileSelector(path, recursive=True))]
     named = sorted((os.path.relpath(each, path), kind, size) for each, kind, size in found)
@@ -151,30 +151,35 @@ def list_folders(location: str) -> list[str]:
         if system.get_file_info(path).type != fs.FileType.Directory:
             return []
         if isinstance(system, fs.LocalFileSystem):
-            with os.scandir(path) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+            with os.scandir(path.encode()) as entries:
+                return sorted(_decode(entry.name) for entry in entries if entry.is_dir())
         found = system.get_file_info(fs.FileSelector(path))
     return sorted(os.path.basename(info.path) for info in found if info.type == fs.FileType.Directory)
 
 
-def _walk(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
+def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
     """Yield path, kind and size of all below a folder on a disk; links are followed, which Arrow does without end."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            try:
-                entry.name.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(f"{folder}: the name {os.fsencode(entry.name)!r} is not UTF-8; rename it") from error
+            path = _decode(entry.path)
             if entry.is_dir():
                 identity = (entry.stat().st_dev, entry.stat().st_ino)
                 if identity in above:
-                    raise DataError(f"{entry.path}: a link to a folder that it lies in itself; remove it")
-                yield entry.path, fs.FileType.Directory, 0
+                    raise DataError(f"{path}: a link to a folder that it lies in itself; remove it")
+                yield path, fs.FileType.Directory, 0
                 yield from _walk(entry.path, (*above, identity))
             elif entry.is_file():
-                yield entry.path, fs.FileType.File, entry.stat().st_size
+                yield path, fs.FileType.File, entry.stat().st_size
             else:
-                yield entry.path, fs.FileType.Unknown, 0
+                yield path, fs.FileType.Unknown, 0
+
+
+def _decode(name: bytes) -> str:
+    """Decode a name as Arrow does, whatever the locale; raises `DataError` if it is not UTF-8."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name.decode(errors='surrogateescape')}: its name is not UTF-8; rename it") from error
 
 
 def _list_saved(location: str, state: bytes) -> list[str]:

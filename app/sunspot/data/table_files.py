@@ -25,7 +25,7 @@ from sunspot.data.parquet_files import (
     read_range,
 )
 from sunspot.data.parsed_text import find_line, read_csv, read_json_lines
-from sunspot.errors import DataError, SunspotError, shorten
+from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
 
 ARROW, CSV, JSON_LINES = ".arrow", ".csv", (".jsonl", ".ndjson", ".json")
