@@ -220,7 +220,7 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
         ("Plateau", "ReduceLROnPlateau"),
         ("Whole", "loss is a NoneType; return the mean loss"),
         ("ManyLosses", r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
-        ("LogsRows", "a record of the history has its own rows"),
+        ("LogsRows", "every record of the metric history has its own rows"),
         ("LogsMany", "log one number, the batch's"),
     ],
 )
@@ -241,6 +241,51 @@ def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, sourc
 
     with pytest.raises(SettingsError, match=message):
         use()
+
+
+@pytest.fixture
+def log_value(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The `self.log` of a LightningModule."""
+    from sunspot.log import WARNED
+    from sunspot.tasks.lightning_adapter import LogCapture
+
+    monkeypatch.setattr("sunspot.log.WARNED", set(WARNED))
+    return LogCapture()
+
+
+def test_lightnings_log_refuses_such_a_name(log_value: Callable[..., Any]) -> None:
+    for name in ("train_step", "rows", "val_time", "learning_rate", ""):
+        with pytest.raises(SettingsError, match=rf"self.log\('{name}'\) records a metric with the name"):
+            log_value(name, 1.0)
+    log_value("train_loss", 1.0)
+
+
+def test_lightnings_x_axis_is_ignored_with_a_warning(
+    log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Modules log `step` or `epoch` to move the x axis of Lightning's own loggers."""
+    for _ in range(2):
+        log_value("step", 3.0)
+        log_value("epoch", torch.tensor(7.0), on_epoch=True)
+        log_value("accuracy", 0.5)
+    assert log_value.take() == {"accuracy": torch.tensor(0.5)}  # type: ignore[attr-defined]
+    told = [record.message for record in caplog.records]
+    assert told == [
+        f"self.log('{name}') is ignored: every record of the metric history has the run's own {name}"
+        for name in ("step", "epoch")
+    ]
+
+
+def test_two_names_that_lightning_tasks_record_as_one_are_warned_of(
+    log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        log_value("train_hits", 1.0)
+        log_value("hits", 2.0)
+        log_value.take()  # type: ignore[attr-defined]
+    assert [record.message for record in caplog.records] == [
+        "self.log('hits') and self.log('train_hits') are both recorded as hits; the later one counts"
+    ]
 
 
 def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from sunspot.run.history import HELD_OUT, to_rows
+from sunspot.metric_names import HELD_OUT
+from sunspot.run.history import to_rows
 from sunspot.run.size_limits import MAX_NAMES
 
 MAX_DRAWN = 1e100

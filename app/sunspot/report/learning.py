@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from sunspot.formatting import plural
+from sunspot.metric_names import HELD_OUT
 from sunspot.report.charts import BUCKETS, Line, chart, fitting_axis, over_steps, over_time, points_of
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, duration, element, join, paragraph, result, table
 from sunspot.report.model import Report
-from sunspot.run.history import HELD_OUT
 from sunspot.run.size_limits import MAX_NAMES, cut
 
 MAX_CURVES = 8

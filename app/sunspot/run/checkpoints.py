@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.errors import DamageError, NotFoundError, OutsideStorageError, SupersededError
 from sunspot.formatting import in_words
+from sunspot.metric_names import HELD_OUT
 from sunspot.run import Run
 from sunspot.run.attempts import (
     Attempt,
@@ -28,7 +29,6 @@ from sunspot.run.attempts import (
     recorded_setting,
     step_of,
 )
-from sunspot.run.history import HELD_OUT
 from sunspot.run.objects import (
     CHECKPOINT,
     CheckpointName,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from sunspot.code_archive import CODE, code_in
 from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.formatting import as_bytes, plural
+from sunspot.metric_names import RECORD_NAMES
 from sunspot.run import Run, dump_json
 from sunspot.run.attempts import Attempt, Ended, Span, read_attempts
 from sunspot.run.objects import (
@@ -43,23 +44,13 @@ from sunspot.run.streams import (
     tidy_lines,
 )
 
-HELD_OUT = "test_"
-"""Metrics of held-out rows have this prefix."""
-
-NOT_MEASURED = {
-    *("attempt", "step", "epoch", "steps", "rows", "recent_rows", "learning_rate", "world_size", "time", "seconds"),
-    *("best_evaluation", "evaluations_since_best", "rows_per_s", "step_time_median_s", "step_time_p95_s"),
-    *("data_wait_s", "memory_mib", "gpu_memory_mib"),
-}
-"""What a record has besides the numbers that measure the model: loss, and the metrics of the task and of the data."""
-
 Kind = Literal["metrics", "ranks", "events"]
 
 
 def measured(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record or a checkpoint that measure the model, by the names that the task gave."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
-    return {name: numbers[name] for name in sorted(numbers.keys() - NOT_MEASURED)}
+    return {name: numbers[name] for name in sorted(numbers.keys() - RECORD_NAMES)}
 
 
 def in_digits(value: float) -> str:

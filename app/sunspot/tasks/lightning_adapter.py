@@ -11,14 +11,19 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, Source, rows_in
 from sunspot.errors import SettingsError, shorten
+from sunspot.log import warn_once
+from sunspot.metric_names import LOSS, refuse_names
 from sunspot.settings import Settings
 from sunspot.tasks.defaults import refuse_given, refuse_unused
+
+log = logging.getLogger(__name__)
 
 PREFIXES = ("train", "val", "test")
 """Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
@@ -26,8 +31,8 @@ PREFIXES = ("train", "val", "test")
 SET_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
 """Options of an optimizer that PyTorch's schedulers set."""
 
-RESERVED = frozenset({"step", "epoch", "steps", "rows"})
-"""Names that every record of the metric history already has."""
+X_AXES = ("step", "epoch")
+"""Names by which modules log the x axis for Lightning's own loggers, which Sunspot does not use."""
 
 
 class LightningTask:
@@ -162,22 +167,41 @@ class LogCapture:
 
     def __init__(self) -> None:
         self._values: Batch = {}
+        self._names: dict[str, str] = {}
+        "The name by which the module logs each of them."
 
     def __call__(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """Take a batch's value, ignoring Lightning's options for reducing and showing it. Raises `SettingsError`."""
+        """Take a batch's value, ignoring Lightning's options for reducing and showing it.
+
+        Warns of a value for an x axis, and ignores that, too. Raises `SettingsError`.
+        """
+        if name in X_AXES:
+            tell_once(f"self.log({name!r}) is ignored: every record of the metric history has the run's own {name}")
+            return
         short = next((name[len(p) + 1 :] for p in PREFIXES if name.startswith((f"{p}_", f"{p}/"))), name)
-        if short in RESERVED:
-            raise SettingsError(f"self.log({name!r}): a record of the history has its own {short}; log another name")
+        if short != LOSS:
+            refuse_names([short], f"self.log({name!r}) records")
         number = torch.as_tensor(value) if isinstance(value, (torch.Tensor, int, float)) else None
         if number is None or number.numel() != 1:
             kind = type(value).__name__
             raise SettingsError(f"self.log({name!r}) of a {kind}: log one number, the batch's (a metric's: call it)")
+        first = self._names.setdefault(short, name)
+        if short != LOSS and name != first:
+            both = f"self.log({name!r}) and self.log({first!r})"
+            tell_once(f"{both} are both recorded as {short}; the later one counts")
         self._values[short] = number.detach()
 
     def take(self) -> Batch:
         """Return the values logged since the last call."""
-        values, self._values = self._values, {}
+        values = self._values
+        self._values, self._names = {}, {}
         return values
+
+
+def tell_once(text: str) -> None:
+    """Warn of what a module logs, on rank 0, as all ranks log alike."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warn_once(log, text)
 
 
 class PlannedTrainer(Trainer):

@@ -198,7 +198,7 @@ def silence(trainer: Trainer) -> None:
 
 def measured(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a Trainer's log that its record of the history does not have anyway."""
-    known = ("epoch", "learning_rate", "loss", "num_input_tokens_seen", "num_tokens", "rows", "step", "steps")
+    known = ("epoch", "learning_rate", "loss", "num_input_tokens_seen", "num_tokens")
     numbers = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, (int, float))}
     return {name.replace("/", "_"): float(value) for name, value in numbers.items() if name not in known}
 

@@ -15,11 +15,12 @@ from annotated_types import Ge, MinLen
 
 from sunspot.errors import DamageError, NotFoundError, TrackingError, shorten
 from sunspot.formatting import plural
+from sunspot.metric_names import HELD_OUT
 from sunspot.report import FILE
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_if_superseded, step_of
 from sunspot.run.checkpoints import Checkpoint, choose, classify, compare_bytes, list_directories
-from sunspot.run.history import HELD_OUT, each_record, list_journal, read_journal
+from sunspot.run.history import each_record, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
 from sunspot.run.objects import Count, Form, read, read_if_there, read_if_usable
 from sunspot.run.status import Status, read_status

@@ -10,11 +10,11 @@ import torch
 from sunspot.data.order import largest_pass
 from sunspot.elastic.messages import Command
 from sunspot.errors import SettingsError
+from sunspot.metric_names import HELD_OUT
 from sunspot.observe.metrics import Sums, reduce
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
 from sunspot.run.checkpoints import SINCE_BEST, is_out_of_patience
-from sunspot.run.history import HELD_OUT
 from sunspot.settings import PREFIX, Settings
 from sunspot.train.learner import Learner, row_losses
 

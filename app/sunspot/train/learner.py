@@ -15,6 +15,7 @@ from sunspot.data.order import MIN_ROWS, largest_pass
 from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.errors import SettingsError
+from sunspot.metric_names import refuse_names
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan
 from sunspot.tasks import Task
@@ -119,7 +120,10 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
 
 
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
-    """Return the loss and the metrics of each row; raises `SettingsError` for anything else, such as their means."""
+    """Return the loss and the metrics of each row.
+
+    Raises `SettingsError` for anything else, such as their means, and for names that metrics may not have.
+    """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}
     for name, value in values.items():
@@ -131,4 +135,5 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
                 f'return the loss of each of the {rows} rows, a tensor of shape [{rows}] (reduction="none"), and a '
                 "dict of metrics of that shape"
             )
+    refuse_names(metrics, f"SUNSPOT_TASK={learner.plan.settings.task}: its loss returns")
     return losses, metrics

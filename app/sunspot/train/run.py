@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
+from sunspot.metric_names import LOSS, refuse_names
 from sunspot.parallel.gradients import (
     FiniteGradients,
     clip_gradients,
@@ -155,10 +156,13 @@ class TrainingRun:
             return row_losses(self._learner, self.model, batch)
 
     def log(self, values: Batch) -> None:
+        refuse_names([name for name in values if name != LOSS], f"SUNSPOT_TASK={self.settings.task}: it logs")
         if not self.weight:
             return
         rows = self.pass_rows
         for name, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                raise self._error(f"logged {name} as a {type(value).__name__}; log a tensor")
             if value.shape not in ((), (rows,)):
                 shape = list(value.shape)
                 raise self._error(f"logged {name} of shape {shape}; log one number, or one for each of {rows} rows")

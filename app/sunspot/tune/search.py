@@ -23,12 +23,12 @@ from sunspot.errors import (
     shorten,
 )
 from sunspot.formatting import columns, visible
+from sunspot.metric_names import HELD_OUT
 from sunspot.report import FILE
 from sunspot.report.search import gather_search, render_search
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
-from sunspot.run.history import HELD_OUT
 from sunspot.run.identity import keep_identity
 from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
 from sunspot.run.search import Results, Trial, read_trial, write_results

@@ -22,11 +22,12 @@ from sunspot.elastic.nodes import HEAD
 from sunspot.errors import StorageError, SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.log import print_logs
+from sunspot.metric_names import HELD_OUT
 from sunspot.plan import choose_resources
 from sunspot.ray_internals.coordinator import ROUNDING
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.history import HELD_OUT, each_record, list_journal
+from sunspot.run.history import each_record, list_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.requests import StopRequest, clear_stop, request_stop, stop_requested
 from sunspot.run.status import RunState, read_status

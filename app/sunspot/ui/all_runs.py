@@ -13,12 +13,13 @@ from pydantic_core import from_json
 
 from sunspot.background import map_parallel
 from sunspot.errors import DamageError, NotFoundError, StorageError, TooLargeError
+from sunspot.metric_names import HELD_OUT
 from sunspot.report.charts import Point
 from sunspot.report.history import can_draw
 from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.cost import Spending
-from sunspot.run.history import HELD_OUT, read_journal
+from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.run.objects import RUN, is_count
 from sunspot.run.overview import RunView, state_from_storage, summarize

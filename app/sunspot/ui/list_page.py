@@ -8,12 +8,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 from sunspot.formatting import in_words, money, plural
+from sunspot.metric_names import HELD_OUT
 from sunspot.report.charts import sparkline
 from sunspot.report.html import Html, element, join, paragraph, result, text, whole
 from sunspot.report.page import STATES
 from sunspot.run.attempts import step_of
 from sunspot.run.cost import Spending
-from sunspot.run.history import HELD_OUT
 from sunspot.run.status import RunState
 from sunspot.ui.all_runs import RunRow
 
