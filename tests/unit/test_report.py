@@ -554,3 +554,15 @@ def test_what_a_page_must_not_do_is_refused(browser: Browser, page: Path, tmp_pa
     browser.show(broken, 1280, "light")
     assert len([message for message in browser.messages() if "Content Security Policy" in message]) == 2
     assert browser.run("return document.title") == "run: failed"
+
+
+def test_a_metric_may_have_any_name_that_is_its_own() -> None:
+    """One called `few` hides none of the means over enough rows."""
+    history = History()
+    for step in (1, 2):
+        history.add(
+            {"attempt": 1, "step": step, "time": step, "rows": 100, "few": 0.5, "test_few": 0.25, "loss": 1.0}, "loss"
+        )
+    history.add({"attempt": 1, "step": 3, "time": 3, "rows": 10, "few": 0.5, "loss": 9.0}, "loss")
+    assert history.drawn("loss") == [1.0, 1.0, None]
+    assert history.drawn("few") == [0.5, 0.5, None]

@@ -113,7 +113,7 @@ class History:
 
     def __init__(self) -> None:
         self.series = Series()
-        "`attempt`, `step`, `epoch`, `time`, `rows_per_s` (all ranks together), `results`, `few` (None: rows enough)."
+        "`attempt`, `step`, `epoch`, `time`, `rows_per_s` (all ranks together), `results`."
         self.speeds = Series()
         "`attempt`, `time`, and the lowest, mean and highest of the ranks' `rows_per_s` and `step_time` (median, s)."
         self.ranks: dict[int, RankTotal] = {}
@@ -132,6 +132,8 @@ class History:
         "The newest value of each number, and its step."
         self._usual_rows = 0.0
         "Of a window of the newest attempt."
+        self._few = set[int]()
+        "Indexes in `series` of records whose means are over few rows."
 
     def drawn(self, name: str) -> list[Any]:
         """Return the values of a result as curves show them: without training rows' means over few rows.
@@ -141,7 +143,7 @@ class History:
         values = self.series.column(name)
         if name.startswith(HELD_OUT):
             return values
-        return [None if few else value for value, few in zip(values, self.series.column("few"), strict=True)]
+        return [None if index in self._few else value for index, value in enumerate(values)]
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
         """Add a record, in the form that `each_record` checks."""
@@ -156,7 +158,9 @@ class History:
         rows = numbers.get("rows") or self._usual_rows
         few = rows < self._usual_rows / 2
         self._usual_rows = self._usual_rows / 2 if few else rows  # the next ones may stay as short
-        placed = {"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch"), "few": few or None}
+        if few:
+            self._few.add(len(self.series))
+        placed = {"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch")}
         self.series.add(placed | kept)
         self.attempts.add(record["attempt"])
         self.last = {"step": step, "time": kept["time"]}
