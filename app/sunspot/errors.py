@@ -115,6 +115,12 @@ class SupersededError(ConflictError):
     """Another process took the run over: this one may neither commit nor delete."""
 
 
+class DivergedError(SunspotError):
+    """The loss or the weights have not been finite for too long: to train on would only cost."""
+
+    final = True
+
+
 class DamageError(SunspotError):
     """Stored data does not match what was recorded of it."""
 

@@ -280,6 +280,8 @@ class Settings(BaseModel):
 
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
     "Losses in a row, without notice or a new checkpoint (a new step, if others train on), that a run survives."
+    max_nan_windows: int = _setting(3, "a whole number from 0 (0: never)", ge=0)
+    "Windows of metrics in a row that end with a NaN or infinite loss, after which the run fails."
     max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
     "Starts of a job's driver without a new checkpoint in between before the run fails."
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)

@@ -67,7 +67,9 @@ class Shares:
 
 def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
     """A rank at the beginning of a run that is kept nowhere, on the CPU."""
-    idle: Any = SimpleNamespace(**dict.fromkeys(("save", "took_step", "wait_for_copy"), lambda *args, **options: None))
+    idle: Any = SimpleNamespace(
+        **dict.fromkeys(("save", "took_step", "wait_for_copy", "drain", "close"), lambda *args, **options: None)
+    )
     return _make_worker(plan, group, Attempt(1, "me", None, 0), TrainingState(), lambda *_: idle)
 
 
@@ -90,14 +92,20 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
     return _make_worker(plan, group, start.attempt, state, keep)
 
 
+def keep_run(plan: Plan) -> Run:
+    """The run of a plan, with its identity."""
+    run = open_run(plan.settings.storage_path, plan.settings.run_name)
+    rows = Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
+    keep_identity(run, plan.settings.environment(), IDENTITY, rows)
+    return run
+
+
 def train_group(plan: Plan, ranks: int, killed_at: int = 0) -> list[float]:
     """Begin the run of `plan`, or go on with it, on some ranks, to its end or until all are killed in a step.
 
     Returns the mean losses that were reported.
     """
-    run = open_run(plan.settings.storage_path, plan.settings.run_name)
-    rows = Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
-    keep_identity(run, plan.settings.environment(), IDENTITY, rows)
+    run = keep_run(plan)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if killed_at:
             stack.enter_context(pytest.raises(pytest.fail.Exception, match="returned nothing"))
@@ -132,6 +140,7 @@ def _make_worker(
     rates = LearningRates(plan, task, optimizer)
     load_rest(state, model, optimizer)
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), lambda *args, **options: None))
+    idle.paused = contextlib.nullcontext
     loader: Any = Shares(plan, place.world_size, place.rank)
     learner = Learner(plan, task, place, model, optimizer, average, loader, rates)
     checkpoints = keep(model, optimizer, average)

@@ -84,6 +84,7 @@ def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
     assert {rule["alert"] for rule in rules} == {
         "SunspotStalled",
         "SunspotCheckpointTooOld",
+        "SunspotLossNotFinite",
         "SunspotGoodputLow",
         "SunspotStraggler",
         "SunspotMemoryClimbing",

@@ -255,6 +255,7 @@ def test_checkpoints_are_listed_by_step(run: Run, sunspot: StorageCommand) -> No
         "step": 5,
         "epoch": 1,
         "metrics": {"loss": 0.2, "rows": 3},
+        "finite": True,
         "bytes": size,
         "verified": True,
         "faults": [],

@@ -6,6 +6,7 @@ Ailments of the training itself are caused in test_ailments.py.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Callable
@@ -568,6 +569,69 @@ def test_an_error_of_ours_has_no_place_but_in_the_users_code() -> None:
         load_settings({"EPOCHS": "many"})
     assert describe_failure(raised.value, 1, 0, 0).file == __file__
     assert describe_failure(raised.value.with_traceback(raised.tb.tb_next), 1, 0, 0).file == ""
+
+
+def diverges(run: Run, **more: Any) -> Checkpoint:
+    """A run that trains with a loss that is NaN since step 5; returns its newest checkpoint from before."""
+    attempt = trains(run, loss=math.nan, **{"nan_since": 5, **more})
+    good = commit(run, attempt, 4, loss=1.0)
+    commit(run, attempt, 6, loss=math.nan, nan_since=5, nan_weights=1)
+    report(run, attempt, {"step": 7, "epoch": 1, "steps": 1, "time": time.time(), "loss": math.nan})
+    return good
+
+
+def test_a_loss_that_is_not_finite_comes_first(run: Run, sunspot: Command) -> None:
+    good = diverges(run)
+    found = findings(sunspot)
+    assert next(iter(found)) == "not finite"
+    assert "healthy" not in found
+    told = found["not finite"]
+    assert (told["severity"], told["since"], told["checkpoint"]) == ("error", 5, good.name)
+    assert told["evidence"] == "the loss is NaN or infinite since step 5; the newest step is 7"
+    assert told["advice"].startswith("it ends after 3 windows of metrics (MAX_NAN_WINDOWS); then lower LEARNING_RATE")
+    assert told["advice"].endswith(f"and start it again: it goes on from step 4, {good.name}")
+
+
+def test_a_run_that_has_ended_with_such_a_loss_says_so_once(run: Run, sunspot: Command) -> None:
+    good = diverges(run)
+    now, said = time.time(), "the loss is not finite since step 5, for 3 windows"
+    status = Status(RunState.FAILED, "job", attempt=newest_number(run), reason=said, began=now - 100, nan_since=5)
+    restore_status(run, status)
+    record_failure(run, Failure(1, 0, 7, "DivergedError", said, "", time=now))
+    found = findings(sunspot)
+    assert list(found) == ["not finite"]
+    assert found["not finite"]["advice"].endswith(f"and start it again: it goes on from step 4, {good.name}")
+
+
+def test_an_old_run_with_such_a_loss_is_told_where_to_begin(run: Run, sunspot: Command) -> None:
+    """Versions that did not look at weights have recorded nothing of them, so a start goes on from the newest."""
+    attempt = trains(run, loss=math.nan)
+    commit(run, attempt, 4, loss=1.0)
+    commit(run, attempt, 6, loss=math.nan)
+    told = findings(sunspot)["not finite"]
+    assert (told["since"], told["checkpoint"]) == (None, None)
+    assert told["evidence"] == "the loss is NaN or infinite at step 7"
+    assert "with INIT_FROM set to model.pt of a checkpoint with a finite loss" in told["advice"]
+
+
+def test_status_tells_programs_of_such_a_loss(run: Run, sunspot: Command) -> None:
+    """JSON has no NaN: the loss itself is null."""
+    good = diverges(run)
+    assert sunspot("status", "run", "--json") == 0
+    shown = {name: sunspot.json[name] for name in ("state", "loss", "nan_since", "warning", "checkpoint")}
+    warning = "the loss or the weights are NaN or infinite since step 5"
+    assert shown == {"state": "running", "loss": None, "nan_since": 5, "warning": warning, "checkpoint": good.name}
+    assert sunspot("list", "--json") == 0
+    assert [(each["loss"], each["nan_since"]) for each in sunspot.json] == [(None, 5)]
+    assert sunspot("checkpoints", "ls", "run", "--json") == 0
+    assert [(each["step"], each["finite"]) for each in sunspot.json] == [(4, True), (6, False)]
+    assert sunspot("checkpoints", "ls", "run") == 0
+    assert "with weights that are NaN or infinite: step-00000006-attempt-0001;" in sunspot.err
+    assert sunspot("status", "run") == 0
+    assert f"  warning:    {warning}\n" in sunspot.out
+    assert (
+        "  skipped:    step-00000006-attempt-0001: not finite, some of its weights are NaN or infinite" in sunspot.out
+    )
 
 
 def test_a_run_that_failed_without_a_traceback(run: Run, sunspot: Command) -> None:

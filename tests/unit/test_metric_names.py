@@ -22,7 +22,10 @@ from tests.harness.loop import make_worker, plan_without_evaluation
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        *((name, f"its own {name}") for name in ("step", "steps", "attempt", "epoch", "rows", "learning_rate", "time")),
+        *(
+            (name, f"its own {name}")
+            for name in ("step", "steps", "attempt", "epoch", "rows", "learning_rate", "time", "ranks")
+        ),
         ("loss", "the loss itself"),
         ("test_accuracy", "test_ is put before"),
         ("", "empty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from contextlib import ExitStack, nullcontext
@@ -44,7 +45,7 @@ from tests.harness.runs import begin, consumed, record_audit, start
 def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
     """A worker alone; `own` are its checkpoints, commands, telemetry and reporter."""
     place = WorkerPlace(group)
-    learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock())
+    learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock(), model=torch.nn.Identity())
     checkpoints, commands, telemetry, reporter = own
     begun = Beginning(0, True, {})
     return Worker(learner, begun, checkpoints, commands, MagicMock(), telemetry, reporter, ExitStack())
@@ -136,6 +137,42 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
     assert control.heard("log").count("  between nodes, NCCL takes Socket") == 1
+
+
+def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps 3 and 4 of 8 have a loss that is NaN; every second step is the end of an epoch, and of a window."""
+    monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
+    run = begin(open_run(str(tmp_path), "run"))
+    attempt = start(run, "job", world_size=1, tier="beginning")
+    plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(4, 2), 8)
+    checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
+    control = LocalControl()
+    control.channel.explain_start(Incident(Cause.BEGIN))
+    begun = StartPoint(attempt, nodes={0: "node"})
+    reporter = Reporter(run, plan, begun, TrainingState(), control, Journals(run, 1), checkpoints, Phases())
+    worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
+    monkeypatch.setattr(worker, "_decisions", MagicMock(agree=lambda _: StepActions()))
+    since, windows = [], []
+    with reporter.publisher:
+        for step in range(1, 9):
+            values = {"loss": torch.tensor([math.nan if step in (3, 4) else 1.0]), "hits": torch.tensor([math.inf])}
+            worker.finish_step(Step(step, {}, 2, 0.0, 0.125, [values], 0.1, 0.25))
+            since.append(reporter._status.nan_since)
+            windows.append(reporter.gauges().values["nan_windows"])
+    assert since == [0, 0, 0, 3, 3, 0, 0, 0]
+    assert windows == [0, 0, 0, 1, 1, 0, 0, 0]
+    told = [(event["event"], event["step"]) for event in read_journal(run, "events") if "finite" in event["event"]]
+    assert told == [("metric not finite", 2), ("loss not finite", 4), ("loss finite again", 6)]
+    said = [record.message for record in caplog.records]
+    assert said == [
+        "hits: not finite in the mean over the steps 1 to 2; the loss of step 2 is finite",
+        "the loss is NaN or infinite since step 3, in 1 window of metrics in a row",
+        "the loss is finite again in the steps 5 to 6",
+    ]
+    records = read_journal(run, "metrics")
+    assert [record.get("nan_since") for record in records] == [None, 3, None, None]
 
 
 @pytest.mark.parametrize("another", [True, False], ids=["another driver", "the next group of this driver"])

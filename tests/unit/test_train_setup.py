@@ -315,7 +315,7 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
     place = WorkerPlace(group)
     plan = SimpleNamespace(settings=Settings(notice_s=60), steps=Steps(8, 2))
-    learner: Any = SimpleNamespace(place=place, plan=plan)
+    learner: Any = SimpleNamespace(place=place, plan=plan, model=torch.nn.Identity())
     watchdog: Any = Watched()
     begun = Beginning(0, True, {})
     return Worker(learner, begun, MagicMock(), commands, watchdog, MagicMock(), reporter, outputs)

@@ -103,13 +103,15 @@ class RecentMeans:
         "The means over the newest windows and their number of rows, `recent_rows`; `before` until there is a window."
 
     def add(self, rows: int, means: Mapping[str, Any]) -> None:
-        """Add a window's means over so many rows."""
+        """Add a window's means over so many rows. A mean that is finite is not spoiled by older ones that are not."""
         self._windows.append((rows, means))
         while sum(rows for rows, _ in self._windows[1:]) >= self._enough:
             self._windows.pop(0)
         self.newest = {"recent_rows": sum(rows for rows, _ in self._windows)}
         for name in means:
             having = [(rows, window[name]) for rows, window in self._windows if name in window]
+            if math.isfinite(means[name]):
+                having = [(rows, mean) for rows, mean in having if math.isfinite(mean)]
             self.newest[name] = sum(rows * mean for rows, mean in having) / sum(rows for rows, _ in having)
 
 

@@ -50,6 +50,7 @@ RUN_GAUGES = {
     "attempt": "Number of the present worker group: each start of one is an attempt.",
     "attempt_timestamp_seconds": "When the present worker group began, in seconds since the epoch.",
     "loss": "Mean loss of the last 10,000 training rows, or of an epoch if it has fewer, over all workers.",
+    "nan_windows": "Windows of metrics in a row that ended with a NaN or infinite loss; 0: the newest did not.",
     "goodput_ratio": "Useful part of all worker-seconds of the run so far.",
     "checkpoint_timestamp_seconds": "When the newest checkpoint was committed, in seconds since the epoch; as long as "
     "there is none, when the run began.",

@@ -46,6 +46,8 @@ def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any
         "damaged": (f"✗ damaged: {'; '.join(kept.faults)}", "bad wide"),
         "incomplete": ("… incomplete: it has no manifest", "bad wide"),
     }[kept.state]
+    if kept.usable and kept.checkpoint and not kept.checkpoint.finite:
+        words, kind = "✗ some of its weights are NaN or infinite", "bad wide"
     state = element("span", words, class_=kind)
     details: list[Any] = [None] * (len(names) + 3)
     if kept.checkpoint and not kept.checkpoint.damage:

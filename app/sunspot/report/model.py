@@ -158,7 +158,7 @@ def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> R
         attempts=attempts,
         events=events,
         receipts=receipts,
-        checkpoint=next((kept.checkpoint for kept in reversed(checkpoints) if kept.usable), None),
+        checkpoint=_newest_good(checkpoints),
         last=history.last,
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
@@ -169,6 +169,12 @@ def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> R
         shown=tried(lambda: load_shown(run, TaskExhibit), None, "what the task shows"),
         troubles=troubles + [f"{what} cannot be read: {text}" for what, texts in damaged.items() for text in texts],
     )
+
+
+def _newest_good(checkpoints: list[KeptCheckpoint]) -> Checkpoint | None:
+    """Return the newest usable checkpoint with finite weights, or else the newest usable one."""
+    usable = [kept.checkpoint for kept in reversed(checkpoints) if kept.checkpoint and kept.usable]
+    return next((checkpoint for checkpoint in usable if checkpoint.finite), usable[0] if usable else None)
 
 
 def _read_checkpoints(run: Run, spans: list[Span], read_bytes: bool) -> tuple[list[KeptCheckpoint], dict[str, int]]:

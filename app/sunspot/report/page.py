@@ -84,6 +84,8 @@ def _header(report: Report) -> Html:
     parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), state]
     if report.reason and report.state is not RunState.SUCCEEDED:
         parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
+    if report.status and report.status.nan_since and report.state is not RunState.FAILED:
+        parts.append(paragraph(f"{report.status.nan_warning.capitalize()}.", kind="trouble"))
     if report.status and report.status.place:
         parts.append(paragraph(f"Trained in {report.status.place}.", kind="note"))
     troubles, more = cut(report.troubles, MAX_LISTED, "parts that cannot be read")

@@ -5,6 +5,7 @@ every file has the size and the SHA-256 the manifest lists. A file listed under 
 has not been written since, which saves reading it.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,6 +56,10 @@ when complete: no single one takes a day, nor does a commit that storage keeps r
 SINCE_BEST = "evaluations_since_best"
 """In the metrics of a checkpoint: evaluations since the best one, if they may end the run (EARLY_STOP_EVALUATIONS)."""
 
+NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS = "nan_since", "nan_windows", "nan_weights"
+"""In the metrics of a checkpoint whose loss or weights are not finite: the step since which they are not (the first of
+the window in which it was seen), how many windows in a row have ended so, and 1 if the weights are not."""
+
 FILES_AT_ONCE = 2
 """Files of a checkpoint that are read at once: SHA-256 takes a core for each, and storage memory."""
 
@@ -70,6 +75,7 @@ class Unusable(StrEnum):
 
     INCOMPLETE = "incomplete"
     DAMAGED = "damaged"
+    NOT_FINITE = "not finite"
     GONE = "gone"
 
 
@@ -111,6 +117,11 @@ class Checkpoint:
     @property
     def bytes(self) -> int:
         return sum(file["size"] for file in self.files.values())
+
+    @property
+    def finite(self) -> bool:
+        """Whether its weights are finite, or were not looked at: by older versions, and with MAX_NAN_WINDOWS=0."""
+        return not self.metrics.get(NAN_WEIGHTS)
 
     @property
     def finished(self) -> bool:
@@ -331,21 +342,28 @@ def find_newest_good(
 ) -> tuple[Checkpoint | None, tuple[PassedOver, ...]]:
     """Return the newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
 
+    One whose weights are not finite is passed over, too, unless all whole ones are like that.
     `trust_listing` skips reading what the listing shows to be unchanged (`find_faults`): for display, not for loading.
     `inspect` finds a checkpoint's faults in place of both.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
     spans, directories = lineage(attempts), list_directories(run)
     passed: list[PassedOver] = []
+    not_finite: tuple[Checkpoint | None, tuple[PassedOver, ...]] = None, ()
     for name in reversed(by_step(name for name in directories if leads_to_newest(name, spans))):
         if MANIFEST not in directories[name]:
             passed.append(PassedOver(name, Unusable.INCOMPLETE, "it has no manifest"))
         elif checkpoint := read_manifest(run, name):
             faults = inspect(checkpoint, directories[name])
-            if not faults:
+            if not faults and checkpoint.finite:
                 return checkpoint, tuple(passed)
-            passed.append(PassedOver(name, Unusable.DAMAGED, "; ".join(faults)))
-    return None, tuple(passed)
+            if faults:
+                passed.append(PassedOver(name, Unusable.DAMAGED, "; ".join(faults)))
+                continue
+            if not_finite[0] is None:
+                not_finite = checkpoint, tuple(passed)
+            passed.append(PassedOver(name, Unusable.NOT_FINITE, "some of its weights are NaN or infinite"))
+    return not_finite if not_finite[0] else (None, tuple(passed))
 
 
 def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
@@ -361,20 +379,28 @@ def ranking_metric(checkpoints: Iterable[Checkpoint], metric: str) -> str:
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
-    """Sort from the best by `metric` to the worst, the later first among equals; `order` is min or max."""
+    """Sort from the best by `metric` to the worst, the later first among equals; `order` is min or max.
+
+    A metric that is not finite is the worst, and after it come weights that are not.
+    """
     sign = 1 if order == "min" else -1
 
-    def badness(checkpoint: Checkpoint) -> tuple[float, int]:
+    def badness(checkpoint: Checkpoint) -> tuple[bool, float, int]:
         value = checkpoint.metrics.get(metric)
-        number = float("inf") if value is None or value != value else sign * value
-        return number, -checkpoint.step
+        number = sign * value if value is not None and math.isfinite(value) else math.inf
+        return not checkpoint.finite, number, -checkpoint.step
 
     return sorted(checkpoints, key=badness)
 
 
 def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
-    """Return the checkpoints, given by step, that are neither the newest nor among the `keep` best."""
-    kept = best_first(checkpoints, ranking_metric(checkpoints, metric), order)[:keep] + checkpoints[-1:]
+    """Return the checkpoints, given by step, that are neither the newest nor among the `keep` best.
+
+    Nor do they include the newest one with finite weights.
+    """
+    finite = [checkpoint for checkpoint in checkpoints if checkpoint.finite]
+    best = best_first(checkpoints, ranking_metric(checkpoints, metric), order)[:keep]
+    kept = [*best, *checkpoints[-1:], *finite[-1:]]
     return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
 
 

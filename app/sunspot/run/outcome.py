@@ -119,6 +119,7 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         epoch=newest.epoch if newest else 0,
         world_size=0,
         heartbeat=None,
+        nan_since=0,
     )
     return known, before, DriverStatusWriter(run, begun)
 

@@ -408,7 +408,7 @@ def read_view(run: Run) -> RunView:
     )
     if not summary:
         raise NotFoundError(f"{run.location}: no run is there")
-    left = [each.name for each in passed_over if each.kind is Unusable.DAMAGED]
+    left = [each.name for each in passed_over if each.kind in (Unusable.DAMAGED, Unusable.NOT_FINITE)]
     if gone := find_gone(status, [*left, *([checkpoint.name] if checkpoint else [])]):
         others = [each for each in passed_over if each.name != gone]
         passed_over = (PassedOver(gone, Unusable.GONE, "though the run ended with it"), *others)

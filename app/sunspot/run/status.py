@@ -128,6 +128,8 @@ class Status:
     "Optimizer steps between copies in the nodes' shared memory; 0: none are made."
     warning: str = ""
     "For the user, before it matters: a save takes longer than the notice, say."
+    nan_since: Count = 0
+    "The step since which the loss or the weights are not finite (`checkpoints.NAN_SINCE`); 0: they are finite."
     time: Moment = field(default_factory=time.time)
     "When it was written, in seconds since the epoch."
     stored: float | None = None
@@ -137,6 +139,11 @@ class Status:
     def place(self) -> str:
         """The namespace and the cluster in which the run trains, as readable text; empty if they are not known."""
         return Owner.parse(self.owner).place
+
+    @property
+    def nan_warning(self) -> str:
+        """A warning of a loss or weights that are not finite; empty if they are."""
+        return f"the loss or the weights are NaN or infinite since step {self.nan_since}" if self.nan_since else ""
 
     @property
     def seen(self) -> float:

@@ -29,6 +29,7 @@ class CheckpointList:
                 "step": checkpoint.step,
                 "epoch": checkpoint.epoch,
                 "metrics": checkpoint.metrics,
+                "finite": checkpoint.finite,
                 "bytes": checkpoint.bytes,
                 "age_s": None if checkpoint.damage else now - checkpoint.time,
                 "verified": not faults,

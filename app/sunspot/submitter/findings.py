@@ -45,6 +45,8 @@ class Diagnosis(enum.StrEnum):
     "Nothing is wrong so far."
 
     # It makes no progress.
+    NOT_FINITE = "not finite"
+    "The loss or the weights are NaN or infinite."
     FAILED = "failed"
     HUNG = "hung"
     "Ranks stopped taking steps, and their stacks were recorded."

@@ -91,6 +91,11 @@ class Patience:
         self.state = {name: before[name] for name in (BEST, SINCE_BEST) if self._limit and name in before}
         "For the metrics of each checkpoint, so that a restart goes on counting."
 
+    @property
+    def over(self) -> bool:
+        """Whether it ends the run."""
+        return is_out_of_patience(self.state, self._limit)
+
     def ends(self, results: Mapping[str, float]) -> bool:
         """Count the results of an evaluation, and return whether the run ends by them."""
         if not self._limit:
@@ -102,8 +107,8 @@ class Patience:
             )
         sign, result = 1 if self._order == "min" else -1, results[self._metric]
         best = self.state.get(BEST, sign * math.inf)
-        if sign * result < sign * best:
+        if math.isfinite(result) and sign * result < sign * best:
             self.state = {BEST: result, SINCE_BEST: 0}
         else:
             self.state = {BEST: best, SINCE_BEST: self.state.get(SINCE_BEST, 0) + 1}
-        return is_out_of_patience(self.state, self._limit)
+        return self.over

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,8 @@ from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import IN_PLACE, ensure_owner, is_of_newest_driver, step_of
 from sunspot.run.audit import tidy_audit
-from sunspot.run.history import Columns, Journals, tidy_journals
+from sunspot.run.checkpoints import NAN_SINCE, NAN_WINDOWS
+from sunspot.run.history import Columns, Journals, measured, tidy_journals
 from sunspot.run.incidents import Cause, describe, goodput
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
 from sunspot.storage.limits import with_deadline
@@ -67,6 +69,9 @@ class Reporter:
         self._shown = 0.0
         self._heartbeat: float | None = None
         self._recovered = self._summarized = self._warned = self._tidied = False
+        self._nan_windows = 0
+        self._told_nan: set[str] = set()
+        "Metrics that are known not to be finite."
         self._superseded: SupersededError | None = None
         "Set once another driver owns the run."
         self._status = replace(
@@ -132,6 +137,7 @@ class Reporter:
         self._ranks.append(record, ranks)
         self._control.tell(ControlChannel.add_metrics, {**record, **recent})
         self._summarize_copies()
+        self._warn_of_nan(record)
         self._status = replace(
             self._status,
             step=record["step"],
@@ -144,6 +150,7 @@ class Reporter:
             notice_s=self._settings.notice_s or None,
             memory_every=self._checkpoints.interval_steps,
             warning=self._warn_of_notice(),
+            nan_since=record.get(NAN_SINCE, 0),
         )
         steps = min(self._settings.checkpoint_every_steps or math.inf, self._status.steps_per_epoch)
         step_s, commit_s = record["seconds"] / record["steps"], self._checkpoints.commit_s or 0.0
@@ -211,6 +218,7 @@ class Reporter:
             "attempt": start.attempt.number,
             "attempt_timestamp_seconds": start.attempt.time,
             "loss": status.loss,
+            "nan_windows": self._nan_windows,
             "goodput_ratio": self._goodput,
             "checkpoint_timestamp_seconds": newest.time if newest else status.checkpoint_time or attempts[0].time,
             "checkpoint_interval_seconds": self._interval_s,
@@ -242,6 +250,29 @@ class Reporter:
             self._summarized = True
             self._control.tell(ControlChannel.log, f"  copies in memory: {text}")
 
+    def _warn_of_nan(self, record: dict[str, Any]) -> None:
+        """Warn of a loss that is not finite, on the terminal and in the events, and tell when it is finite again.
+
+        Other metrics that are not finite are told of once, and so is a loss that is finite at the end of its window.
+        """
+        self._nan_windows = record.get(NAN_WINDOWS, 0)
+        first, last = record["step"] - record["steps"] + 1, record["step"]
+        text = describe_nan(record)
+        if text and not self._status.nan_since:
+            self._note_nan("loss not finite", last, text)
+        elif self._status.nan_since and not text:
+            self._note_nan("loss finite again", last, f"the loss is finite again in the steps {first} to {last}")
+        broken = {name for name, value in measured(record).items() if not math.isfinite(value)} - self._told_nan
+        if broken and not text:
+            self._told_nan |= broken
+            found = f"{', '.join(sorted(broken))}: not finite in the mean over the steps {first} to {last}"
+            self._note_nan("metric not finite", last, f"{found}; the loss of step {last} is finite")
+
+    def _note_nan(self, event: str, step: int, text: str) -> None:
+        log.warning(text)
+        self._journals.events.note(event, step, text)
+        self.publisher.run_now()
+
     def _warn_of_notice(self) -> str:
         """Return the status's warning; the first time, add it to the terminal and the events, too."""
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
@@ -250,6 +281,16 @@ class Reporter:
             log.warning(text)
             self._journals.events.note("save exceeds notice", self._status.step, text)
         return text
+
+
+def describe_nan(record: Mapping[str, Any]) -> str:
+    """Describe since when the loss or the weights are not finite, by a record of the history; empty if they are."""
+    since, windows = record.get(NAN_SINCE), record.get(NAN_WINDOWS)
+    if not since:
+        return ""
+    if not windows:
+        return f"some weights are NaN or infinite since step {since}"
+    return f"the loss is NaN or infinite since step {since}, in {plural(windows, 'window')} of metrics in a row"
 
 
 def warn_of_notice(save_s: float | None, notice_s: float) -> str:

@@ -31,6 +31,7 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.settings import PREFIX
 from sunspot.train.evaluate import Evaluation, Patience, evaluate
 from sunspot.train.learner import Learner
+from sunspot.train.nan_watch import NanWatch
 from sunspot.train.reporter import Reporter
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class Worker:
         self._record = beginning.metrics
         "Metrics of the state at `step`; empty for one that no record ends at."
         self._patience = Patience(learner.plan.settings, beginning.metrics)
+        self._nan_watch = NanWatch(learner.plan.settings, self._group, beginning.metrics, learner.model)
         self._reported = 0.0
         self.outlives, self.step, self.taken = bool(beginning.await_sums), beginning.step, time.time()
         "Optimizer steps taken, and when the last one had been."
@@ -183,17 +185,23 @@ class Worker:
         record: dict[str, Any] = {}
         if save or agreed.report or parts_move:
             record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
+            self._nan_watch.look(record, taken.values, save)
+            record |= self._nan_watch.state
+            self._end_if_diverged(record, last=not has_more)
         self._record = record
         if not (self._evaluated or stop or restart or regroup):
             # A loss meanwhile costs the evaluation, and no step.
             self.checkpoints.save(step, self._metrics(record), evaluated=False, to_storage=False)
             results, stop, restart = self._evaluate()
             record |= results or {}
+            self._end_if_diverged(record, last=self._patience.over)
 
         # Act.
         if record:
             self.report(record)
         if save or agreed.copy or parts_move:
+            if save and not self._nan_watch.finite_weights:
+                self._drain()
             metrics = self._metrics(record)
             self.checkpoints.save(step, metrics, evaluated=self._evaluated, to_storage=save, needed=parts_move)
         if restart:
@@ -203,6 +211,26 @@ class Worker:
                 self.checkpoints.close(finished=False)
             raise RegroupError
         return stop
+
+    def _end_if_diverged(self, record: dict[str, Any], last: bool) -> None:
+        """Raise `DivergedError` on all workers if the loss has not been finite for too long, or as the run ends.
+
+        The state is not saved, and that of earlier steps gets to storage first. `last` is True if no step follows.
+        """
+        error = self._nan_watch.verdict(last)
+        if error:
+            self.report(record)
+            with self.watchdog.paused():
+                self.checkpoints.close(finished=True)
+            raise error
+
+    def _drain(self) -> None:
+        """Wait on all workers until the newest state is in storage, where one with NaN weights would take its place.
+
+        Waiting costs nothing, because training from such weights is of no use.
+        """
+        with self.watchdog.paused():
+            run_on_all_ranks(self._group, self.checkpoints.drain)
 
     def begin_step(self, step: Step) -> None:
         """Note that a step begins. Raises `RegroupError` if the group has ended."""
@@ -238,7 +266,7 @@ class Worker:
 
     def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint has of a record; a copy without one hands on the means."""
-        return {**record, **self.window.recent.newest, **self._patience.state}
+        return {**record, **self.window.recent.newest, **self._patience.state, **self._nan_watch.state}
 
     def _record_step(self, taken: Step, epoch_ends: bool) -> None:
         self.learner.average.update(taken.number)

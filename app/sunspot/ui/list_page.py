@@ -114,6 +114,8 @@ def _values(row: RunRow, now: float) -> Iterator[Html | None]:
     """Yield what the columns after the name show; None: not known."""
     sign, colour = SIGNS.get(row.state, ("", "")) if row.state else ("?", "bad")
     why = row.reason if row.state not in (RunState.RUNNING, RunState.SUCCEEDED) else ""
+    if row.state is RunState.RUNNING and row.status:
+        why = row.status.nan_warning
     why = why if len(why) <= MAX_REASON else f"{why[: MAX_REASON - 1]}…"
     state = element("span", f"{sign} {row.state or 'not known'}".strip(), class_=f"state {colour}".strip())
     yield join([state, element("small", why)])

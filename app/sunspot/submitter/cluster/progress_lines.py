@@ -104,7 +104,8 @@ def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
         return reason
     parts = [f"step {now['step']} of {now['total_steps']}", f"epoch {now['epoch']}"]
     if now["loss"] is not None:
-        parts.append(f"loss {now['loss']:.4g}")
+        since = f" since step {now['nan_since']}" if now["nan_since"] else ""
+        parts.append(f"loss {now['loss']:.4g}{since}")
     if now["rows_per_s"] is not None:
         parts.append(f"{now['rows_per_s']:.0f} rows/s")
     if now["seconds_left"] is not None:
@@ -118,4 +119,5 @@ def progress(snapshot: RunSnapshot) -> dict[str, Any]:
     if status and status.state is RunState.RUNNING and status.step_time_s is not None:
         left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.seen))
     names = ("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s")
-    return {**{name: getattr(status, name, None) for name in names}, "seconds_left": left}
+    since = (status.nan_since or None) if status else None
+    return {**{name: getattr(status, name, None) for name in names}, "nan_since": since, "seconds_left": left}

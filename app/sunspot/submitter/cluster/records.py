@@ -56,7 +56,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         "reason": reason,
         **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
         **dict.fromkeys(("goodput", "cost", "labels", "loss", "rows_per_s", "seconds_left", "attempt", "restarts")),
-        **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
+        **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning", "nan_since")),
         **dict.fromkeys(("save_s", "notice_s", "memory_every")),
         **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
         "where": Owner.parse(status.owner).record() if status else None,
@@ -80,7 +80,9 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         }
     if status:
         record["workers_running"] = status.world_size if known else 0 if state.terminal else None
-        record["warning"] = "" if state.terminal else status.warning
+        warnings = "; ".join(filter(None, (status.nan_warning, status.warning)))
+        record["warning"] = "" if state.terminal else warnings
+        record["nan_since"] = status.nan_since or None
         record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
     if job and snapshot.in_cluster:
         wanted, running = count_workers(snapshot.in_cluster)
@@ -154,6 +156,7 @@ def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone:
         "epoch": status.epoch if status else 0,
         "loss": status.loss if status else None,
         "test_loss": status.test_loss if status else None,
+        "nan_since": (status.nan_since or None) if status else None,
         "checkpoint": run.checkpoint,
         "checkpoint_time": run.checkpoint_time or None,
         "modified": run.modified,

@@ -17,13 +17,24 @@ from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
+from sunspot.submitter.doctor.training.diverged import find_not_finite, is_end_by_nan
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
 from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
 from sunspot.submitter.doctor.training.saving import find_storage
 from sunspot.submitter.doctor.unschedulable import waits_for_node
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
-CHECKS = (find_out_of_memory, find_end, find_hung, find_stall, find_slow, find_memory_growth, find_storage, find_losses)
+CHECKS = (
+    find_not_finite,
+    find_out_of_memory,
+    find_end,
+    find_hung,
+    find_stall,
+    find_slow,
+    find_memory_growth,
+    find_storage,
+    find_losses,
+)
 """What explains the state of a run that has begun; each finds nothing when nothing seems wrong."""
 
 EXPLAINED_BY_PODS = (RunState.PENDING, RunState.STARTING, RunState.SILENT)
@@ -74,6 +85,8 @@ def examine(access: RunAccess) -> Report:
         windows = newest_rank_records(run, lineage(view.attempts))
         case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time)
         of_training = [finding for check in CHECKS for finding in check(case)]
+        if any(finding.finding is Diagnosis.NOT_FINITE for finding in of_training):
+            of_training = [finding for finding in of_training if not is_end_by_nan(finding)]
         findings += [finding for finding in of_training if not _explained(finding, findings)]
         shown = snapshot.in_cluster if "pods" not in snapshot.cluster.hidden else None
         fewer = list(find_fewer_workers(case, shown))

@@ -39,6 +39,9 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
             verified = f"no: {'; '.join(faults)}" if faults else "yes"
             rows.append([c.name, c.step, c.epoch, *map(c.metrics.get, names), c.bytes, age, verified])
         print_table(["name", "step", "epoch", *names, "bytes", "age", "verified"], rows)
+    broken = [checkpoint.name for checkpoint, _ in checked if not checkpoint.finite]
+    if broken:
+        warn(f"with weights that are NaN or infinite: {', '.join(broken)}; a run goes on from an older one")
     if listed.older:
         warn(f"left out: {listed.older} older; --all lists them")
     if listed.incomplete:

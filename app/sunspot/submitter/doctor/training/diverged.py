@@ -1,0 +1,54 @@
+"""A run whose loss or weights are not finite: since when, and which checkpoint to go back to."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from sunspot.errors import DivergedError
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.submitter.doctor.training.case import Case
+from sunspot.submitter.findings import Diagnosis, Finding, Severity
+
+MEND = "lower LEARNING_RATE, set CLIP_NORM, or look at the rows of the steps before"
+
+
+def find_not_finite(case: Case) -> Iterator[Finding]:
+    """Find a loss that is not finite, or weights that are not."""
+    view, status = case.view, case.view.status
+    since, loss = status.nan_since if status else 0, view.loss
+    broken = loss is not None and not math.isfinite(loss)
+    if not since and not broken:
+        return
+    what = "the loss is" if broken else "the loss or the weights are"
+    seen = f"since step {since}; the newest step is {view.step}" if since else f"at step {view.step}"
+    good = view.checkpoint if view.checkpoint and _is_good(view.checkpoint) else None
+    details: dict[str, Any] = {"since": since or None, "checkpoint": good.name if good else None}
+    evidence = f"{what} NaN or infinite {seen}"
+    yield Finding(Diagnosis.NOT_FINITE, Severity.ERROR, evidence, _advise(case, good), details, cost=1.0)
+
+
+def is_end_by_nan(finding: Finding) -> bool:
+    """Return True for the failure with which a run ends because of what `find_not_finite` finds."""
+    return finding.finding is Diagnosis.FAILED and finding.details.get("type") == DivergedError.__name__
+
+
+def _advise(case: Case, good: Checkpoint | None) -> str:
+    """Say which checkpoint the run goes back to, or where to begin instead."""
+    limit, name = case.number("max_nan_windows"), case.view.run.name
+    if case.state.terminal:
+        first = ""
+    elif limit:
+        first = f"it ends after {limit:.0f} windows of metrics (MAX_NAN_WINDOWS); then "
+    else:
+        first = "stop it, because it never ends by itself (MAX_NAN_WINDOWS=0); then "
+    if good and limit:
+        then = f"start it again: it goes on from step {good.step}, {good.name}"
+    else:
+        finite = f"a checkpoint with a finite loss (`sunspot checkpoints ls {name}`)"
+        then = f"begin a run of another name, with INIT_FROM set to model.pt of {finite}"
+    return f"{first}{MEND}, and {then}"
+
+
+def _is_good(checkpoint: Checkpoint) -> bool:
+    """Return True if weights and loss of a checkpoint are finite."""
+    return checkpoint.finite and math.isfinite(checkpoint.metrics.get("loss") or 0.0)

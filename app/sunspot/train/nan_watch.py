@@ -1,0 +1,107 @@
+"""Notices a loss or weights that are not finite, and tells when a run ends because of them.
+
+It looks only where the means of a window are read anyway, and at the weights only when they are saved: no step waits
+for the device because of it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sunspot.checkpoint.tensors import tensors_in
+from sunspot.data.source import Batch
+from sunspot.errors import DivergedError
+from sunspot.metric_names import LOSS
+from sunspot.parallel.collectives import any_rank
+from sunspot.parallel.sharding import is_dtensor
+from sunspot.run.checkpoints import NAN_SINCE, NAN_WEIGHTS, NAN_WINDOWS
+from sunspot.settings import PREFIX, Settings
+
+MIN_BYTES = 2
+"""Bytes of the smallest numbers that are looked at, because torch cannot add up those of 8 bits."""
+
+
+class NanWatch:
+    """Counts the windows of metrics in a row that end with a loss that is not finite.
+
+    All workers know the same means, and agree on the rest, so all decide alike.
+    """
+
+    def __init__(
+        self, settings: Settings, group: dist.ProcessGroup, before: Mapping[str, Any], model: torch.nn.Module
+    ) -> None:
+        """`before` are the metrics of the state that training goes on from, and `model` has that state."""
+        self._limit, self._group, self._model = settings.max_nan_windows, group, model
+        self.state = {name: before[name] for name in (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS) if before.get(name)}
+        "For the records and the metrics of each checkpoint, so that a restart goes on counting; empty: all is finite."
+        # A task may train from weights that are infinite on purpose, as in a mask.
+        self._looks_at_weights = self._limit > 0 and (NAN_WEIGHTS in self.state or has_finite_weights(model))
+
+    def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
+        """Look at a closed window; all workers call this together.
+
+        `record` is that of the window, and `newest` has this worker's values of its last step. A loss that is finite
+        again there does not count: single rows had one that was not, or a loss scaler has skipped their step. The
+        weights are looked at when the state is to be saved.
+        """
+        losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
+        suspect = bool(losses)
+        in_loss, in_weights = False, not self.finite_weights
+        if suspect or saves:
+            values = [part[name] for part in newest for name in losses & part.keys()]
+            found = not all(bool(value.isfinite().all()) for value in values)
+            in_loss, in_weights = any_rank(
+                self._group, found, self._looks_at_weights and not has_finite_weights(self._model)
+            )
+        if not (in_loss or in_weights):
+            self.state = {}
+            return
+        began = record["step"] - record["steps"] + 1 if in_loss else record["step"]
+        windows = self.state.get(NAN_WINDOWS, 0) + 1 if in_loss else 0
+        self.state = {NAN_SINCE: self.state.get(NAN_SINCE, began), NAN_WINDOWS: windows, NAN_WEIGHTS: int(in_weights)}
+
+    @property
+    def finite_weights(self) -> bool:
+        """Whether the weights were finite when they were last looked at."""
+        return not self.state.get(NAN_WEIGHTS)
+
+    def verdict(self, last: bool) -> DivergedError | None:
+        """Return the error that ends the run here, if it does; `last` is True if no step is to follow."""
+        windows = self.state.get(NAN_WINDOWS, 0)
+        if not self._limit or not self.state or not (last or windows >= self._limit):
+            return None
+        what = "the loss is" if windows else "the weights are"
+        times = f"up to the last step ({PREFIX}MAX_NAN_WINDOWS=0 accepts that)"
+        if windows >= self._limit:
+            times = f"for {windows} windows of metrics in a row ({PREFIX}MAX_NAN_WINDOWS={self._limit})"
+        return DivergedError(
+            f"{what} not finite since step {self.state[NAN_SINCE]}, {times}: lower {PREFIX}LEARNING_RATE, set "
+            f"{PREFIX}CLIP_NORM, or mend the data. Started again, the run goes on from its newest checkpoint with "
+            "finite weights"
+        )
+
+
+def names_of_losses(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the losses in a record: `loss`, or if a loop of its own logs none, all that end so."""
+    return [LOSS] if LOSS in record else [name for name in record if name.endswith(LOSS)]
+
+
+def has_finite_weights(model: torch.nn.Module) -> bool:
+    """Return True if what this worker trains is finite; waits for the device.
+
+    A sum is finite if all terms are, unless they are so large that a model of them is of no use either. Of a model
+    without parameters, as Keras's, it looks at the state that its checkpoints have.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for weight in trained or tensors_in(model.state_dict()):
+            part = weight.to_local() if is_dtensor(weight) else weight
+            numbers = torch.view_as_real(part) if part.is_complex() else part
+            if numbers.is_floating_point() and numbers.itemsize >= MIN_BYTES:
+                total = numbers.sum(dtype=torch.promote_types(numbers.dtype, torch.float32))
+                sums.setdefault(total.device, []).append(total)
+        return all(bool(torch.stack(totals).isfinite().all()) for totals in sums.values())

@@ -1,0 +1,287 @@
+"""A loss or weights that are NaN or infinite: when they are noticed, what is kept, and when the run ends."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sunspot.errors import DivergedError
+from sunspot.observe.metrics import RecentMeans
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.checkpoints import (
+    NAN_SINCE,
+    NAN_WEIGHTS,
+    Checkpoint,
+    Unusable,
+    best_first,
+    expired,
+    find_newest_good,
+    list_checkpoints,
+)
+from sunspot.settings import Settings
+from sunspot.train.loop import train
+from sunspot.train.nan_watch import NanWatch, has_finite_weights
+from sunspot.train.worker import Worker
+from tests.harness.loop import join_run, keep_run, make_worker, plan_without_evaluation
+from tests.harness.process_group import in_processes
+from tests.harness.runs import begin, commit, start
+
+NAN, INF = math.nan, math.inf
+
+
+def watched(
+    group: dist.ProcessGroup, model: nn.Module | None = None, before: dict[str, Any] | None = None, limit: int = 3
+) -> NanWatch:
+    return NanWatch(Settings(max_nan_windows=limit), group, before or {}, model or nn.Linear(2, 2))
+
+
+def look(watch: NanWatch, step: int, loss: float, newest: float | None = None, saves: bool = False) -> bool:
+    """Close a window of ten steps; returns whether the run ends."""
+    last = torch.tensor([loss if newest is None else newest, 1.0])
+    watch.look({"step": step, "steps": 10, "loss": loss}, [{"loss": last}], saves)
+    return watch.verdict(last=False) is not None
+
+
+@pytest.mark.parametrize("loss", [NAN, INF, -INF])
+def test_a_run_ends_after_windows_in_a_row_with_a_loss_that_is_not_finite(
+    loss: float, group: dist.ProcessGroup
+) -> None:
+    watch = watched(group)
+    assert not look(watch, 10, 1.0)
+    assert not look(watch, 20, loss)
+    assert watch.state == {"nan_since": 11, "nan_windows": 1, "nan_weights": 0}
+    assert not look(watch, 30, 1.0)
+    assert watch.state == {}
+    assert [look(watch, step, loss) for step in (40, 50, 60)] == [False, False, True]
+    assert str(watch.verdict(last=False)).startswith(
+        "the loss is not finite since step 31, for 3 windows of metrics in a row (SUNSPOT_MAX_NAN_WINDOWS=3): lower "
+    )
+
+
+def test_no_run_ends_by_single_rows_or_by_steps_that_a_loss_scaler_skips(group: dist.ProcessGroup) -> None:
+    """The mean of each window is NaN, but its newest step is not."""
+    watch = watched(group, limit=1)
+    assert not any(look(watch, step, NAN, newest=0.5) for step in range(10, 100, 10))
+    assert watch.state == {}
+
+
+def test_a_loop_without_a_metric_called_loss_is_judged_by_all_that_are_called_so(group: dist.ProcessGroup) -> None:
+    record = {"step": 10, "steps": 10, "generator_loss": NAN, "ratio": NAN}
+    newest = {"generator_loss": torch.tensor([NAN]), "ratio": torch.tensor([NAN])}
+    for more, windows in (({}, 1), ({"loss": 1.0}, 0)):
+        watch = watched(group)
+        watch.look({**record, **more}, [newest], saves=False)
+        assert watch.state.get("nan_windows", 0) == windows
+
+
+def test_counting_goes_on_after_a_restart(group: dist.ProcessGroup) -> None:
+    before: dict[str, Any] = {}
+    ended = []
+    for step in (10, 20, 30):
+        watch = watched(group, before=before)
+        ended.append(look(watch, step, NAN))
+        before = {"loss": NAN, **watch.state}
+    assert ended == [False, False, True]
+    assert before[NAN_SINCE] == 1
+
+
+def test_without_a_limit_a_run_only_warns(group: dist.ProcessGroup) -> None:
+    model = nn.Linear(2, 2)
+    watch = watched(group, model, limit=0)
+    nn.init.constant_(model.weight, NAN)
+    assert not any(look(watch, step, NAN, saves=True) for step in range(10, 100, 10))
+    assert watch.verdict(last=True) is None
+    assert (watch.state["nan_since"], watch.state["nan_windows"], watch.state["nan_weights"]) == (1, 9, 0)
+
+
+def test_weights_that_the_newest_step_has_broken_are_found_as_they_are_saved(group: dist.ProcessGroup) -> None:
+    """No loss shows them before the next step."""
+    model = nn.Linear(2, 2)
+    watch = watched(group, model)
+    with torch.no_grad():
+        model.bias[1] = INF
+    assert not look(watch, 10, 1.0)
+    assert watch.state == {}, "nothing is saved, so nothing is read"
+    assert not look(watch, 20, 1.0, saves=True)
+    assert watch.state == {"nan_since": 20, "nan_windows": 0, "nan_weights": 1}
+    look(watch, 30, NAN)
+    assert watch.state == {"nan_since": 20, "nan_windows": 1, "nan_weights": 1}
+    assert "since step 20, up to the last step" in str(watch.verdict(last=True))
+
+
+def test_weights_that_are_infinite_from_the_beginning_are_meant_so(group: dist.ProcessGroup) -> None:
+    """As in a mask that is a parameter; frozen ones and buffers are not looked at anyway."""
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.bias, -INF)
+    watch = watched(group, model)
+    look(watch, 10, 1.0, saves=True)
+    assert watch.state == {}
+    model.bias.requires_grad_(False)
+    model.register_buffer("mask", torch.full((2,), -INF))
+    assert has_finite_weights(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_large_weights_of_any_type_are_finite(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full((70_000,), 30_000.0, dtype=dtype))
+    assert has_finite_weights(model), "though the sum is none of a float16"
+    with torch.no_grad():
+        model.weight[1] = NAN
+    assert not has_finite_weights(model)
+
+
+class Foreign(nn.Module):
+    """Of another library: its weights are in its state alone, as Keras's."""
+
+    def get_extra_state(self) -> Any:
+        return {"model": [torch.tensor([1.0, NAN])], "rounds": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+def test_weights_of_a_model_without_parameters_are_those_of_its_state() -> None:
+    assert not has_finite_weights(Foreign())
+    assert has_finite_weights(nn.Identity())
+
+
+def test_all_ranks_decide_alike(tmp_path: Path) -> None:
+    """Also one that has no rows in the newest step."""
+
+    def act(group: dist.ProcessGroup) -> tuple[dict[str, float], bool]:
+        watch = watched(group, limit=1)
+        newest = [[{"loss": torch.tensor([NAN])}], []][group.rank()]
+        watch.look({"step": 10, "steps": 10, "loss": NAN}, newest, saves=False)
+        return watch.state, watch.verdict(last=False) is not None
+
+    states = in_processes(tmp_path, 2, act)
+    assert states == [({"nan_since": 1, "nan_windows": 1, "nan_weights": 0}, True)] * 2
+
+
+def test_a_mean_that_is_not_finite_spoils_no_later_one() -> None:
+    recent = RecentMeans(1000, {})
+    recent.add(100, {"loss": 1.0})
+    recent.add(100, {"loss": NAN})
+    assert math.isnan(recent.newest["loss"])
+    recent.add(100, {"loss": 2.0})
+    assert recent.newest == {"recent_rows": 300, "loss": 1.5}
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint(step: int, **metrics: float) -> Checkpoint:
+    return Checkpoint(str(step), step, 1, 100, 100, 1, metrics)
+
+
+@pytest.mark.parametrize("order", ["min", "max"])
+def test_metrics_and_weights_that_are_not_finite_are_ranked_last(order: str) -> None:
+    given = [
+        *(checkpoint(1, loss=0.5), checkpoint(2, loss=INF), checkpoint(3, loss=-INF), checkpoint(4, loss=NAN)),
+        *(checkpoint(5, loss=0.1, nan_weights=1), checkpoint(6, loss=9.9, nan_weights=1), checkpoint(7, loss=0.5)),
+    ]
+    steps = [each.step for each in best_first(given, "loss", order)]
+    assert steps[:5] == [7, 1, 4, 3, 2]
+
+
+def test_the_newest_with_finite_weights_is_kept() -> None:
+    accurate = {"accuracy": 0.1, "nan_weights": 1}
+    given = [
+        checkpoint(1, accuracy=0.9),
+        checkpoint(2, accuracy=0.3),
+        checkpoint(3, **accurate),
+        checkpoint(4, **accurate),
+    ]
+    assert [each.step for each in expired(given, 1, "accuracy", "max")] == [3]
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_with_finite_weights(tmp_path: Path) -> None:
+    run = begin(open_run(str(tmp_path), "run"))
+    attempt = start(run, "job")
+    good = [commit(run, attempt, step) for step in (3, 6)]
+    bad = [commit(run, attempt, step, nan_weights=1) for step in (9, 12)]
+    found, passed = find_newest_good(run, read_attempts(run))
+    assert found == good[1]
+    assert [(each.name, each.kind) for each in passed] == [(each.name, Unusable.NOT_FINITE) for each in reversed(bad)]
+
+
+def test_without_another_checkpoint_a_run_goes_on_from_one_that_is_not_finite(tmp_path: Path) -> None:
+    run = begin(open_run(str(tmp_path), "run"))
+    attempt = start(run, "job")
+    newest = [commit(run, attempt, step, nan_weights=1) for step in (3, 6)][-1]
+    assert find_newest_good(run, read_attempts(run)) == (newest, ())
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+DIVERGES = """
+import torch
+from sunspot.tasks.images import loss as measure
+from tests.tasks.tiny import build_model, build_optimizer, schedule
+from tests.unit.test_nan_watch import STEP
+
+def loss(model, batch):
+    STEP[0] += 1
+    losses, metrics = measure(model, batch)
+    return losses * (float("nan") if STEP[0] >= STEP[1] else 1), metrics
+"""
+
+STEP = [0, 0]
+"""Steps taken in this process, and the first with a loss that is not finite."""
+
+
+@pytest.fixture
+def diverging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of a run of twelve steps, whose loss is NaN from the sixth on; each step is a window."""
+    (tmp_path / "diverges.py").write_text(DIVERGES)
+    monkeypatch.syspath_prepend(tmp_path)
+    STEP[:] = [0, 6]
+    plain = {"task": "diverges", "num_workers": "1", "global_batch_size": 25, "max_steps": 12}
+    return {**plain, "checkpoint_every_steps": 1, "storage_path": str(tmp_path / "runs"), "run_name": "run"}
+
+
+def join(group: dist.ProcessGroup, owner: str, **settings: Any) -> tuple[Run, Worker]:
+    plan = plan_without_evaluation(Settings(**settings))
+    run = keep_run(plan)
+    return run, join_run(plan, run, owner, group)
+
+
+def test_a_run_ends_and_starts_again_from_what_is_finite(diverging: dict[str, Any], group: dist.ProcessGroup) -> None:
+    run, worker = join(group, "one", **diverging, max_nan_windows=2)
+    with pytest.raises(DivergedError, match=r"^the loss is not finite since step 6, for 2 windows of metrics in a row"):
+        train(worker)
+    assert worker.step == 7, "and takes no further step"
+    kept = list_checkpoints(run)
+    assert [each.step for each in kept if each.finite][-1] == 5
+    assert [each.step for each in kept if not each.finite] == [6], "the state that ended the run is not saved"
+    assert kept[-1].metrics[NAN_WEIGHTS] == 1
+
+    STEP[:] = [0, 100]  # mended
+    _, worker = join(group, "two", **diverging)
+    assert worker.beginning.step == 5
+    train(worker)
+    worker.checkpoints.close(finished=True)
+    found, _ = find_newest_good(run, read_attempts(run))
+    assert found
+    assert (found.step, found.finite) == (12, True)
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(100, True), (0, False)])
+def test_a_run_that_ends_with_such_a_loss_has_failed(
+    limit: int, ends: bool, diverging: dict[str, Any], group: dist.ProcessGroup
+) -> None:
+    worker = make_worker(plan_without_evaluation(Settings(**diverging, max_nan_windows=limit)), group)
+    if ends:
+        with pytest.raises(DivergedError, match=r"since step 6, up to the last step \(SUNSPOT_MAX_NAN_WINDOWS=0"):
+            train(worker)
+    else:
+        train(worker)
+    assert worker.step == 12
