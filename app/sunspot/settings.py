@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetPydanticSchema,
     PlainSerializer,
     PlainValidator,
     ValidationError,
@@ -140,7 +141,8 @@ DUMPED = PlainSerializer(lambda value: json.dumps(value, sort_keys=True, default
 JsonObject = Annotated[dict[str, Any], PARSED, DUMPED]
 
 Arguments = Annotated[
-    dict[str, Any],
+    TaskArguments,
+    GetPydanticSchema(lambda _, handler: handler(dict[str, Any])),
     PARSED,
     AfterValidator(TaskArguments),
     PlainSerializer(lambda value: json.dumps(plain(value), sort_keys=True, default=dict), return_type=str),

@@ -214,7 +214,7 @@ def test_lists_are_no_cells(tmp_path: Path) -> None:
         ('x,label\n\n1,"up\nor down"\n2\n', "a.csv: line 5 has 1 cell, and the header 2: 2; mend it"),
         ("x,label\n1,up,\n", "a.csv: line 2 has 3 cells, and the header 2"),
         ('x,label\n1,up\n2,"down\n3,up\n', "a.csv: a cell of the row that begins on line 3 opens a quote"),
-        (gzip.compress(b"x,label\n1,up\n"), "a.csv: is compressed (gzip); unpack it"),
+        (gzip.compress(b"x,label\n1,up\n", mtime=0), "a.csv: is compressed (gzip); unpack it"),
         ("", "a.csv: is empty; remove the file"),
         ("x,label\n", "a.csv: has no rows; remove the file"),
         ("x, label\n1,up\n", "no column 'label' among its columns (x,  label); remove the spaces around its name"),
