@@ -66,7 +66,7 @@ from sunspot.settings import Settings
 from sunspot.storage.base import Writer
 from sunspot.storage.limits import CURRENT
 from sunspot.storage.local import LocalStorage
-from sunspot.train.run import TrainingRun
+from sunspot.train.learning_rates import LearningRates, set_options
 from tests.harness import REPOSITORY, s3
 from tests.harness.logs import keep_warnings
 from tests.harness.process_group import in_processes
@@ -162,12 +162,10 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
 
 def test_a_rate_computed_with_numpy_comes_back(run: Run) -> None:
     trainee = Trainee(run)
-    for group in trainee.optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    task = SimpleNamespace(schedule=lambda step, total_steps: 0.5 * (1 + np.cos(np.pi * step / total_steps)))
-    learner = SimpleNamespace(task=task)
-    at_step: Any = SimpleNamespace(optimizer=trainee.optimizer, position=1, total_steps=3, _learner=learner)
-    TrainingRun.set_learning_rates(at_step)
+    task: Any = SimpleNamespace(schedule=lambda step, total_steps: 0.5 * (1 + np.cos(np.pi * step / total_steps)))
+    plan = Plan(Settings(), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
+    rates = LearningRates(plan, task, trainee.optimizer)
+    set_options(trainee.optimizer, rates.at(1, 3))
     trainee.train()
     trainee.save()
     trainee.checkpoints.close(finished=True)

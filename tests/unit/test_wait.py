@@ -554,7 +554,7 @@ def test_status_works_when_storage_is_out_of_reach(
     cluster.put_job(rayjob(JOB))
     cluster.set_status(JOB, "Running", "RUNNING")
     assert sunspot("status", "run", "--json") == 0
-    assert (sunspot.json["state"], sunspot.json["step"]) == ("starting", None)
+    assert (sunspot.json["state"], sunspot.json["step"]) == ("running", None)
     assert "from the cluster alone, without storage" in sunspot.err
     cluster.delete_job(JOB)
     assert sunspot("status", "run") == 4

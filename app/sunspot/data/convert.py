@@ -27,7 +27,7 @@ from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit,
 from sunspot.formatting import plural, some_of
 from sunspot.log import print_logs
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("sunspot.data.convert")  # when it is run, its name is __main__
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
 """Pixels of a row group, which a streaming reader fetches at once, and the limits of its rows."""
