@@ -247,6 +247,28 @@ def test_json_that_cannot_be_read_is_explained(tmp_path: Path, content: bytes, s
         open_text(write(tmp_path / "a.jsonl", content), x=Column())
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ("9007199254740993", "1.5", "line 1: x has 9007199254740993; "),
+        ("1.5", "9223372036854775809", "line 2: x has 9223372036854775809; "),
+        ("[1, 2]", "[18446744073709551615, 1]", "line 2: x has 18446744073709551615; "),
+        ('{"u": 0.5}', '{"u": 9007199254740993}', "line 2: x has 9007199254740993; "),
+    ],
+)
+def test_integers_that_json_lines_would_lose_are_named(tmp_path: Path, first: str, second: str, said: str) -> None:
+    path = write(tmp_path / "a.jsonl", f'{{"x": {first}, "y": 1}}\n{{"x": {second}, "y": 2}}\n')
+    with refusal(DataError, f"a.jsonl, {said}with fractions or larger integers in its column"):
+        everything(open_text(path, x=Column("float64", decode=lambda value: 0.0)))
+    assert everything(open_text(path, y=Column()))["y"].tolist() == [1, 2], "a column that is not read does not matter"
+
+
+def test_large_numbers_of_json_lines_that_a_float64_holds_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"x": 9007199254740994, "y": 9007199254740993}\n{"x": 1e300, "y": 1}\n')
+    found = everything(open_text(path, x=Column("float64"), y=Column("int64")))
+    assert (found["x"].tolist(), found["y"].tolist()) == ([2.0**53 + 2, 1e300], [2**53 + 1, 1])
+
+
 def test_a_file_whose_lists_are_all_empty_is_read(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", '{"x": []}\n{"x": []}\n')
     write(tmp_path / "b.jsonl", '{"x": [3]}\n')

@@ -1,13 +1,17 @@
 """CSV and JSON lines, parsed by Arrow: text stays as it is written, and what cannot be parsed is named by its line."""
 
+import contextlib
 import csv
 import io
+import json
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
 
@@ -25,6 +29,9 @@ PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\
 """Compressed files by their first bytes."""
 
 LAST_ROW = "sunspot's own last row"
+
+MAX_EXACT = 2.0**53
+"""Up to here a float64 holds each integer."""
 
 csv.field_size_limit(1 << 30)  # Python's reader takes cells of up to 131,072 characters by default
 
@@ -68,6 +75,44 @@ def read_json_lines(content: bytes, path: str) -> pa.Table:
     except ValueError as error:
         raise DataError(f"{path}: {_explain_text(content) or _damaged('JSON lines file', error)}") from error
     return table
+
+
+def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
+    """Find the columns in which Arrow has changed an integer of JSON lines, and describe the first one of each.
+
+    Arrow makes a column float64 if it has a fraction, or an integer that int64 cannot hold.
+    """
+    found: dict[str, str] = {}
+    suspects = {field.name: field.type for field in table.schema if _has_large_floats(table.column(field.name))}
+    for number, line in enumerate(io.BytesIO(content) if suspects else (), 1):
+        with contextlib.suppress(ValueError):  # Arrow's parser takes some lines that Python's refuses
+            row = json.loads(line)
+            for name, stored in suspects.items():
+                changed = _find_changed(row.get(name), stored)
+                if changed is not None and name not in found:
+                    found[name] = f"line {number}: {name} has {changed}"
+    return found
+
+
+def _has_large_floats(values: pa.ChunkedArray) -> bool:
+    """Return True if a column has floats, at any depth, that may stand for an integer which they do not hold."""
+    if pa.types.is_list(values.type):
+        return _has_large_floats(pc.list_flatten(values))
+    if pa.types.is_struct(values.type):
+        return any(_has_large_floats(pc.struct_field(values, index)) for index in range(values.type.num_fields))
+    return pa.types.is_floating(values.type) and (pc.max(pc.abs(values)).as_py() or 0.0) >= MAX_EXACT
+
+
+def _find_changed(value: Any, stored: pa.DataType) -> int | None:
+    """Return the first integer in a value of JSON that differs from the float which stands for it in a type."""
+    inner: Iterator[tuple[Any, pa.DataType]] = iter(())
+    if isinstance(value, list) and pa.types.is_list(stored):
+        inner = ((each, stored.value_type) for each in value)
+    elif isinstance(value, dict) and pa.types.is_struct(stored):
+        inner = ((value.get(field.name), field.type) for field in stored)
+    elif type(value) is int and pa.types.is_floating(stored) and int(float(value)) != value:
+        return value
+    return next((found for each in inner if (found := _find_changed(*each)) is not None), None)
 
 
 def find_line(content: bytes, row: int) -> int:

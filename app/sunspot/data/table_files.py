@@ -24,7 +24,7 @@ from sunspot.data.parquet_files import (
     open_file,
     read_range,
 )
-from sunspot.data.parsed_text import find_line, read_csv, read_json_lines
+from sunspot.data.parsed_text import find_inexact_integers, find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
 
@@ -132,6 +132,7 @@ class TextTable(TableFile):
         self._digest = digest(content)
         self.has_types = not path.lower().endswith(CSV)
         self._table = read_json_lines(content, path) if self.has_types else read_csv(content, path)
+        self._inexact = find_inexact_integers(content, self._table) if self.has_types else {}
         self.schema = self._table.schema
         self.groups = cut(len(self._table), TEXT_GROUP_ROWS)
 
@@ -146,6 +147,12 @@ class TextTable(TableFile):
         return [self._digest]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
+        changed = next((self._inexact[name] for name in columns if name in self._inexact), "")
+        if changed:
+            raise DataError(
+                f"{self.path}, {changed}; with fractions or larger integers in its column, JSON integers are read as "
+                "float64, which does not hold it: write such numbers as strings, or the file as Parquet"
+            )
         rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
         return rows.select(list(columns))
 
