@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -205,6 +206,10 @@ def test_rows_to_predict_need_no_labels_and_take_those_of_the_model(tmp_path: Pa
         for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
             path.write_text(text)
             assert everything(open_rows(path))["x"].tolist() == [1, 2]
+        for missing in (None, math.nan):  # pandas writes the one or the other
+            unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
+            pq.write_table(unlabelled, tmp_path / "a.parquet")
+            assert list(everything(open_rows(tmp_path / "a.parquet"))) == ["x"]
     finally:
         PREDICTED_BY.reset(asked)
 

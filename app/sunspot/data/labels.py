@@ -74,7 +74,7 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> Cla
         numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
     elif not file.has_types:
         return _read_label_cells(values, file, to_predict)
-    elif values.null_count and to_predict:
+    elif to_predict and pc.any(pc.is_null(values, nan_is_null=True)).as_py():
         return ClassLabels(0, ("",), True)
     elif values.null_count:
         row = first_true(pc.is_null(values))
