@@ -51,6 +51,14 @@ def open_rows(location: str, test_dataset: str = "") -> tuple[TableSource, Table
     return train, test
 
 
+def test_one_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9/a.png", "cafe\u0301/b.png"
+    with pytest.raises(DataError, match="the same text in different Unicode forms"):
+        open_rows(put_files(tmp_path / "one", composed, decomposed, "tea/a.png"))
+    with pytest.raises(DataError, match="the same text in different Unicode forms"):
+        open_rows(put_files(tmp_path / "two", f"train/{composed}", "train/tea/a.png", f"test/{decomposed}"))
+
+
 @pytest.mark.parametrize(
     ("files", "classes", "rows"),
     [

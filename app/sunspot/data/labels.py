@@ -1,8 +1,10 @@
 """Labels of classes: whole numbers from 0, or text, whose classes are numbered in sorted order."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -167,8 +169,25 @@ def merge_labels(files: list[ClassLabels], location: str, as_names: bool = False
     if not all(file.text for file in files):
         raise DataError(f"{location}: label is text in some files and numbers in others; write them all alike")
     names = {name for file in files for name in file.names}
+    if model is None:
+        refuse_lookalikes(names, location)
     known = tuple(sorted(names)) if model is None else model.class_names if names <= set(model.class_names) else ()
     return ClassLabels(len(known), known, True)
+
+
+def refuse_lookalikes(names: Iterable[str], location: str) -> None:
+    """Raise `DataError` for two classes whose names are the same text in different Unicode forms.
+
+    macOS decomposes letters with accents in the names of files, and most other programs compose them.
+    """
+    seen: dict[str, str] = {}
+    for name in sorted(names):
+        other = seen.setdefault(normalize("NFC", name), name)
+        if other != name:
+            raise DataError(
+                f"{location}: the classes {name!r} ({name!a}) and {other!r} ({other!a}) are the same text in "
+                "different Unicode forms; write them alike, best in the form NFC"
+            )
 
 
 def is_text(stored: pa.DataType) -> bool:

@@ -18,7 +18,15 @@ from sunspot.background import map_parallel
 from sunspot.data.arrow_types import plain_type
 from sunspot.data.columns import Column, ImageColumn, Lists, Place, is_encoded
 from sunspot.data.fingerprint import digest, sample_ranges
-from sunspot.data.labels import LABEL, NO_LABELS, ClassLabels, TextLabels, merge_labels, read_labels
+from sunspot.data.labels import (
+    LABEL,
+    NO_LABELS,
+    ClassLabels,
+    TextLabels,
+    merge_labels,
+    read_labels,
+    refuse_lookalikes,
+)
 from sunspot.data.parquet_files import (
     PICTURES,
     TAKEN,
@@ -326,6 +334,7 @@ def name_alike(train: TableSource, test: TableSource) -> TableSource:
             )
         return test
     if more := sorted(set(theirs.names) - set(ours.names)):
+    refuse_lookalikes({*ours.names, *theirs.names}, test.location)
         raise DataError(f"{test.location}: label {brief(more[0])!r} is no class of the training rows ({known})")
     return replace(test, columns=test.columns | {LABEL: ours}, classes=train.classes, class_names=train.class_names)
 
