@@ -316,6 +316,16 @@ def test_saved_pictures_and_class_names_are_read_as_they_are(tmp_path: Path) -> 
         find_sources(Settings(dataset=str(tmp_path / "a.parquet")))
 
 
+def test_tables_and_pictures_that_are_passed_over_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1.0], "label": [0]}), tmp_path / "a.parquet")
+    assert open_rows(tmp_path).notes == ()
+    write_rows(tmp_path / "b.csv", LABELS)
+    put_picture(tmp_path / "cat" / "a.png", 4, 4)
+    (tmp_path / "README.md").touch()
+    told = f"{tmp_path}: only its Parquet is read; not read: 2 other files of tables or pictures, such as b.csv"
+    assert open_rows(tmp_path).notes == (told,)
+
+
 def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "hund"
     folder.mkdir()

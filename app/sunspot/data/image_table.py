@@ -41,12 +41,12 @@ def open_images(location: str, side: int = 0, like: ImageColumn | None = None) -
     there is one, or `StorageError` naming the URL.
     """
     location = absolute(location)
-    names = find_files(location)
-    path = join(location, names[0])
+    files = find_files(location)
+    path = join(location, files.names[0])
     with parquet_errors(path):
         scaled = like and like.scales and is_encoded(find_images(path).type)
         image = like if like and scaled else _declare_images(path, side)
-    return open_rows(location, names, {IMAGE: image, LABEL: Column("int64")})
+    return open_rows(location, files, {IMAGE: image, LABEL: Column("int64")})
 
 
 def open_image_splits(dataset: str, test_dataset: str = "", side: int = 0) -> tuple[TableSource, TableSource | None]:

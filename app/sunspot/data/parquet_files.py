@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from sunspot.data.images import is_picture
 from sunspot.data.splits import refuse_mixed_splits
 from sunspot.errors import DataError, StorageError, shorten
+from sunspot.formatting import plural
 
 OPEN_FILES = 128
 """Files kept open, with their footers, by each process."""
@@ -58,6 +60,15 @@ class Listing:
     "Links to nothing, pipes and whatever else is neither a file nor a folder."
 
 
+class DatasetFiles(NamedTuple):
+    """The files of a dataset that are read."""
+
+    names: list[str]
+    "Sorted, as paths below the dataset's folder; [''] if the dataset is one file."
+    notes: tuple[str, ...] = ()
+    "Lines that a user should read before their rows are trained on."
+
+
 def absolute(location: str) -> str:
     return location.rstrip("/") if "://" in location else os.path.abspath(os.path.expanduser(location))
 
@@ -67,34 +78,32 @@ def join(location: str, name: str) -> str:
     return f"{location.rstrip('/')}/{name}" if name else location
 
 
-def list_files(location: str) -> list[str]:
-    """Names of the files of one kind below a folder, sorted; [""] when `location` is a file.
+def list_files(location: str) -> DatasetFiles:
+    """List the files of one kind below a folder. Raises `DataError` if it is not clear which kind is meant.
 
     Of a folder that Hugging Face's `datasets` saved, those that its STATE names, in that order; PICTURES alone of one
-    with a folder of pictures for each class. Other files beside Parquet are passed over.
+    with a folder of pictures for each class. Other tables and pictures beside Parquet are passed over, with a note.
     """
     system, path = _file_system(location)
     with parquet_errors(location):
         kind = system.get_file_info(path).type
         if kind == fs.FileType.File:
             _refuse_compressed([location])
-            return [""]
+            return DatasetFiles([""])
         if kind == fs.FileType.NotFound:
             raise DataError(f"{location}: not found; set DATASET to sample, mnist, or what exists: {TAKEN}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
     if STATE in names:
-        return _list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES))
+        return DatasetFiles(_list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES)))
     if DICTIONARY in names:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE)})
         raise DataError(f"{location}: saved as {', '.join(splits)}; set DATASET to one such as {location}/{splits[0]}")
-    kinds = {
-        kind: [name for name in names if name.lower().endswith(suffixes)] for suffixes, kind in KINDS_BY_SUFFIX.items()
-    }
+    kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     if kinds["Parquet"]:
         refuse_mixed_splits(location, kinds["Parquet"])
-        return kinds["Parquet"]
+        return DatasetFiles(kinds["Parquet"], _note_unread(location, names, "Parquet"))
     # The rule of Parquet's writers, that names with "_" are none of their rows, does not hold for pictures.
     beside = names if any(kinds.values()) else listing.sizes
     kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
@@ -112,9 +121,25 @@ def list_files(location: str) -> list[str]:
             f"{location}: no *.parquet, *.csv or *.jsonl in it (names that begin with '_' or '.' are skipped), and no "
             f"folders of pictures{outside}; DATASET takes {TAKEN}"
         )
-    if found != ["pictures"]:
-        refuse_mixed_splits(location, kinds[found[0]])
-    return kinds[found[0]]
+    [chosen] = found
+    if chosen == "pictures":
+        return DatasetFiles(kinds[chosen])
+    refuse_mixed_splits(location, kinds[chosen])
+    return DatasetFiles(kinds[chosen], _note_unread(location, names, chosen))
+
+
+def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
+    """Say which tables and pictures are passed over, if the files of one kind are read."""
+    unread = [name for name in names if _kind_of(name) not in ("", kind) or is_picture(name)]
+    if not unread:
+        return ()
+    others = plural(len(unread), "other file")
+    return (f"{location}: only its {kind} is read; not read: {others} of tables or pictures, such as {unread[0]}",)
+
+
+def _kind_of(path: str) -> str:
+    """Return the kind of table in a file, by its name; empty if it is none of KINDS_BY_SUFFIX."""
+    return next((kind for suffixes, kind in KINDS_BY_SUFFIX.items() if path.lower().endswith(suffixes)), "")
 
 
 def _refuse_compressed(paths: list[str]) -> None:
@@ -234,7 +259,7 @@ def parquet_errors(path: str) -> Iterator[None]:
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
         if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in OF_CLIENTS)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
-        kind = next((kind for suffixes, kind in KINDS_BY_SUFFIX.items() if path.lower().endswith(suffixes)), "")
+        kind = _kind_of(path)
         known = kind or path.endswith(".arrow")
         also = "" if known else f"; DATASET takes {TAKEN}"
         raise DataError(f"{path}: not a {kind or 'Parquet'} file, or damaged: {shorten(error)}{also}") from error

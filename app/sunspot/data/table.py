@@ -30,6 +30,7 @@ from sunspot.data.labels import (
 from sunspot.data.parquet_files import (
     PICTURES,
     TAKEN,
+    DatasetFiles,
     absolute,
     join,
     list_files,
@@ -241,20 +242,20 @@ def check_training_rows(train: TableSource, locations: SplitLocations) -> TableS
     return replace(train, notes=(*train.notes, *locations.notes))
 
 
-def find_files(location: str) -> list[str]:
-    """Return the names of a dataset's files (`TableSource.files`), which are opened anew from now on."""
+def find_files(location: str) -> DatasetFiles:
+    """Find a dataset's files (`TableSource.files`), which are opened anew from now on."""
     forget_files()
     return list_files(location)
 
 
 def open_rows(
-    location: str, names: list[str], columns: dict[str, Column], has_class_names: bool = False
+    location: str, found: DatasetFiles, columns: dict[str, Column], has_class_names: bool = False
 ) -> TableSource:
     """Open the files of a dataset and check them, as far as types, labels and the cells of CSV tell.
 
     With `has_class_names`, labels of CSV are names even if all are numbers.
     """
-    paths = [join(location, name) for name in names]
+    paths = [join(location, name) for name in found.names]
     if PREDICTED_BY.get() and LABEL in columns:
         with parquet_errors(paths[0]):
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
@@ -270,7 +271,7 @@ def open_rows(
             del columns[LABEL]
     return TableSource(
         location=location,
-        files=tuple(names),
+        files=tuple(found.names),
         groups=_number_groups(file.groups for file in files),
         sizes=tuple(file.size for file in files),
         tables=digest(*(file.digest.encode() for file in files)),
@@ -278,7 +279,7 @@ def open_rows(
         classes=labels.classes,
         class_names=labels.names,
         classes_seen=len(labels.numbers),
-        notes=tuple(note for file in files for note in file.notes),
+        notes=(*found.notes, *(note for file in files for note in file.notes)),
     )
 
 
@@ -333,8 +334,8 @@ def name_alike(train: TableSource, test: TableSource) -> TableSource:
                 f"training rows {known}; name and number them alike"
             )
         return test
-    if more := sorted(set(theirs.names) - set(ours.names)):
     refuse_lookalikes({*ours.names, *theirs.names}, test.location)
+    if more := sorted(set(theirs.names) - set(ours.names)):
         raise DataError(f"{test.location}: label {brief(more[0])!r} is no class of the training rows ({known})")
     return replace(test, columns=test.columns | {LABEL: ours}, classes=train.classes, class_names=train.class_names)
 
