@@ -90,6 +90,7 @@ def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
         "SunspotMemoryClimbing",
         "SunspotFailed",
         "SunspotNeverTrained",
+        "SunspotEndedEarly",
         "SunspotNotStarted",
     }
     cases = [
