@@ -216,6 +216,12 @@ def test_a_job_that_its_driver_has_ended_for_good_has_failed() -> None:
     own = status(RunState.FAILED, reason="SignatureDoesNotMatch")
     assert judge(view, status=own) == (RunState.FAILED, "SignatureDoesNotMatch")
     assert judge(job("Complete", "STOPPED", message="Job was intentionally stopped."))[0] is RunState.STOPPED
+    drained = status(RunState.STOPPED, age=250)  # by the try before, when its node was taken
+    again = job("Complete", "STOPPED", message=message, failed=1, startTime=timestamp(NOW - 200))
+    assert judge(again, status=drained) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
+    behind = job("Running", "STOPPED", message=message, spec={"backoffLimit": 2})
+    assert judge(behind) == (RunState.FAILED, "SignatureDoesNotMatch; check the key"), "no other try follows"
+    assert judge(behind, status=own) == (RunState.FAILED, "SignatureDoesNotMatch")
 
 
 OUTAGE = (

@@ -113,7 +113,8 @@ def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
 
     A driver also stops on SIGTERM, for instance when it loses its node, and then the operator starts it again.
     """
-    stopped = own.state is RunState.STOPPED and (stop_wanted or job.deployment_status == "Complete")
+    concluded = job.deployment_status == "Complete" and not job.failed_for_good
+    stopped = own.state is RunState.STOPPED and (stop_wanted or concluded)
     return own.state is RunState.SUCCEEDED or stopped
 
 
@@ -157,7 +158,7 @@ def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> 
             check = "check that the KubeRay operator runs and watches this namespace"
             why = f"no operator has looked at its RayJob; {check}"
         return RunState.PENDING, why
-    if ray == "FAILED" or (own and own.state is RunState.FAILED):
+    if ray == "FAILED" or job.failed_for_good or (own and own.state is RunState.FAILED):
         return _failed_or_retrying(job, own)
     if ray in ("", "PENDING"):
         return _starting(seen, own)
@@ -223,7 +224,7 @@ def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[R
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
     """Judge a try that has failed, when the operator has not said yet whether another follows."""
     reason = _last_words(own) or job.message or "its Ray job failed"
-    if job.failed + 1 < job.tries:
+    if job.failed + 1 < job.tries and not job.failed_for_good:
         return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
     return RunState.FAILED, reason
 
