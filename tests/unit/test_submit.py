@@ -448,6 +448,9 @@ def test_a_live_run_is_attached_to_whatever_its_quota(cluster: FakeCluster, suns
     assert "team: pods: 3 needed" in sunspot.err
     put_quota(cluster, "pods", "3", used="3")
     assert sunspot.submit() == 0, "the old pods go first"
+    end(cluster, sunspot.run, RunState.FAILED)
+    put_quota(cluster, "count/rayjobs.ray.io", "1", used="1")
+    assert sunspot.submit() == 0, "the old RayJob goes first, too"
 
 
 def test_who_may_not_list_quotas_submits_without(cluster: FakeCluster, sunspot: Command) -> None:

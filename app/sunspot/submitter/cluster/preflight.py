@@ -58,8 +58,9 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
                 quotas = list(find_quota_problems(cluster, manifest))
                 take(quotas)
                 take(find_pod_problems(cluster, manifest, quotas))
-            elif expected.terminal:  # what is left of its pods still counts, but goes
-                take(each for each in find_quota_problems(cluster, manifest) if each.result is Result.FAILED)
+            elif expected.terminal:  # it still counts, and what is left of its pods, but both go first
+                empty = find_quota_problems(cluster, manifest, ignore_use=True)
+                take(each for each in empty if each.result is Result.FAILED)
     except ClusterError as error:
         in_cluster.append(explain_refusal(error))
     in_storage = _find_storage_problems(run)
@@ -79,12 +80,14 @@ def find_queue_problem(expected: JobView) -> Iterator[Check]:
         yield Check("Kueue", Result.FAILED, what, f"{install}, or leave the queue out")
 
 
-def find_quota_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
+def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: bool = False) -> Iterator[Check]:
     """Find the ResourceQuotas without room for the whole run. FAILED are those in which it can never fit.
 
-    Finds nothing if this user may not list them.
+    With `ignore_use`, as if nothing else were in the namespace. Finds nothing if this user may not list them.
     """
     quotas = list_if_allowed(cluster, "quotas")
+    if quotas and ignore_use:
+        quotas = [{**quota, "status": {**quota.get("status", {}), "used": {}}} for quota in quotas]
     if quotas:
         checks = check_quotas(quotas, list_if_allowed(cluster, "limit ranges"), manifest)
         yield from (check for check in checks if check.result is not Result.OK)
