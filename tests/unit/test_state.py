@@ -237,6 +237,15 @@ def test_storage_that_does_not_answer_is_not_taken_for_a_silent_run(last: Status
     assert refused == "its Ray job runs; its storage refuses this reader, so nothing is known of its progress"
 
 
+@pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
+def test_nothing_is_said_of_pods_that_are_not_known(deployment: str) -> None:
+    seen = JobInCluster(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
+    reason = states.judge(seen, StoragePart())[1]
+    assert reason == {"Initializing": "nobody looked at its pods"}.get(
+        deployment, "suspended: suspend is true in its spec"
+    )
+
+
 def test_a_status_that_could_not_be_read_is_not_called_missing() -> None:
     state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
     assert state is RunState.SUCCEEDED

@@ -38,6 +38,8 @@ MAX_OUTAGE_S = 300.0
 REFUSAL_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
 """Between tries of an API server that has answered this user before: credentials are rotated, webhooks fail."""
 
+PODS_HIDDEN = "this user may not list its pods, which would say why"
+
 OUTAGE_EVERY_S = 30.0
 """How often a line says that the API server or storage is still out of reach."""
 
@@ -80,7 +82,8 @@ class RunSnapshot:
         if not self.job:
             return None
         pods = mark_lost_pods(self.cluster.pods, self.cluster.nodes)
-        return JobInCluster(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes)
+        unseen = PODS_HIDDEN if "pods" in self.cluster.hidden else ""
+        return JobInCluster(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes, unseen)
 
     @property
     def lacks_workers(self) -> bool:
@@ -106,9 +109,7 @@ class RunSnapshot:
         if self.storage.deleting:
             return RunState.DELETING, HALF_DELETED
         if self.in_cluster:
-            state, reason = judge(self.in_cluster, self.storage)
-            unseen = "pods" in self.cluster.hidden and not state.terminal and not self.driver_began
-            return state, "this user may not list its pods, which would say why" if unseen else reason
+            return judge(self.in_cluster, self.storage)
         if self.storage.trouble and not self.storage.state:
             return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so nothing is known of it"
         state, reason = self.storage.state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")

@@ -142,7 +142,8 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
 def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone: GoneJob | None) -> dict[str, Any]:
     now = time.time()
     if job and not run.deleting:
-        state, reason = judge(JobInCluster(job, now=now), StoragePart(status, run.stop_requested))
+        unseen = f"`sunspot status {run.name}` looks at its pods"
+        state, reason = judge(JobInCluster(job, now=now, unseen_pods=unseen), StoragePart(status, run.stop_requested))
     else:
         state, reason = state_from_storage(status, run, now)
         state, reason = gone.judge(run.stop_requested) if gone else (state, reason)

@@ -62,6 +62,8 @@ class JobInCluster:
     "Seconds since the epoch."
     nodes: Nodes = ()
     "All nodes of the cluster; none if they were not needed, or may not be listed."
+    unseen_pods: str = ""
+    "Why the pods are not known; empty if they are."
 
     @property
     def own_pods(self) -> list[PodView]:
@@ -256,6 +258,8 @@ def explain_pods(seen: JobInCluster) -> str:
     """Explain by its pods why a RayJob's driver has not started yet."""
     if problem := summarize_pod_problems(seen):
         return problem
+    if seen.unseen_pods:
+        return seen.unseen_pods
     mine = seen.own_pods
     if not any(pod.head for pod in mine):
         return "its pods are about to be made"

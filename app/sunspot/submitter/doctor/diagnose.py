@@ -71,7 +71,7 @@ def examine(access: RunAccess) -> Report:
     if cluster_trouble:
         advice = "renew the credentials, or reach the API server, and ask again; what else is found is from storage"
         findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, cluster_trouble, advice, cost=1.0))
-    if snapshot.in_cluster and "pods" not in snapshot.cluster.hidden:
+    if snapshot.in_cluster:
         findings += find_pending(snapshot.in_cluster, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
         advice = "if that was not intended, submit it again when they have ended: it goes on from the last checkpoint"
@@ -88,8 +88,8 @@ def examine(access: RunAccess) -> Report:
         if any(finding.finding is Diagnosis.NOT_FINITE for finding in of_training):
             of_training = [finding for finding in of_training if not is_end_by_nan(finding)]
         findings += [finding for finding in of_training if not _explained(finding, findings)]
-        shown = snapshot.in_cluster if "pods" not in snapshot.cluster.hidden else None
-        fewer = list(find_fewer_workers(case, shown))
+        seen = snapshot.in_cluster
+        fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
         findings += fewer
         good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
         if good and state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):

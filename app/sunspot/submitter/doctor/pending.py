@@ -40,7 +40,10 @@ DEADLINES = {
 
 
 def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
-    """Find what keeps a run's newest RayJob from having all its pods; empty when it has them or needs none."""
+    """Find what keeps a run's newest RayJob from having all its pods; empty when it has them or needs none.
+
+    Pods that are not known are left out.
+    """
     job = seen.job
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator refuses the manifest of {job.name}: {job.message}"
@@ -56,8 +59,8 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
         # Of pods that are gone, the last warnings say what was wrong. Those of earlier tries do not count.
         since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
-        found += _explain_pods(seen, recent, severity)
-    if not found and state in (RunState.PENDING, RunState.RETRYING) and not job.failed:
+        found += [] if seen.unseen_pods else _explain_pods(seen, recent, severity)
+    if not found and not seen.unseen_pods and state in (RunState.PENDING, RunState.RETRYING) and not job.failed:
         found.append(_starting(seen))
     return found
 
