@@ -23,7 +23,7 @@ from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, fin
 from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_place, read_failures, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
-from sunspot.run.requests import SubmissionRecord, record_submission
+from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
 from sunspot.run.status import RunState, Status, restore_status, write_status
 from sunspot.settings import load_settings
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
@@ -675,6 +675,8 @@ def test_a_lost_run(run: Run, sunspot: Command) -> None:
 
 def test_a_stopped_run(run: Run, sunspot: Command) -> None:
     trains(run)
+    request_stop(run, "me")
+    assert findings(sunspot)["stopped"]["evidence"] == "told to stop; it saves and ends"
     restore_status(run, Status(RunState.STOPPED, "job", attempt=1, step=7))
     found = findings(sunspot)
     assert list(found) == ["stopped"]
@@ -982,6 +984,44 @@ def test_tries_that_failed_before_they_could_write_to_storage(
     assert said in sunspot.err
     assert sunspot("events", "run") == 0
     assert said in sunspot.err
+
+
+def test_what_keeps_the_present_pods_from_running_comes_before_a_failed_try_without_a_reason(
+    cluster: FakeCluster, run: Run, job: Any, sunspot: Command
+) -> None:
+    record_submission(run, SubmissionRecord(JOB))
+    cluster.put_job(job | {"spec": job["spec"] | {"backoffLimit": 2}})
+    cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER, failed=1)
+    cluster.pods = [head(phase="Pending", **waiting("ImagePullBackOff", "not found"))]
+    assert list(findings(sunspot)) == ["image", "failed"]
+
+
+@pytest.mark.parametrize("kind", [None, RefusedStorageError])
+def test_a_rayjob_that_failed_is_said_to_have_failed_whatever_storage_says(
+    kind: type[StorageError] | None, cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: Any) -> None:
+        assert kind
+        raise kind("no answer")
+
+    if kind:
+        monkeypatch.setattr("sunspot.submitter.cluster.observation.read_fresh_status", refuse)
+    cluster.put_job(rayjob(JOB))
+    cluster.set_status(JOB, "Failed", "FAILED", reason="AppFailed", message="...\nerror: cannot import my_task")
+    found = findings(sunspot)
+    assert list(found) == ["failed", *(["storage trouble"] if kind else [])]
+    assert found["failed"]["evidence"] == "cannot import my_task"
+
+
+def test_who_may_not_list_pods_is_told_what_the_rayjob_says(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    record_submission(run, SubmissionRecord(JOB))
+    cluster.put_job(rayjob(JOB, backoffLimit=2))
+    cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER, failed=2)
+    cluster.on("GET", "/pods", answer(403, 'User "me" cannot list pods'))
+    assert list(findings(sunspot)) == ["failed"]
+    assert sunspot("status", "run", "--json") == 0
+    failed = "2 of 3 tries have failed before they could write to storage"
+    assert sunspot.json["reason"] == f"{failed}; this user may not list its pods, which would say why"
 
 
 def test_a_run_of_which_a_part_cannot_be_read(run: Run, sunspot: Command) -> None:

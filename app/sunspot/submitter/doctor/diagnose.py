@@ -12,7 +12,7 @@ from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.records import gather
-from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble
+from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble, find_unrecorded_end
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
@@ -95,12 +95,14 @@ def examine(access: RunAccess) -> Report:
         if good and state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
             evidence, details = figures(case)
             findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
-    elif snapshot.storage.trouble:
-        findings.append(find_storage_trouble(snapshot))
+    else:
+        findings += [end for end in find_unrecorded_end(state, reason) if not _explained(end, findings)]
+        findings += [find_storage_trouble(snapshot)] if snapshot.storage.trouble else []
     if not any(finding.finding is Diagnosis.FAILED for finding in findings):
         findings += find_failed_tries(snapshot, state)
     if not findings:
-        findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
+        kind = Diagnosis.STOPPED if state is RunState.STOPPING else Diagnosis.STARTING
+        findings.append(Finding(kind, Severity.NOTE, reason, "wait, and ask again"))
     return Report(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
 
 

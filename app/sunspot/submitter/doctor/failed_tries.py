@@ -1,4 +1,4 @@
-"""Tries of a RayJob that failed before the present one, and storage that cannot be read."""
+"""RayJobs and tries of them that failed without a word in storage, and storage that cannot be read."""
 
 from collections.abc import Iterator
 
@@ -15,14 +15,25 @@ def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Findin
         return
     evidence = describe_failed_tries(job, snapshot.storage)
     details = {"failed": job.failed, "tries": job.tries, "message": job.message or None}
-    advice = "mend what it names, and submit again; the next try would meet it, too"
+    advice, cost = "mend what it names, and submit again; the next try would meet it, too", 1.0
     if ": " not in evidence:
+        cost = 0.0  # what keeps the present pods from running explains more
         seen = f"kubectl get rayjob {job.name} --watch -o jsonpath='{{.status.message}}'"
         advice = (
             f"the operator forgets why a try failed once the next one begins; {seen} prints it when that fails. Before "
             "it can write, a driver reads its settings and reaches its storage: `sunspot doctor --from-pods` tries that"
         )
-    yield Finding(Diagnosis.FAILED, Severity.ERROR, evidence, advice, details, cost=1.0)
+    yield Finding(Diagnosis.FAILED, Severity.ERROR, evidence, advice, details, cost)
+
+
+def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
+    """Find the end of a run of which nothing can be read in storage, by what the cluster says."""
+    if state is RunState.FAILED:
+        yield Finding(Diagnosis.FAILED, Severity.ERROR, reason, "mend what it names, and submit again", cost=1.0)
+    elif state is RunState.LOST:
+        yield Finding(Diagnosis.LOST, Severity.ERROR, reason, "submit it again", cost=0.9)
+    elif state is RunState.STOPPED:
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, reason, "submit it again to let it go on")
 
 
 def find_storage_trouble(snapshot: RunSnapshot) -> Finding:
