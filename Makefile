@@ -49,7 +49,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 lint: .venv/dev  ## format, lint, types, import layers, parameter lists
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/ruff check --preview --select PLW1514 app  # files in the locale's encoding; not yet a stable rule
+	$(BIN)/ruff check --preview --select PLW1514 app  # no files in the locale's encoding; only in preview so far
 	$(BIN)/mypy app scripts
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.structure
