@@ -99,7 +99,7 @@ def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> str:
-    """Read a file of the kernel's, in which the names of processes and groups may be any bytes."""
+    """Read a file of the kernel, in which names of processes and groups may contain any bytes."""
     return os.fsdecode(file.read_bytes())
 
 

@@ -146,7 +146,7 @@ def test_files_that_are_no_images_of_the_model_are_refused(classifier: Classifie
         "wide.png": "8 x 9 .*takes 8 x 8, grey",
         "colour.jpeg": "8 x 8 .*in colour.*takes 8 x 8, grey",
         "floats.npy": r"float64 \[1, 8, 8\].*takes uint8 \[1, 8, 8\]",
-        "text.png": "is no PNG or JPEG, or damaged",
+        "text.png": "is not a PNG or JPEG, or is damaged",
         "pickled.npy": "an array of object",
         "missing.png": "No such file",
     }.items():

@@ -83,11 +83,11 @@ def test_every_picture_is_a_row_of_its_class(
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["cat/a.heic", "cat/b.heic", "dog/a.png"], ["no picture that can be read in cat/ (2 .heic files)", ".png"]),
-        (["cat/a.png", "dog/a.png", "owl/"], ["no picture that can be read in owl/ (empty)"]),
+        (["cat/a.heic", "cat/b.heic", "dog/a.png"], ["no readable picture in cat/ (2 .heic files)", ".png"]),
+        (["cat/a.png", "dog/a.png", "owl/"], ["no readable picture in owl/ (empty)"]),
         (
             ["train/cat/a.png", "train/dog/a.png", "train/owl/a.txt"],
-            ["no picture that can be read in train/owl/ (1 .txt file)"],
+            ["no readable picture in train/owl/ (1 .txt file)"],
         ),
         (["images/cat/a.png", "images/dog/a.png"], ["one class, images", "set DATASET to", "/images, in which"]),
         (["a/b/cat/a.png", "a/b/dog/a.png"], ["one class, a", "/a/b, in which"]),
@@ -98,7 +98,7 @@ def test_every_picture_is_a_row_of_its_class(
         (["up/train/cat/a.png", "up/test/cat/a.png"], ["/up: has train/ and test/", "set DATASET to", "/up/train and"]),
         (["train/a.png", "test1/a.png"], ["train/ and test1/"]),
         (["a.png", "b.png"], ["no folders of pictures (a.png lies in none)"]),
-        ([".git/a.png"], ["no folders of pictures in it", "1 file below hidden folders, such as .git/a.png"]),
+        ([".git/a.png"], ["no folders of pictures in it", "1 file in hidden folders, such as .git/a.png"]),
     ],
 )
 def test_a_lost_class_or_a_wrong_level_is_refused_with_the_fix(
@@ -150,7 +150,7 @@ def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None
     assert "2 training rows" in data
     assert "put them into test/ beside train/, or set TEST_DATASET" in data
     assert note == (
-        f"{location}: not read: 8 .heic files, such as cat/0.heic; 2 files below hidden folders, such as "
+        f"{location}: not read: 8 .heic files, such as cat/0.heic; 2 files in hidden folders, such as "
         ".thumbs/a.png; 1 .txt file, such as dog/n.txt; 1 broken link or the like, such as cat/c.png; 1 file without "
         "suffix, such as cat/0001; 1 other file"
     )
@@ -160,7 +160,7 @@ def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None
 def test_pictures_in_deeper_folders_are_said_to_belong_to_the_outermost(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/indoors/a.png", "dog/b.png")
     assert open_rows(location)[0].notes == (
-        f"{location}: pictures belong to the class of the outermost folder, such as cat/indoors/a.png to cat",
+        f"{location}: nested pictures belong to the class of the outermost folder, such as cat/indoors/a.png to cat",
     )
 
 
@@ -238,14 +238,14 @@ def test_folders_of_pictures_in_a_bucket_are_read_by_the_same_rules(tmp_path: Pa
     train, _ = open_rows(there)
     assert (train.class_names, train.fingerprint) == (("cat", "dog"), open_rows(here)[0].fingerprint)
     bucket.write("owl/a.heic", b"")
-    with refusal(DataError, f"{there}: no picture that can be read in owl/ (1 .heic file)"):
+    with refusal(DataError, f"{there}: no readable picture in owl/ (1 .heic file)"):
         open_rows(there)
 
 
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["train/cat/a.png", "train/dog/a.heic", "Test/cat/a.png"], ["/train: no picture that can be read in dog/"]),
+        (["train/cat/a.png", "train/dog/a.heic", "Test/cat/a.png"], ["/train: no readable picture in dog/"]),
         (["a/cat/a.png", "a/dog/a.png"], ["one class, a"]),
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/"]),
     ],

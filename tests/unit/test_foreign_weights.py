@@ -48,7 +48,7 @@ def test_a_tensor_that_is_missing_and_that_nothing_ties_is_refused() -> None:
 
 
 def test_two_tensors_that_differ_are_refused_by_a_model_that_ties_them() -> None:
-    with pytest.raises(SettingsError, match=r"INIT_FROM=file: .* differ, and the model ties them"):
+    with pytest.raises(SettingsError, match=r"INIT_FROM=file: .* differ, but the model ties them"):
         load(Tied(), Tied(tied=False).state_dict())
 
 

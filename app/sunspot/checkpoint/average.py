@@ -3,8 +3,9 @@
 Training goes on from other weights: those are in a checkpoint, too, as `trained` in the optimizer's state of each
 parameter. So the form of checkpoints stays as it is, and in parts each worker has the average of its own.
 
-A number of 16 bits is too coarse for an average, which changes by small parts of itself. So the average of such weights
-has 32 bits. `model.pt` has it rounded to the type of the weights, and the optimizer's state has all of it as `average`.
+An average in 16 bits would not change at all, because its updates are smaller than its precision. So the average of
+such weights has 32 bits. `model.pt` has it rounded to the weights' dtype, and the optimizer's state has it in full as
+`average`.
 """
 
 from collections.abc import Iterator
@@ -17,10 +18,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from sunspot.parallel.sharding import is_fsdp, parameters_of, part_of
 
 TRAINED, AVERAGE = "trained", "average"
-"""Names in the optimizer's state of a parameter: of the weights, and of an average that `model.pt` has only rounded."""
+"""Keys in a parameter's optimizer state: the weights, and the average if `model.pt` has it only rounded."""
 
 NARROW = (torch.float16, torch.bfloat16)
-"""Types whose average is kept in float32."""
+"""Dtypes whose average is kept in float32."""
 
 
 class WeightAverage:
@@ -32,7 +33,7 @@ class WeightAverage:
         self._averages: list[torch.Tensor] = []
         "One for each parameter; empty before the first step."
         self._weights: dict[int, torch.Tensor] = {}
-        "While the average is in the place of weights of 16 bits: those weights, by the number of their parameter."
+        "Weights of 16 bits by parameter number, while the average takes their place in the model."
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def update(self, step: int) -> None:
@@ -49,12 +50,12 @@ class WeightAverage:
                 averages.append(own)
                 weights.append(weight)
             else:
-                own.lerp_(weight.to(own.dtype), 1 - decay)  # one by one, as each needs memory for its weights
+                own.lerp_(weight.to(own.dtype), 1 - decay)  # one by one: each needs a copy of its weights
         if averages:
             get_ema_multi_avg_fn(decay)(averages, weights, None)
 
     def _copy_weights(self) -> list[torch.Tensor]:
-        """Return an average that consists of the present weights."""
+        """Return an average that is equal to the current weights."""
         weights = [parameter.detach() for parameter in self._parameters]
         return [weight.float() if weight.dtype in NARROW else weight.clone() for weight in weights]
 

@@ -1,7 +1,7 @@
-"""Weights that another program has saved, under the names that a model of the task gives them.
+"""Renames weights that another program has saved to the names in the task's model.
 
-Other programs store a tensor once that the model ties to two names (`save_model` of safetensors, `save_pretrained` of
-transformers), or put the name of a wrapper in front (`DistributedDataParallel`, `torch.compile`).
+Other programs store tied weights under one of their names only (`save_model` of safetensors, `save_pretrained` of
+transformers), or add a wrapper's prefix to names (`DistributedDataParallel`, `torch.compile`).
 """
 
 import copy
@@ -13,14 +13,13 @@ import torch
 from sunspot.errors import SettingsError
 
 WRAPPER_PREFIX, COMPILED_PREFIX = "module.", "_orig_mod."
-"""Added to names by DistributedDataParallel and DataParallel, and by torch.compile."""
+"""Prefixes that DistributedDataParallel and DataParallel, and torch.compile, add to names."""
 
 
 def fit_names(model: torch.nn.Module, state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with the model's names, as far as it can be found out what they are.
+    """Return a state_dict with the model's names as far as they can be inferred.
 
-    Raises `SettingsError` for a file that holds state_dicts among other things, and for two tensors that the model ties
-    although they differ.
+    Raises `SettingsError` if the file holds a state_dict among other things, or different values for tied weights.
     """
     own = model.state_dict(keep_vars=True)
     refuse_nested(own, state, origin)
@@ -28,17 +27,17 @@ def fit_names(model: torch.nn.Module, state: dict[str, Any], origin: str) -> dic
 
 
 def refuse_nested(own: Mapping[str, Any], state: Mapping[str, Any], origin: str) -> None:
-    """Raise `SettingsError` if the weights are not in `state` itself, but in a state_dict within it."""
+    """Raise `SettingsError` if the weights are in a state_dict nested in `state`."""
     inner = [name for name, value in state.items() if isinstance(value, Mapping) and name not in own]
     if inner and not state.keys() & own.keys():
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={origin}: holds {', '.join(map(str, state))}; save the model's state_dict alone, as in "
+            f"SUNSPOT_INIT_FROM={origin}: contains {', '.join(map(str, state))}; save only the state_dict, as in "
             f"torch.save(torch.load(FILE)[{inner[0]!r}], NEW_FILE)"
         )
 
 
 def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict without as many prefixes of wrappers as it has more than the model's own names."""
+    """Return a state_dict without the wrapper prefixes that the model's own names lack."""
     best, names = state, {name: str(name).replace(COMPILED_PREFIX, "") for name in state}
     while names:
         renamed = {short: state[name] for name, short in names.items()}
@@ -51,9 +50,9 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with all names of each tensor of the model, if it has at least one of them.
+    """Return a state_dict that has tied weights under all of their names if `state` has them under one.
 
-    Raises `SettingsError` if it has different tensors for them.
+    Raises `SettingsError` if `state` has different values for them.
     """
     tensors = {name: id(value) for name, value in own.items() if isinstance(value, torch.Tensor)}
     stored: dict[int, str] = {}
@@ -61,8 +60,8 @@ def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dic
         other = stored.setdefault(tensors[name], name)
         if not are_same(state[name], state[other]):
             raise SettingsError(
-                f"SUNSPOT_INIT_FROM={origin}: {other} and {name} differ, and the model ties them: one would be lost; "
-                "build the model without tying them, or leave one of them out of the file"
+                f"SUNSPOT_INIT_FROM={origin}: {other} and {name} differ, but the model ties them: one would be lost; "
+                "build the model without tying them, or remove one of them from the file"
             )
     completed = copy.copy(state)  # with its metadata, which torch keeps in an attribute
     for name in tensors.keys() - state.keys():
@@ -72,6 +71,6 @@ def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dic
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Tell whether two values of a state_dict are one tensor, or equal ones."""
+    """Return True if two values of a state_dict are the same tensor, or equal tensors."""
     are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return one is other or (are_tensors and torch.equal(one, other))

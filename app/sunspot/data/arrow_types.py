@@ -1,4 +1,4 @@
-"""Arrow's types in the plain form that everything else here takes: without views, dictionaries and run-ends."""
+"""Arrow's types in the plain form that the rest of this package reads: no views, dictionaries or run-end encoding."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 def map_type(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """Return a type with `change` applied to it, or to the types within its lists and structs.
 
-    List views stay: rows can be selected from them, and pyarrow 26 casts them to lists of wrong lengths.
+    List views remain, because rows can be selected from them and pyarrow 26 casts them to lists of wrong lengths.
     """
     types = pa.types
     if types.is_struct(stored):
@@ -28,7 +28,7 @@ def _map_items(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
 
 
 def plain_type(stored: pa.DataType) -> pa.DataType:
-    """Return the plain type that holds the same values; Arrow can select rows of no view and no run-ends."""
+    """Return the plain type for the same values, as Arrow cannot select rows of views or run-end encoded arrays."""
     return map_type(stored, _plain_leaf)
 
 
@@ -53,6 +53,6 @@ def to_plain(table: pa.Table) -> pa.Table:
 def _cast(values: pa.ChunkedArray, plain: pa.DataType) -> pa.ChunkedArray:
     if pa.types.is_run_end_encoded(values.type):  # Arrow decodes no runs of views or dictionaries
         return pa.chunked_array([pa.array(chunk.to_pylist(), plain) for chunk in values.chunks], plain)
-    if pa.types.is_dictionary(values.type):  # those of views cannot be cast at once
+    if pa.types.is_dictionary(values.type):  # dictionaries of views cannot be cast in one step
         values = values.cast(pa.dictionary(values.type.index_type, plain))
     return values.cast(plain)

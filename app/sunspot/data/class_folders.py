@@ -1,4 +1,4 @@
-"""A folder with a folder of pictures for each class: which of its files are read, and to which class they belong."""
+"""A dataset with a folder of pictures for each class: which files are read, and which class each belongs to."""
 
 import os
 from collections import Counter, defaultdict
@@ -15,58 +15,58 @@ JUNK_FILES, JUNK_PREFIX = (".ds_store", "thumbs.db", "desktop.ini"), "._"
 """Files that macOS and Windows leave in folders, in lower case."""
 
 JUNK_FOLDERS = ("__MACOSX", "@eaDir")
-"""Folders of copies and thumbnails that macOS leaves in archives, and Synology's disks beside pictures."""
+"""Folders of metadata and thumbnails that macOS adds to archives, and Synology to folders of pictures."""
 
 MAX_KINDS_NAMED = 5
-"""Kinds of unread files, and lost classes, that a message names; of the others it tells their number at most."""
+"""Largest number of kinds of unread files, and of lost classes, that a message names."""
 
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """The pictures of a dataset in folders, by class."""
+    """The pictures of a dataset that has a folder for each class."""
 
     location: str
     pictures: dict[str, int]
-    "Bytes of each picture, by its name below `location`, in the order of the rows."
+    "Size in bytes by the picture's path below `location`, in the order of the rows."
     root: str
-    "Folder below `location` that holds the folders of the classes: '', or 'train/' if no other has pictures."
+    "Prefix of the class folders below `location`: '', or 'train/' if no other folder has pictures."
     without_pictures: dict[str, str]
-    "Folders of classes that have no picture, the first few, and a description of their files."
+    "A description of the files of each class folder without a picture; the first few folders."
     unread: str
     "Description of the files that are not read; empty if all are."
 
     def class_of(self, name: str) -> str:
-        """Return the class of a picture: the outermost folder that it lies in."""
+        """Return the class of a picture: the outermost folder that contains it."""
         return name.removeprefix(self.root).partition("/")[0]
 
     def describe(self) -> tuple[str, ...]:
-        """Return lines that a user should read before these pictures are trained on."""
+        """Return notes for the user on how these pictures are read."""
         notes = [f"{self.location}: not read: {self.unread}"] if self.unread else []
         deeper = next((name for name in self.pictures if name.removeprefix(self.root).count("/") > 1), "")
         if deeper:
             notes.append(
-                f"{self.location}: pictures belong to the class of the outermost folder, such as {deeper} to "
+                f"{self.location}: nested pictures belong to the class of the outermost folder, such as {deeper} to "
                 f"{self.class_of(deeper)}"
             )
         return tuple(notes)
 
     def refuse_lost_classes(self) -> None:
-        """Raise `DataError` if a folder of a class has no picture: the class would be missing."""
+        """Raise `DataError` if a class folder has no picture, because its class would be missing."""
         if self.without_pictures:
             lost = ", ".join(f"{folder}/ ({files})" for folder, files in self.without_pictures.items())
             raise DataError(
-                f"{self.location}: no picture that can be read in {lost}; move such a folder out of the dataset, or "
+                f"{self.location}: no readable picture in {lost}; move such a folder out of the dataset, or "
                 f"convert its files to one of {', '.join(SUFFIXES)}"
             )
 
     def refuse_wrong_level(self) -> None:
-        """Raise `DataError` if the folders of the classes seem to lie deeper than they are looked for."""
+        """Raise `DataError` if the class folders seem to be one or more levels deeper."""
         folders = {os.path.dirname(name) for name in self.pictures}
         common = os.path.commonpath(folders)
         if len({self.class_of(name) for name in self.pictures}) == 1 and common not in folders:
             raise DataError(
                 f"{self.location}: all pictures would be of one class, {self.class_of(next(iter(self.pictures)))}; set "
-                f"DATASET to {join(self.location, common)}, in which the folders of the classes lie"
+                f"DATASET to {join(self.location, common)}, which contains the class folders"
             )
 
 
@@ -103,13 +103,13 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
 
 
 def _find_root(location: str, folders: set[str]) -> str:
-    """Return what the folders of the classes lie in: a folder of training rows, if no other folder has pictures."""
+    """Return the prefix of the class folders: the folder of training rows if no other folder has pictures, else ''."""
     outermost = sorted({folder.partition("/")[0] for folder in folders})
     train = next((name for name in outermost if name.lower() in TRAINING and name not in folders), "")
     others = [name for name in outermost if name != train]
     if train and others:
         raise DataError(
-            f"{location}: {train}/ has the folders of the classes in it, and beside it is {others[0]}/; set DATASET to "
+            f"{location}: {train}/ contains the class folders, but {others[0]}/ is beside it; set DATASET to "
             f"{join(location, train)}"
         )
     return f"{train}/" if train else ""
@@ -126,15 +126,15 @@ def _is_below_hidden(name: str) -> bool:
 
 
 def _describe_unread(names: list[str], pictures: set[str], others: Sequence[str]) -> str:
-    """Describe the files that are not read, most frequent kind first."""
+    """Describe the files that are not read, the most frequent kind first."""
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in names:
         if _is_below_hidden(name):
-            kinds["file", " below hidden folders"].append(name)
+            kinds["file", " in hidden folders"].append(name)
         elif not is_picture(name):
             kinds[_kind_of(name)].append(name)
         elif name not in pictures:
-            kinds["picture", " outside the folders of the classes"].append(name)
+            kinds["picture", " outside the class folders"].append(name)
     if others:
         kinds["broken link", " or the like"].extend(others)
     ranked = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
@@ -152,6 +152,6 @@ def _describe_kinds(names: Iterable[str]) -> str:
 
 
 def _kind_of(name: str) -> tuple[str, str]:
-    """Return the noun for files of a kind, and what follows it: (".heic file", "")."""
+    """Return the singular noun for a file's kind, and the words after it: (".heic file", "")."""
     suffix = os.path.splitext(name)[1]
     return (f"{suffix} file", "") if suffix else ("file", " without suffix")

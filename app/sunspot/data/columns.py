@@ -81,7 +81,7 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Whether each value is one number, as the files have it."""
+        """Whether each value is a single number that is stored as such."""
         return not (self.shape or self.longest or self.decode)
 
     @property
@@ -99,7 +99,7 @@ class Column:
             return f"shape {self.shape} and longest {self.longest}; a list has one or the other"
         limits: Any = np.iinfo(self.dtype) if self.is_whole else np.finfo(self.dtype)
         if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_whole and self.fill % 1):
-            return f"fill {self.fill}, which is no {self.dtype}"
+            return f"fill {self.fill}, which {self.dtype} cannot hold"
         return ""
 
     def describe(self) -> Any:

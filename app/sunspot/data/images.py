@@ -1,7 +1,8 @@
 """Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before anything of that size is made.
 
-Pictures are decoded as torchvision's ImageFolder does it (transparency and colour profiles are ignored), but turned as
-their EXIF orientation says, and of 16 bits the upper 8 are kept. A picture that would lose more than that is refused.
+Pictures are decoded as by torchvision's ImageFolder (transparency and colour profiles are ignored), with two
+differences: they are turned upright by their EXIF orientation, and 16-bit pixels keep their upper 8 bits. A picture
+that would lose more than that is refused.
 """
 
 import io
@@ -39,16 +40,16 @@ GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow's modes without colour."""
 
 ANIMATED_FORMATS = ("PNG", "WEBP", "GIF")
-"""Formats whose further frames are an animation. Those of a JPEG (MPO) are previews or depth, which no viewer shows."""
+"""Formats whose further frames are an animation. In a JPEG (MPO), they are previews or depth, which no viewer shows."""
 
 REFUSED_MODES = {
     "F": "holds floating-point numbers; write it with 8 bits, or 16",
     "LAB": "has its colours in LAB; write it in RGB",
 }
-"""Modes that cannot be turned into grey or RGB without loss, and what is said of such a picture."""
+"""Modes that cannot be converted to grey or RGB without loss, with the message for such a picture."""
 
 ORIENTATION, LAST_UNTURNED = 0x0112, 4
-"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and the last of its values that keeps height and width."""
+"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and its last value that does not swap height and width."""
 
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -69,7 +70,7 @@ SUBFILE_TYPE, BITS_PER_SAMPLE, PHOTOMETRIC, EXTRA_SAMPLES = 254, 258, 262, 338
 """TIFF tags (TIFF 6.0, section 8)."""
 
 WHITE_IS_ZERO = 0
-"""Value of PHOTOMETRIC in negatives, which Pillow turns into positives for 8 bits only."""
+"""Value of PHOTOMETRIC in negatives, which Pillow inverts only if they have 8 bits."""
 
 NO_FULL_PAGE = 0b101
 """Bits of SUBFILE_TYPE: a page that is a smaller version of another, or a mask."""
@@ -153,7 +154,7 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
 
 
 def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
-    """Return a Pillow image of one of `formats`, whose header alone has been read.
+    """Return a Pillow image of one of `formats`, of which only the header has been read.
 
     Raises `DataError` for any other file, and for a picture that cannot be read without loss.
     """
@@ -164,17 +165,17 @@ def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
         obstacle = _find_obstacle(image)
     except Exception as error:  # Pillow's decoders raise all kinds
         reason = shorten(error)
-        if isinstance(error, UnidentifiedImageError):  # its message has no more than the repr of `file`
+        if isinstance(error, UnidentifiedImageError):  # its message only has the repr of `file`
             reason = _describe_beginning(file)
-        raise DataError(f"is no {', '.join(formats[:-1])} or {formats[-1]}, or damaged: {reason}") from error
+        raise DataError(f"is not a {', '.join(formats[:-1])} or {formats[-1]}, or is damaged: {reason}") from error
     if obstacle:
         raise DataError(obstacle)
     return image
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """Return height and width of a picture as viewers show it, by its header alone."""
-    # Pillow swaps those of TIFF itself, and looks for EXIF data of PNG behind the pixels if there are none before.
+    """Return the height and width with which viewers show a picture, from its header alone."""
+    # Pillow itself swaps them for TIFF. For PNG, it would decode the pixels to look for EXIF data after them.
     in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
     turned = in_header and _find_orientation(image) > LAST_UNTURNED
     return (image.width, image.height) if turned else (image.height, image.width)
@@ -219,15 +220,15 @@ def _find_orientation(image: Any) -> int:
 
 
 def _find_obstacle(image: Any) -> str:
-    """Say why a picture cannot be read as grey or RGB of 8 bits without loss, and the fix; empty if it can.
+    """Return why a picture cannot be read as 8-bit grey or RGB without loss, and the fix; empty if it can.
 
-    More pixels than Pillow warns of are one reason: a small file may claim any number, and decoding would make them.
+    One reason is more pixels than Pillow's limit: a small file may claim any number, and decoding would allocate them.
     """
     from PIL import Image
 
     most = Image.MAX_IMAGE_PIXELS
     if most and image.width * image.height > most:
-        return f"has {image.width} x {image.height} pixels, of which {most} are the most; scale it down"
+        return f"has {image.width} x {image.height} pixels, more than the limit of {most}; scale it down"
     if image.format in ANIMATED_FORMATS and getattr(image, "is_animated", False):
         return f"is an animation; give one image instead of its {image.n_frames} frames"
     if image.mode in REFUSED_MODES:
@@ -236,23 +237,23 @@ def _find_obstacle(image: Any) -> str:
 
 
 def _find_obstacle_of_tiff(image: Any) -> str:
-    """Do as `_find_obstacle` for what a TIFF alone may hold."""
+    """Do the same as `_find_obstacle` for what only a TIFF may contain."""
     pages = range(image.n_frames)
     full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & NO_FULL_PAGE]
     if len(pages) > 1 and full_pages != [0]:
-        return f"has {len(pages)} pages, of which only the first would be read; write each into a file of its own"
+        return f"has {len(pages)} pages, but only the first would be read; write each to its own file"
     if NO_TRANSPARENCY in _read_tag(image, 0, EXTRA_SAMPLES, ()):
         return "has channels besides its colours and transparency; write it without them"
     bits = _read_tag(image, 0, BITS_PER_SAMPLE, (1,))[0]
     if image.mode == "I" or 8 < bits < 16:
-        return f"has pixels of {bits} bits that are neither 0 to 255 nor 0 to 65535; write them as the one or the other"
+        return f"has pixels of {bits} bits that are neither 0 to 255 nor 0 to 65535; write them in one of these ranges"
     if bits == 16 and _read_tag(image, 0, PHOTOMETRIC, None) == WHITE_IS_ZERO:
         return "is a negative of 16 bits (photometric interpretation WhiteIsZero); write it as BlackIsZero"
     return ""
 
 
 def _read_tag(image: Any, page: int, tag: int, default: Any) -> Any:
-    """Read a tag of a page of a TIFF, and leave the image at its first page."""
+    """Read a tag from a page of a TIFF, then return to its first page."""
     image.seek(page)
     found = image.tag_v2.get(tag, default)
     image.seek(0)
