@@ -86,7 +86,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     if len(data.class_names) == 1 and hasattr(task, "predict"):
         raise DataError(
             f"{settings.dataset}: all training rows are of one class, {data.class_names[0]}, so there is nothing to "
-            "tell apart; put the rows of each class into a folder of its own, or give them labels (a task without "
+            "classify; put the rows of each class into a folder of its own, or give them labels (a task without "
             "classes declares its columns without `label`, docs/data.md)"
         )
     if settings.early_stop_evaluations and not test:
@@ -135,7 +135,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
 
 
 def describe_classes(source: Source) -> str:
-    """Say how many classes the rows have, how those are called, and if some have no rows, how many have."""
+    """Describe the number and the names of the classes, and how many have rows if some have none."""
     classes, names = source.classes, ModelData.of(source).class_names
     if not classes:
         return "no classes"

@@ -97,7 +97,7 @@ def test_every_picture_is_a_row_of_its_class(
         (["seg_train/a/a.png", "seg_test/a/a.png", "seg_pred/a.png"], ["seg_train/ and seg_test/", "TEST_DATASET"]),
         (["up/train/cat/a.png", "up/test/cat/a.png"], ["/up: has train/ and test/", "set DATASET to", "/up/train and"]),
         (["train/a.png", "test1/a.png"], ["train/ and test1/"]),
-        (["a.png", "b.png"], ["no folders of pictures (a.png lies in none)"]),
+        (["a.png", "b.png"], ["no folders of pictures (a.png is not in one)"]),
         ([".git/a.png"], ["no folders of pictures in it", "1 file in hidden folders, such as .git/a.png"]),
     ],
 )
@@ -188,7 +188,7 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
     (tmp_path / "data" / "cat" / "more").symlink_to(tmp_path / "elsewhere")
     assert rows_in(open_rows(location)[0]) == 3
     (tmp_path / "data" / "dog" / "up").symlink_to("..")
-    with refusal(DataError, "/dog/up/dog: a link to a folder that it lies in"):
+    with refusal(DataError, "/dog/up/dog: a link to one of its own parent folders"):
         open_rows(location)
 
 

@@ -186,7 +186,7 @@ def test_images_are_not_looked_for_in_a_table(tmp_path: Path) -> None:
 
 def test_an_array_of_json_is_told_from_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('\n[{"x": 1}]')
-    with refusal(DataError, "a.json: one JSON array", "as a line"):
+    with refusal(DataError, "a.json: is one JSON array", "on its own line"):
         open_rows(tmp_path)
 
 

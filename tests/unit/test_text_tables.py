@@ -180,7 +180,7 @@ def test_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype: st
         ("1e39", "float32", "has 1e+39"),
         ("3.0", "int64", "is '3.0'; int64 takes whole numbers"),
         ("0x10", "int64", "is '0x10'"),
-        ("9223372036854775808", "int64", "is 9223372036854775808; int64 takes none so large"),
+        ("9223372036854775808", "int64", "is 9223372036854775808, which is too large for int64"),
         ("300", "uint8", "has 300; uint8 takes 0 to 255"),
         ("16777217", "float32", "has 16777217; float32 holds whole numbers exactly only up to 16777216"),
         ("9007199254740993", "float64", "has 9007199254740993; float64 holds"),
@@ -211,8 +211,8 @@ def test_lists_are_no_cells(tmp_path: Path) -> None:
         ("x,label\n1,up\n".encode("utf-16"), "a.csv: is UTF-16, or no text; save it as UTF-8"),
         ("x,label\n1,up\n2,gr\u00fcn\n".encode("latin-1"), "line 3 is not UTF-8: its byte 0xfc is 'ü' in Latin-1"),
         ("x,gr\u00fcn\n1,2\n".encode("latin-1"), "a.csv: line 1 is not UTF-8"),
-        ('x,label\n\n1,"up\nor down"\n2\n', "a.csv: line 5 has 1 cell, and the header 2: 2; mend it"),
-        ("x,label\n1,up,\n", "a.csv: line 2 has 3 cells, and the header 2"),
+        ('x,label\n\n1,"up\nor down"\n2\n', "a.csv: line 5 has 1 cell, but the header has 2: 2; correct it"),
+        ("x,label\n1,up,\n", "a.csv: line 2 has 3 cells, but the header has 2"),
         ('x,label\n1,up\n2,"down\n3,up\n', "a.csv: a cell of the row that begins on line 3 opens a quote"),
         (gzip.compress(b"x,label\n1,up\n", mtime=0), "a.csv: is compressed (gzip); unpack it"),
         ("", "a.csv: is empty; remove the file"),
@@ -234,7 +234,7 @@ def test_a_quote_within_a_cell_needs_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'\xef\xbb\xbf[{"x": 1}]', "a.jsonl: one JSON array"),
+        (b'\xef\xbb\xbf[{"x": 1}]', "a.jsonl: is one JSON array"),
         ('{"x": 1}\n'.encode("utf-16"), "a.jsonl: is UTF-16, or no text"),
         ('{"x": 1}\n{"x": 1, "y": "\u00fc"}\n'.encode("latin-1"), "a.jsonl: line 2 is not UTF-8"),
         (b'{"x": 1}\n{"x":', "a.jsonl: not a JSON lines file, or damaged: JSON parse error: Invalid value. in row 1"),

@@ -42,16 +42,16 @@ class ClassLabels(NamedTuple):
     numbers: frozenset[int] = frozenset()
     "The labels that occur, if they are numbers."
     as_text: "ClassLabels | None" = None
-    "What the labels are as names, if CSV leaves it open: its numbers are names where other files have names."
+    "The same labels as names, if they are numbers in CSV: they count as names if another file has names."
 
 
 NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)))
 
 CLASS_NUMBER, CODE = r"^(0|[1-9][0-9]*)$", r"^0[0-9]+$"
-"""Labels of CSV that are numbers of classes, and digits that are names, since a number would lose their zeros."""
+"""Matches CSV labels that are class numbers, and digits that are names because a number would lose their zeros."""
 
 MISSING = pa.csv.ConvertOptions().null_values
-"""Words that stand for a missing value among numbers."""
+"""Words for a missing value in a column of numbers."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _read_names(labels: pa.DictionaryArray, file: TableFile, to_predict: bool) -
 
 
 def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Read the labels of a file of CSV: numbers of classes if all of its cells are, else names.
+    """Read the labels of a CSV file: class numbers if all cells are whole numbers from 0, else names.
 
     Raises `DataError` if all are numbers or missing, but some cannot be the number of a class.
     """
@@ -145,11 +145,11 @@ def _refuse_number(file: TableFile, row: int, number: int) -> DataError:
 
 
 def merge_labels(files: list[ClassLabels], location: str, as_names: bool = False) -> ClassLabels:
-    """Merge what the files of a dataset say of its classes; raises `DataError`.
+    """Merge the labels of a dataset's files; raises `DataError`.
 
-    Classes in text are numbered in sorted order, or as the model has them that is to predict the rows: then there are
-    no labels if one is no class of the model's. Numbers in CSV are names with `as_names`, if another file has names, or
-    if the model's classes have these names.
+    Classes in text are numbered in sorted order. If a model is to predict the rows, they get the model's numbers, or
+    there are no labels if one is not a class of the model. Numbers in CSV are names with `as_names`, if another file
+    has names, or if the model's classes have these names.
     """
     if not files:
         return NO_LABELS
@@ -191,7 +191,7 @@ def refuse_lookalikes(names: Iterable[str], location: str) -> None:
 
 
 def is_text(stored: pa.DataType) -> bool:
-    """Tell whether labels of a type in the files are names: text and booleans."""
+    """Return True if labels of this Arrow type are names: text and booleans."""
     return any(test(stored) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean))
 
 

@@ -1,4 +1,4 @@
-"""Numbers as columns take them: read from CSV's cells, and whole ones refused where a float would change them."""
+"""Reads numbers from CSV cells, and finds integers that a float dtype would change."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,15 @@ from sunspot.formatting import brief
 WHOLE, NUMBER = r"^[+-]?[0-9]+$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 BOOLEANS = {"1": ["true", "True", "TRUE"], "0": ["false", "False", "FALSE"]}
-"""Words that stand for numbers, as Arrow reads them in CSV."""
+"""Words that Arrow reads as booleans in CSV, by the number that replaces them."""
 
 INT64 = np.iinfo(np.int64)
 
 
 def read_numbers(cells: pa.ChunkedArray, dtype: str, refuse: Callable[[int, str], DataError]) -> pa.ChunkedArray:
-    """Read cells of CSV as int64, or for a `dtype` of floats as float64; true and false become 1 and 0.
+    """Read CSV cells as float64 if `dtype` is a float, else as int64; true and false become 1 and 0.
 
-    Raises what `refuse` makes of the index of a cell and of what is wrong with it.
+    Raises the error that `refuse` returns for the index of a cell and what is wrong with it.
     """
     is_whole = np.dtype(dtype).kind in "iu"
     kind = pa.int64() if is_whole else pa.float64()
@@ -38,7 +38,7 @@ def read_numbers(cells: pa.ChunkedArray, dtype: str, refuse: Callable[[int, str]
 def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
     """Return the index of the first integer that a float `dtype` would change; None if it holds all exactly.
 
-    It changes those with more bits than its mantissa, not counting the zeros at the end of their binary form.
+    A float changes integers with more bits than its mantissa, not counting trailing zeros in binary.
     """
     most = _most_exact(dtype)
     if not numbers.size or np.iinfo(numbers.dtype).max <= most or (numbers.max() <= most and numbers.min() >= -most):
@@ -50,7 +50,7 @@ def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
 
 
 def describe_inexact(number: object, dtype: str) -> str:
-    """Say why a whole number is refused, and what to do."""
+    """Return why an integer is refused, and the fix."""
     wider = "int64" if dtype == "float64" else "float64 or int64"
     return (
         f"has {number}; {dtype} holds whole numbers exactly only up to {_most_exact(dtype)}: declare the column as "
@@ -65,7 +65,7 @@ def _most_exact(dtype: str) -> int:
 def _tidy(
     cells: pa.ChunkedArray, dtype: str, is_whole: bool, refuse: Callable[[int, str], DataError]
 ) -> pa.ChunkedArray:
-    """Return cells as Arrow casts them: without spaces around them and '+', and with digits for words."""
+    """Return cells in the form that Arrow can cast: without surrounding spaces and '+', and with digits for words."""
     tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(cells.combine_chunks()), r"^\+", "")
     for digit, words in BOOLEANS.items():
         tidy = pc.if_else(pc.is_in(tidy, pa.array(words)), digit, tidy)
@@ -79,14 +79,14 @@ def _tidy(
     if is_whole:
         for index in np.flatnonzero(pc.match_substring_regex(tidy, "[0-9]{19}")):
             if not INT64.min <= int(tidy[index].as_py()) <= INT64.max:
-                raise refuse(int(index), f"is {brief(cells[index].as_py())}; {dtype} takes none so large")
+                raise refuse(int(index), f"is {brief(cells[index].as_py())}, which is too large for {dtype}")
     return pa.chunked_array([tidy])
 
 
 def _refuse_inexact_cells(
     cells: pa.ChunkedArray, numbers: np.ndarray, dtype: str, refuse: Callable[[int, str], DataError]
 ) -> None:
-    """Refuse the first cell of digits alone whose number a float `dtype` would change."""
+    """Raise an error for the first integer cell that a float `dtype` would change."""
     large = np.flatnonzero(np.abs(numbers) >= _most_exact(dtype))
     if not len(large):
         return

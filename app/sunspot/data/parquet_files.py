@@ -31,7 +31,7 @@ TAKEN = (
 KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-"""Endings that follow the suffix of a table which is compressed as a whole; Parquet's own compression has none."""
+"""Endings of tables that are compressed as a whole. Compression within Parquet adds no ending."""
 
 PICTURES = "*/*"
 """Name of all pictures of a folder together."""
@@ -51,13 +51,13 @@ OF_CLIENTS = ("AWS Error", "google::cloud::Status", "Azure Error")
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies below a folder, by names in it, sorted."""
+    """The files and folders below a folder, sorted by their paths in it."""
 
     sizes: dict[str, int]
-    "Bytes of each file."
+    "Size of each file in bytes."
     folders: list[str]
     others: list[str]
-    "Links to nothing, pipes and whatever else is neither a file nor a folder."
+    "Paths that are neither files nor folders, such as broken links and pipes."
 
 
 class DatasetFiles(NamedTuple):
@@ -104,7 +104,7 @@ def list_files(location: str) -> DatasetFiles:
     if kinds["Parquet"]:
         refuse_mixed_splits(location, kinds["Parquet"])
         return DatasetFiles(kinds["Parquet"], _note_unread(location, names, "Parquet"))
-    # The rule of Parquet's writers, that names with "_" are none of their rows, does not hold for pictures.
+    # Only writers of Parquet mark files without rows by "_" in front. Pictures may have any name.
     beside = names if any(kinds.values()) else listing.sizes
     kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
     found = [kind for kind, listed in kinds.items() if listed]
@@ -116,7 +116,7 @@ def list_files(location: str) -> DatasetFiles:
         )
     if not found:
         picture = next(filter(is_picture, listing.sizes), "")
-        outside = f" ({picture} lies in none)" if picture else ""
+        outside = f" ({picture} is not in one)" if picture else ""
         raise DataError(
             f"{location}: no *.parquet, *.csv or *.jsonl in it (names that begin with '_' or '.' are skipped), and no "
             f"folders of pictures{outside}; DATASET takes {TAKEN}"
@@ -143,18 +143,16 @@ def _kind_of(path: str) -> str:
 
 
 def _refuse_compressed(paths: list[str]) -> None:
-    """Raise `DataError` for a compressed file of a table: passed over, its rows would be missing."""
+    """Raise `DataError` for a compressed table, because its rows would be missing if it were skipped."""
     tables = tuple(suffix for suffixes in KINDS_BY_SUFFIX for suffix in suffixes)
     for path in paths:
         name, suffix = os.path.splitext(path.lower())
         if suffix in COMPRESSED and name.endswith(tables):
-            raise DataError(
-                f"{path}: is compressed; unpack it, or move it elsewhere if it holds no rows of this dataset"
-            )
+            raise DataError(f"{path}: is compressed; unpack it, or move it elsewhere if it is not part of this dataset")
 
 
 def list_all(location: str) -> Listing:
-    """List what lies below a folder, hidden or not; raises `DataError` for a link to a folder that it lies in."""
+    """List everything below a folder, hidden or not; raises `DataError` for a link to one of its own parent folders."""
     system, path = _file_system(location)
     with parquet_errors(location):
         if isinstance(system, fs.LocalFileSystem):
@@ -170,7 +168,7 @@ def list_all(location: str) -> Listing:
 
 
 def list_folders(location: str) -> list[str]:
-    """List the names of the folders in a folder; none if it is a file, or does not exist."""
+    """List the names of a folder's subfolders; empty if it is a file or does not exist."""
     system, path = _file_system(location)
     with parquet_errors(location):
         if system.get_file_info(path).type != fs.FileType.Directory:
@@ -183,14 +181,14 @@ def list_folders(location: str) -> list[str]:
 
 
 def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
-    """Yield path, kind and size of all below a folder on a disk; links are followed, which Arrow does without end."""
+    """Yield path, kind and size of everything below a local folder; follows links, but, unlike Arrow, in no circle."""
     with os.scandir(folder) as entries:
         for entry in entries:
             path = _decode(entry.path)
             if entry.is_dir():
                 identity = (entry.stat().st_dev, entry.stat().st_ino)
                 if identity in above:
-                    raise DataError(f"{path}: a link to a folder that it lies in itself; remove it")
+                    raise DataError(f"{path}: a link to one of its own parent folders; remove it")
                 yield path, fs.FileType.Directory, 0
                 yield from _walk(entry.path, (*above, identity))
             elif entry.is_file():

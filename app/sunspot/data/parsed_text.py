@@ -1,4 +1,4 @@
-"""CSV and JSON lines, parsed by Arrow: text stays as it is written, and what cannot be parsed is named by its line."""
+"""Parses CSV and JSON lines with Arrow: text stays as it is written, and errors name the line."""
 
 import contextlib
 import csv
@@ -20,13 +20,13 @@ from sunspot.errors import DataError, shorten
 from sunspot.formatting import as_bytes, brief, plural
 
 BLOCK_BYTES = 16 << 20
-"""Arrow parses a block at a time, and refuses a row that is larger."""
+"""Size of the blocks that Arrow parses at a time, and so of the largest row."""
 
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-"""What other programs write between cells in place of commas."""
+"""Separators that other programs write instead of commas, with their names."""
 
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
-"""Compressed files by their first bytes."""
+"""First bytes of compressed files, by format."""
 
 LAST_ROW = "sunspot's own last row"
 
@@ -37,7 +37,7 @@ csv.field_size_limit(1 << 30)  # Python's reader takes cells of up to 131,072 ch
 
 
 def read_csv(content: bytes, path: str) -> pa.Table:
-    """Parse CSV. All columns are text: CSV has no types, so it is the task's declaration that makes numbers of them.
+    """Parse CSV. All columns are text, because only the task's declaration says which are numbers.
 
     Raises `DataError` that names the line.
     """
@@ -48,7 +48,7 @@ def read_csv(content: bytes, path: str) -> pa.Table:
             names = file.schema.names
         as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
         table = pa.csv.read_csv(pa.BufferReader(content), reading, parsing, as_text)
-    except ValueError as error:  # Arrow's are kinds of it, and so are those of text that is not UTF-8
+    except ValueError as error:  # the base class of Arrow's errors and of UnicodeDecodeError
         raise DataError(f"{path}: {_explain_csv(content, error)}") from error
     other = _find_separator(names)
     if other:
@@ -61,7 +61,7 @@ def read_csv(content: bytes, path: str) -> pa.Table:
 def read_json_lines(content: bytes, path: str) -> pa.Table:
     """Parse JSON lines; strings stay strings, whatever they look like. Raises `DataError`."""
     if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        raise DataError(f"{path}: one JSON array; write each of its objects as a line (jq -c '.[]' does)")
+        raise DataError(f"{path}: is one JSON array; write each of its objects on its own line (jq -c '.[]' does)")
     reading = pa.json.ReadOptions(block_size=BLOCK_BYTES)
     try:
         table = pa.json.read_json(pa.BufferReader(content), reading)
@@ -135,25 +135,25 @@ def _read_records(content: bytes) -> Iterator[tuple[int, list[str]]]:
 
 
 def _refuse_open_quote(content: bytes, path: str) -> None:
-    """Raise `DataError` if the last cell of CSV begins with a quote that nothing closes: it would hold all later rows.
+    """Raise `DataError` if a quote in CSV is never closed, because its cell would swallow all later rows.
 
-    A row is appended, and missed when such a cell has swallowed it.
+    To find that, a marker row is appended. It is missing if such a cell has swallowed it.
     """
     [(line, cells)] = deque(_read_records(content + b"\n" + LAST_ROW.encode()), maxlen=1)
     if cells != [LAST_ROW]:
         raise DataError(
-            f'{path}: a cell of the row that begins on line {line} opens a quote (") that nothing closes, and so holds '
-            "all that follows; close it, or write a quote within a quoted cell twice"
+            f'{path}: a cell of the row that begins on line {line} opens a quote (") that is never closed and contains '
+            "the rest of the file; close it, or double quotes within a quoted cell"
         )
 
 
 def _explain_csv(content: bytes, error: Exception) -> str:
-    """Say why CSV cannot be parsed, and what to do."""
+    """Return why CSV cannot be parsed, and the fix."""
     found = _explain_text(content)
     if found:
         return found
     if "straddling" in str(error):
-        return f"a row takes more than {as_bytes(BLOCK_BYTES)}, the most for one; write the file as Parquet"
+        return f"a row takes more than the limit of {as_bytes(BLOCK_BYTES)}; write the file as Parquet"
     records = _read_records(content)
     _, header = next(records)
     other = _find_separator(header)
@@ -163,14 +163,14 @@ def _explain_csv(content: bytes, error: Exception) -> str:
         if len(cells) != len(header):
             text = brief(",".join(cells))
             return (
-                f"line {line} has {plural(len(cells), 'cell')}, and the header {len(header)}: {text}; mend it, and put "
-                "a cell with a comma or a line break in it between quotes"
+                f"line {line} has {plural(len(cells), 'cell')}, but the header has {len(header)}: {text}; correct it, "
+                "and quote cells that contain a comma or a line break"
             )
     return _damaged("CSV file", error)
 
 
 def _explain_text(content: bytes) -> str:
-    """Say why content is no text in UTF-8, and what to do; empty if it is."""
+    """Return why content is not UTF-8 text, and the fix; empty if it is."""
     if not content.strip():
         return "is empty; remove the file"
     packed = [kind for start, kind in PACKED.items() if content.startswith(start)]
@@ -191,7 +191,7 @@ def _explain_text(content: bytes) -> str:
 
 
 def _find_separator(header: list[str]) -> str:
-    """Say which separator is in place of commas; empty if none is."""
+    """Return a message that names the separator used instead of commas, with the fix; empty if there is none."""
     found = next((separator for separator in SEPARATORS if separator in header[0]), "")
     if len(header) > 1 or not found:
         return ""

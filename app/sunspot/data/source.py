@@ -173,7 +173,7 @@ def rows_in(source: Source) -> int:
 
 
 def notes_on(*sources: Source | None) -> list[str]:
-    """Return the lines that a user should read before these rows are trained on, such as which files are not read."""
+    """Return notes for the user on these sources, such as which files are not read."""
     return [note for source in sources for note in getattr(source, "notes", ())]
 
 

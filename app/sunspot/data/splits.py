@@ -1,4 +1,4 @@
-"""Folders and files of training rows and of held-out rows, told apart by their names."""
+"""Finds folders and files of training rows and of held-out rows by their names."""
 
 import itertools
 import re
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from sunspot.errors import DataError
 
 TRAINING, HELD_OUT = ("train", "training"), ("test", "testing")
-"""Names of the folders that stand for DATASET and TEST_DATASET when a folder has both; compared without case."""
+"""Folder names of training and held-out rows, if a dataset has both; compared without case."""
 
 OTHER_HELD_OUT = ("val", "valid", "validation", "eval", "dev")
-"""Names that others give to held-out rows, which may be meant for TEST_DATASET or for something else."""
+"""Other common names of held-out rows, which may be meant for TEST_DATASET or for something else."""
 
 
 class SplitFolders(NamedTuple):
@@ -25,7 +25,7 @@ class SplitFolders(NamedTuple):
 
 
 def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> SplitFolders | None:
-    """Return the folders of training rows and of held-out rows among some that lie in one folder, if both are there."""
+    """Return the folders of training rows and of held-out rows among folders with these names, if both are there."""
     folders = sorted(names, key=lambda name: (name not in (TRAINING[0], HELD_OUT[0]), name))
     trains = [name for name in folders if name.lower() in TRAINING]
     tests = [name for name in folders if name.lower() in held_out]
@@ -37,10 +37,10 @@ def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> 
 
 
 def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] = frozenset()) -> None:
-    """Raise `DataError` if training and held-out rows lie in one folder, by the names of folders and files in `paths`.
+    """Raise `DataError` if names in `paths` show training and held-out rows beside each other in one folder.
 
-    Beside whole names, words of names count ("training_set" and "test_set"), except between two of `classes`: folders
-    with pictures directly in them, which "train station" and "test tube" may be.
+    Words within names count, too ("training_set" and "test_set"), except between two of `classes`. These are folders
+    with pictures directly in them, whose names may be "train station" and "test tube".
     """
     children: dict[str, set[str]] = defaultdict(set)
     for path in paths:
@@ -64,6 +64,6 @@ def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] =
 
 
 def _is_named(name: str, words: Collection[str]) -> bool:
-    """Return True if a name has one of some words in it, and none that says the opposite."""
+    """Return True if a name contains one of these words, and no word for another split."""
     found = set(re.findall("[a-z]+", name.lower())) & {*TRAINING, *HELD_OUT, *OTHER_HELD_OUT}
     return bool(found) and found <= set(words)

@@ -59,7 +59,7 @@ FILES_AT_ONCE = 8
 """Files whose footers and labels are read at the same time when a dataset is opened."""
 
 MAX_NAMED_COLUMNS = 10
-"""Of more columns, a message names the nearest and the first."""
+"""Largest number of columns that a message names."""
 
 
 class Group(NamedTuple):
@@ -90,9 +90,9 @@ class TableSource:
     class_names: tuple[str, ...] = ()
     "By label: text in the files, the folders of pictures, or what the files' metadata says."
     classes_seen: int = 0
-    "How many classes have rows, if labels are numbers."
+    "Number of classes that have rows, if labels are numbers."
     notes: tuple[str, ...] = ()
-    "Lines that a user should read before these rows are trained on."
+    "Notes for the user on how these rows are read."
 
     @cached_property
     def row_groups(self) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
 
 
 class SplitLocations(NamedTuple):
-    """Where the training rows and the held-out rows lie."""
+    """The locations of the training rows and the held-out rows."""
 
     train: str
     test: str
@@ -218,9 +218,9 @@ class SplitLocations(NamedTuple):
 
 
 def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
-    """Find where the training and the held-out rows of DATASET and TEST_DATASET lie.
+    """Find the locations of the training and held-out rows for DATASET and TEST_DATASET.
 
-    A folder with `train` and `test` in it stands for the one or the other; TEST_DATASET comes before its `test`.
+    If a location has folders `train` and `test`, the matching one is used; TEST_DATASET overrides DATASET's `test`.
     """
     location, given = absolute(dataset), absolute(test_dataset) if test_dataset else ""
     pair = pair_folders(list_folders(location))
@@ -236,7 +236,7 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
 
 
 def check_training_rows(train: TableSource, locations: SplitLocations) -> TableSource:
-    """Return training rows with the notes on where they lie; raises `DataError` if their classes lie deeper."""
+    """Return training rows with the notes on their location; raises `DataError` if the class folders are deeper."""
     if PICTURES in train.files and LABEL in train.columns and not PREDICTED_BY.get():
         open_pictures(train.location).folders.refuse_wrong_level()
     return replace(train, notes=(*train.notes, *locations.notes))
@@ -353,7 +353,7 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
 
 
 def describe_columns(schema: pa.Schema, name: str) -> str:
-    """Say which columns a file has, for messages: of many, the nearest to a name first."""
+    """Describe a file's columns in a message; if there are many, the most similar to `name` come first."""
     names = schema.names
     if len(names) > MAX_NAMED_COLUMNS:
         nearest = difflib.get_close_matches(name, names, n=3)
@@ -362,7 +362,7 @@ def describe_columns(schema: pa.Schema, name: str) -> str:
 
 
 def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
-    """Say what to do in a file without a column."""
+    """Return the fix for a file that lacks a column."""
     if name in (other.strip() for other in schema.names):
         return "remove the spaces around its name"
     if f"/{name}=" in path:

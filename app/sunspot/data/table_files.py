@@ -37,7 +37,7 @@ MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
 """Size of a file of text, which each process that reads from it keeps whole, and how many it keeps."""
 
 HEADER_BYTES = 64 << 10
-"""Bytes of a picture read at once for its header. Pillow asks for a few at a time, each a request to a bucket."""
+"""Bytes of a picture that are read at once for its header. Pillow reads a few at a time, each a request to a bucket."""
 
 
 class TableFile(ABC):
@@ -47,9 +47,9 @@ class TableFile(ABC):
     groups: list[int]
     "The rows of each row group."
     has_types = True
-    "Whether its columns have types; if not, all are text, and the task's declaration says which are numbers."
+    "Whether its columns have types. If not, all are text, and the task's declaration says which are numbers."
     notes: tuple[str, ...] = ()
-    "Lines that a user should read before its rows are trained on."
+    "Notes for the user on how its rows are read."
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -211,7 +211,7 @@ class PictureFolder(TableFile):
             return bytes(file.read())
 
     def _read_header(self, name: str) -> tuple[tuple[int, int], str] | DataError:
-        """Return height and width, and Pillow's mode, of a picture, or the error that says why it cannot be read."""
+        """Return a picture's height and width and its Pillow mode, or the error that says why it cannot be read."""
         path = join(self._location, name)
         with open_closing(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
             try:
