@@ -43,7 +43,7 @@ class SunspotError(Exception):
     exit_code = 1
 
     final = False
-    "True if the same job would meet the error again on any other cluster, so that no retry helps."
+    "True if the same job would meet the error again on any cluster, so that no retry helps."
 
     def __init__(self, message: str = "") -> None:
         text = visible(without_secrets(message))
@@ -77,7 +77,7 @@ class StorageError(SunspotError):
 
 
 class RefusedStorageError(StorageError):
-    """Storage answers, and refuses: credentials, rights, the bucket's name, or what it cannot do."""
+    """Storage refuses: because of credentials, permissions or the bucket's name, or because it lacks a feature."""
 
     final = True
 
@@ -116,7 +116,7 @@ class SupersededError(ConflictError):
 
 
 class DivergedError(SunspotError):
-    """The loss or the weights have not been finite for too long: to train on would only cost."""
+    """The loss or the weights have not been finite for too long, so further training would be of no use."""
 
     final = True
 
@@ -214,11 +214,11 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
     except Exception as error:
         if isinstance(error, FileNotFoundError) and _was_folder_deleted():
-            _complain("error: the folder in which this was started has been deleted; change to another one\n")
+            _complain("error: the working directory has been deleted; change to another one\n")
             return SettingsError.exit_code
         # Python drops output that a full disk did not take. Only another write shows whether that was the error.
         failure = flush_output("\n") if isinstance(error, OSError) else None
-        if isinstance(failure, BrokenPipeError):  # `| head`: the program has not reached its end, so not 0
+        if isinstance(failure, BrokenPipeError):  # with `| head`, the program did not finish, so the code is not 0
             return 128 + signal.SIGPIPE
         if failure:
             return _refuse_output(failure)
@@ -227,7 +227,7 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
 
 
 def _was_folder_deleted() -> bool:
-    """Return True if the working directory of this process does not exist, so that no relative path means anything."""
+    """Return True if the working directory of this process no longer exists."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -31,7 +31,7 @@ def brief(text: str, most: int = 60) -> str:
 
 
 def some_of(names: Sequence[str], most: int = 10) -> str:
-    """Return names for a message: all of a few, else the first and how many more there are."""
+    """Return names for a message: all if they are few, else the first and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(brief(name) for name in names[:most]) + more
 

@@ -1,6 +1,6 @@
-"""The names of metrics: those that the records of a run have taken, and what the name of a task's own may be.
+"""The names of metrics: those that Sunspot uses itself, and the rules for those of a task.
 
-A record of the metric history is one flat object, in which the task's metrics lie beside the numbers of the record.
+A record of the metric history is one flat object that has the task's metrics beside Sunspot's own numbers.
 """
 
 import functools
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from sunspot.errors import SettingsError
 
 HELD_OUT = "test_"
-"""Metrics of held-out rows have this prefix."""
+"""Prefix of the metrics of held-out rows."""
 
 RECORD_NAMES = frozenset(
     {
@@ -18,47 +18,47 @@ RECORD_NAMES = frozenset(
         *("data_wait_s", "memory_mib", "gpu_memory_mib", "nan_since", "nan_windows", "nan_weights", "ranks"),
     }
 )
-"""Names in a record or a checkpoint of what does not measure the model; `sunspot metrics --json` adds `ranks`."""
+"""Names in a record or a checkpoint that do not measure the model; `sunspot metrics --json` adds `ranks`."""
 
 LOSS = "loss"
-"""The loss of each row, which is a metric, too."""
+"""Name of the loss, which is a metric, too."""
 
 MAX_LENGTH = 200
-"""Characters of a name: MLflow takes 250, with the prefix of held-out rows."""
+"""Largest number of characters in a name. MLflow allows 250, including the prefix of held-out rows."""
 
 
 def refuse_names(names: Iterable[object], who: str) -> None:
-    """Raise `SettingsError` if a task's metrics may not have one of these names; `who` begins the message."""
+    """Raise `SettingsError` if one of these names is not allowed for a task's metric; `who` begins the message."""
     for name in names:
         fault = find_fault(name)
         if fault:
             raise SettingsError(
-                f"{who} a metric with the name {shown(name)}: {fault}. Choose another name; taken are "
+                f"{who} a metric with the name {shown(name)}: {fault}. Choose another name; reserved are "
                 f"{', '.join(sorted({LOSS, *RECORD_NAMES}))}, and all that begin with {HELD_OUT}"
             )
 
 
 @functools.lru_cache(1000)
 def find_fault(name: object) -> str:
-    """Return why a metric of a task may not have this name; empty if it may."""
+    """Return why a task's metric may not have this name; empty if it may."""
     if not isinstance(name, str):
-        return f"it is of type {type(name).__name__}, and a name is text"
+        return f"it is of type {type(name).__name__}, but a name must be text"
     if not name.strip():
         return "it is empty"
     if not name.isprintable():
-        return "it has line breaks or other characters that cannot be printed"
+        return "it contains line breaks or other unprintable characters"
     if len(name) > MAX_LENGTH:
-        return f"it has {len(name)} characters, and {MAX_LENGTH} is the limit"
+        return f"it has {len(name)} characters, but at most {MAX_LENGTH} are allowed"
     if name == LOSS:
-        return "that is the name of the loss itself"
+        return "it is the name of the loss itself"
     if name in RECORD_NAMES:
         return f"every record of the metric history has its own {name}"
     if name.startswith(HELD_OUT):
-        return f"{HELD_OUT} is put before the names of metrics of held-out rows"
+        return f"{HELD_OUT} is the prefix of metrics of held-out rows"
     return ""
 
 
 def shown(name: object) -> str:
-    """Return a name for messages, on one line and cut."""
+    """Return a name for messages, shortened and on one line."""
     text = repr(name)
     return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}..."

@@ -27,11 +27,11 @@ from tests.harness.loop import make_worker, plan_without_evaluation
             for name in ("step", "steps", "attempt", "epoch", "rows", "learning_rate", "time", "ranks")
         ),
         ("loss", "the loss itself"),
-        ("test_accuracy", "test_ is put before"),
+        ("test_accuracy", "test_ is the prefix"),
         ("", "empty"),
         (" ", "empty"),
         ("two\nlines", "line breaks"),
-        ("lone \ud800 surrogate", "cannot be printed"),
+        ("lone \ud800 surrogate", "unprintable characters"),
         ("long" * MAX_LENGTH, "800 characters"),
         (3, "type int"),
         (float("nan"), "type float"),
@@ -42,7 +42,7 @@ def test_a_name_that_readers_would_mix_up_is_refused(name: object, fault: str) -
     with pytest.raises(SettingsError) as refused:
         refuse_names(["accuracy", name], "its loss returns")
     assert fault in str(refused.value)
-    assert "taken are attempt, " in str(refused.value)
+    assert "reserved are attempt, " in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
 

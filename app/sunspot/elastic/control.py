@@ -56,9 +56,9 @@ class ControlChannel:
         self._failed_replacements: Counter[str] = Counter()
         "Number of replacements that could not train, by node."
         self._ended = ""
-        "Why the newest group ended, until the next one begins."
+        "Why the newest group ended; empty once the next one begins."
         self._notes: list[Note] = []
-        "For the events, since the newest group began."
+        "Notes for the events, since the newest group began."
 
     # ------------------------------------------------------------------------------------------------- by the workers
 
@@ -78,7 +78,7 @@ class ControlChannel:
         self._incident = incident.completed_by(self._incident)
 
     def close_incident(self) -> Incident:
-        """Return why the present group began, as far as it is known by now, and forget it: it has taken a step."""
+        """Return why the current group began, as far as is known, and forget it, because the group has taken a step."""
         known, self._restart = self._restart, Incident()
         return known
 
@@ -156,9 +156,9 @@ class ControlChannel:
         self.add_incident_facts(incident)
 
     def explain_loss(self, detail: str) -> None:
-        """Note that a lost worker had run out of memory, which Ray tells some time after the loss.
+        """Record that a lost worker had run out of memory, which Ray reports some time after the loss.
 
-        Until then, the next group may have begun, or have taken a step: then only the events have it.
+        If the next group has already taken a step by then, only the events have this explanation.
         """
         self._notes.append(Note(Cause.OUT_OF_MEMORY, detail, time.time()))
         if self._incident.cause is Cause.WORKER_LOST:

@@ -1,10 +1,10 @@
-"""Judges what ended a worker group: says it on the console, and whether another group starts.
+"""Judges what ended a worker group: prints it on the console, and decides whether another group starts.
 
 Ray Train asks, in its controller (`ray_internals/controller.py`), about each group that ended without having been told
-to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
-counted, and forgotten with the next checkpoint. Groups to which Ray Data brought no rows are counted apart, and so are
-those that a copy in memory keeps from a step, until it is passed over for storage (copies.py). Processes that run out
-of memory soon after each other are counted whatever was kept in between (out_of_memory.py).
+to. An error that a user's program raises on all ranks alike would come again, so it ends the run at once. Other losses
+are counted, and forgotten with the next checkpoint. Groups to which Ray Data brought no rows are counted apart, and so
+are those that a copy in memory keeps from a step, until it is passed over for storage (copies.py). Processes that run
+out of memory soon after each other are counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -43,10 +43,10 @@ MAX_REASON = 200
 """Characters kept of what Ray says of a lost worker."""
 
 MAX_ERROR = 1500
-"""Characters kept of the first line of a rank's error. PyTorch writes its fixes there, after 300 to 1,000 others."""
+"""Characters kept of the first line of a rank's error. PyTorch puts its fixes there, after 300 to 1,000 characters."""
 
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
-"""Matches ranks and addresses in a message, and other numbers, which differ between ranks."""
+"""Matches the numbers in a message, such as ranks and addresses, because they differ between ranks."""
 
 FROM_OUTSIDE = (
     OSError,
@@ -71,7 +71,7 @@ class WorkersFailedError(Exception):
     """The workers failed, and no other group starts: the text says what ended which ranks, on one line."""
 
     def __init__(self, text: str, final: bool = False) -> None:
-        """`final` tells whether workers on another cluster would fail alike."""
+        """`final` is True if workers on any other cluster would fail in the same way."""
         super().__init__(text)
         self.final = final
 
@@ -228,15 +228,15 @@ def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
 
 
 def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
-    """Return type, message and step of the error that all ranks raised, in whosever code; None if they did not.
+    """Return type, message and step of the error that all ranks raised, in any code; None if they did not.
 
-    An error in the backward pass has no line of the user's code, although it comes from there.
+    An error in the backward pass names no line of the user's code, although its cause is there.
     """
     return find_only(errors, lambda one: (one.type, NUMBER.sub("#", one.message), one.step))
 
 
 def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[object, ...]]) -> tuple[object, ...] | None:
-    """Return the description that all ranks' errors share; None if they share none, or not all are the program's."""
+    """Return the description that all ranks' errors share; None if they differ, or have a cause outside the program."""
     kinds = {describe(one.failure) for one in errors}
     if len(kinds) != 1 or len(errors) < errors[0].world_size:
         return None

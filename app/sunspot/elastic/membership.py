@@ -38,11 +38,11 @@ class Member:
     process: str = ""
     "Its name, which stays the same if it connects again; empty: it never does."
     host: str = ""
-    "The host name of its node, in Kubernetes its pod's name; empty if it is not known."
+    "Host name of the worker's node, which in Kubernetes is its pod's name; empty if it is not known."
 
     @property
     def place(self) -> str:
-        """Where it runs, for people."""
+        """Where the worker runs, as text for people."""
         return self.host or f"node {self.node[:12]}"
 
 

@@ -43,12 +43,12 @@ class WorkerGroup:
     nodes: dict[int, str]
     "Ray's id of each rank's node."
     hosts: dict[int, str] = field(default_factory=dict)
-    "The host name of each rank's node, in Kubernetes its pod's name, as far as it is known."
+    "Host name of each rank's node, which in Kubernetes is its pod's name, as far as it is known."
 
 
 @dataclass(frozen=True)
 class Note:
-    """What happened to the cluster or to a process, for the run's events."""
+    """An incident of the cluster or of a process, for the run's events."""
 
     event: str
     detail: str
@@ -76,7 +76,7 @@ class Incident:
     "What else happened since the group began."
 
     def describe(self) -> str:
-        """Return the cause and what is known of it as readable text."""
+        """Return the cause and its details as readable text."""
         said = self.detail or self.loss
         return f"{self.cause} ({said})" if said else str(self.cause)
 
@@ -103,7 +103,7 @@ class RankError:
     cuda_error: int | None = None
     "CUDA's code, if it is an error of CUDA other than too little memory."
     out_of_memory: bool = False
-    "It is an error of too little memory, the GPU's or the machine's."
+    "Whether the machine or its GPU had too little memory."
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class FailureCounts:
     error: tuple[object, ...] | None = None
     "What the newest one failed with, if all of its ranks did so alike."
     memory_losses: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    "Processes that ran out of memory (out_of_memory.py)."
+    "Counts of processes that ran out of memory (out_of_memory.py)."
     final: bool = False
-    "No other group can do better, on any cluster."
+    "Whether another group would fail in the same way, on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
-        """The same, or none if a newer step than then is kept by now; the error and the losses of memory stay."""
+        """Return these counts, or zeros if a newer step is kept by now. The error and the memory losses remain."""
         none = FailureCounts(error=self.error, memory_losses=self.memory_losses)
         return replace(none if kept > self.kept else self, kept=kept)
 

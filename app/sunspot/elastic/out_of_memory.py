@@ -1,4 +1,4 @@
-"""Workers that were ended because there was too little memory: how Ray tells it, and in which words a user reads it."""
+"""Recognizes workers that were ended for lack of memory, and describes them for users."""
 
 import re
 from collections.abc import Mapping
@@ -12,26 +12,26 @@ from sunspot.ray_internals.nodes import name_node
 NODE_MEMORY = re.compile(
     r"Memory on the node \(IP: \S+, ID: (?P<node>\w+)\).*? was (?P<used>[\d.]+)GB(?: used)? / (?P<limit>[\d.]+)GB", re.S
 )
-"""Ray's words for the memory of the node (2.60). Its GB has 2^30 bytes; in a pod, the limit is the container's."""
+"""Matches Ray's words on the node's memory (2.60). Its GB has 2^30 bytes. In a pod, the limit is the container's."""
 
 PROCESS_MEMORY = re.compile(r"memory used=(?P<used>[\d.]+)GB")
-"""Its words for the memory of the process that it has ended."""
+"""Matches Ray's words on the memory of the process that it has ended."""
 
 TOLD = re.compile(
     r"out of (shared )?memory|can't allocate memory|cannot allocate memory|unable to allocate|STATUS_ALLOC_FAILED"
     r"|DataLoader worker .* is killed by signal: (Killed|Bus error)",
     re.IGNORECASE,
 )
-"""Words of torch, CUDA's libraries, NumPy and the system for too little memory, of which torch makes a RuntimeError.
-The shared memory of data loaders is part of a pod's memory."""
+"""Matches the words of torch, CUDA's libraries, NumPy and the system for too little memory, which torch raises as
+RuntimeError. The shared memory of data loaders is part of a pod's memory."""
 
 LOOP_S = 600.0
-"""Longest time in seconds between two of one node's processes that run out of memory, one after the other, if that is
-taken for a loop: the second had no time to be of use."""
+"""Longest time in seconds between two losses of memory on one node that count as a loop, because the second process
+had no time to be of use."""
 
 MemoryLosses = Mapping[str, tuple[int, float]]
-"""How often in a row processes of a node ran out of memory, each within LOOP_S of the one before, and the time of the
-newest loss in seconds since the epoch, by Ray's id of the node."""
+"""By Ray's id of a node: how often in a row its processes ran out of memory, each within LOOP_S of the one before, and
+the time of the newest loss in seconds since the epoch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
-    """Return Ray's id of the node on which a process was ended for lack of memory, and the figures; empty if none was.
+    """Return the Ray id of the node where a process was ended for lack of memory, and the figures; empty if none was.
 
     `error` is what Ray raised for the process, or the failed health check that found it.
     """
@@ -58,13 +58,13 @@ def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
 
 
 def find_short_of_memory(errors: Mapping[int, Exception], told: list[RankError]) -> set[str]:
-    """Return the nodes on which processes ran out of memory, a GPU's included; empty if that ended none."""
+    """Return the nodes on which processes ran out of memory, that of a GPU included."""
     killed = {find_killed_for_memory(error)[0] for error in errors.values()}
     return {*killed, *(error.node or "unknown" for error in told if error.out_of_memory)} - {""}
 
 
 def advise_memory(told: list[RankError]) -> str:
-    """Say what helps processes that run out of memory, of which some have `told` their errors."""
+    """Return advice for a run whose processes run out of memory; `told` are the errors that ranks have reported."""
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
         return "lower MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
     return "give the workers more memory (worker.memory in the profile), or have the task keep less"

@@ -130,7 +130,7 @@ class FailureRecorder(ray.train.UserCallback):
 
 
 def explain_error(error: RankError) -> Incident:
-    """Return why the group of a rank ends that tells its own error; nothing if another process ended first."""
+    """Return why the group of a rank that reports an error ends; without a cause if another process ended first."""
     if error.failure.consequence:
         return Incident()
     cause = Cause.OUT_OF_MEMORY if error.out_of_memory else Cause.WORKER_FAILED

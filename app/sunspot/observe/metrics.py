@@ -103,7 +103,7 @@ class RecentMeans:
         "The means over the newest windows and their number of rows, `recent_rows`; `before` until there is a window."
 
     def add(self, rows: int, means: Mapping[str, Any]) -> None:
-        """Add a window's means over so many rows. A mean that is finite is not spoiled by older ones that are not."""
+        """Add a window's means over so many rows. Older means that are not finite do not spoil one that is."""
         self._windows.append((rows, means))
         while sum(rows for rows, _ in self._windows[1:]) >= self._enough:
             self._windows.pop(0)

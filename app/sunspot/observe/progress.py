@@ -45,7 +45,7 @@ class News(NamedTuple):
     "Records of the metric history."
     lines: list[str]
     ended: str = ""
-    "Why the newest worker group ended, until the next one begins."
+    "Why the newest worker group ended; empty once the next one begins."
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""DistributedDataParallel (DDP) for models whose backward passes may leave out parameters.
+"""DistributedDataParallel (DDP) for models that do not use all parameters in every backward pass.
 
-DDP averages gradients in buckets, and sends a bucket once all of its parameters have a gradient. A parameter that a
-rank has not used, such as an expert that got no row, keeps the averaging from ending. DDP notices that only in the next
-forward pass, when the optimizer has already taken a step with gradients that differ between the ranks. Here, the
-averaging ends with each backward pass, and gives what one process with all rows would have
+DDP averages gradients in buckets, and sends a bucket once all of its parameters have a gradient. If a rank has not used
+a parameter, such as an expert without rows, the averaging does not end. DDP notices this only in the next forward pass,
+when the optimizer has already taken a step with gradients that differ between the ranks. Here, the averaging ends with
+each backward pass, and gives the gradients that one process with all rows would have
 (docs/decisions/0012-parameters-without-a-gradient.md).
 """
 
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sunspot.errors import SettingsError
 
 WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
-"""The part of torch's message that names the parameters that DDP waits for (2.9 to 2.15)."""
+"""Matches the part of torch's message that names the parameters for which DDP waits (2.9 to 2.15)."""
 
 
 class DataParallel(DistributedDataParallel):
@@ -38,7 +38,9 @@ class DataParallel(DistributedDataParallel):
         sparse = find_sparse(module)
         if sparse:
             if not {each for each in module.parameters() if each.requires_grad} - sparse.keys():
-                raise SettingsError("all parameters of the model have sparse gradients; use embeddings of sparse=False")
+                raise SettingsError(
+                    "all parameters of the model have sparse gradients; use embeddings with sparse=False"
+                )
             ignored = [name for name, each in module.named_parameters() if each in sparse]
             self._set_params_and_buffers_to_ignore_for_model(module, ignored)
         super().__init__(module, gradient_as_bucket_view=True, **options)
@@ -49,12 +51,12 @@ class DataParallel(DistributedDataParallel):
         self._averaged = [each for each in parameters if each.requires_grad]
         "The parameters that DDP averages, in its order."
         self._others = [*sparse, *(each for each in parameters if not each.requires_grad)]
-        "The parameters that DDP ignores: frozen ones, even if they are trained later, and those of sparse gradients."
+        "The parameters that DDP ignores: frozen ones, even if they are trained later, and those with sparse gradients."
         self._usage = UsageBoard(self.process_group, name)
         self._passes = 0
         "Number of forward passes after which gradients are averaged."
         self._fresh = False
-        "Whether one of them has begun since the newest backward pass."
+        "Whether such a forward pass has begun since the newest backward pass."
         self._counts: list[int | None] = []
         "What `_count_changes` returned after the newest backward pass."
         self._unused_before: list[nn.Parameter] | None = None
@@ -72,7 +74,7 @@ class DataParallel(DistributedDataParallel):
         return output
 
     def count_rows(self, counted: bool) -> None:
-        """Say whether the rows of the following passes count. A parameter that only other rows use stays unused."""
+        """Set whether the rows of the following passes count. Rows that do not count leave parameters unused."""
         if not counted:
             if self._unused_before is None:
                 self._unused_before = [each for each in self._averaged if each.grad is None]
@@ -82,7 +84,7 @@ class DataParallel(DistributedDataParallel):
             self._unused_before = None
 
     def complete(self) -> None:
-        """End the averaging that a backward pass has begun, if it waits for parameters without a gradient."""
+        """End the averaging of a backward pass if it waits for parameters without a gradient."""
         waiting = self._find_waiting()
         if waiting:
             self._announce(each for each in self._averaged if each.grad is None)
@@ -90,7 +92,7 @@ class DataParallel(DistributedDataParallel):
             if self._find_waiting():
                 raise RuntimeError("DDP has not averaged all gradients of a backward pass")
         if self._usage.announced:
-            if self._averaged[0].is_cuda:  # before that, another rank may not have made its announcement
+            if self._averaged[0].is_cuda:  # until then, another rank may not have made its announcement
                 torch.cuda.synchronize(self._averaged[0].device)
             for index in self._usage.find_unused():
                 self._averaged[index].grad = None
@@ -111,10 +113,10 @@ class DataParallel(DistributedDataParallel):
         self._usage.announce(self._passes, {numbers[each] for each in unused})
 
     def _end_with_backward(self, _: torch.Tensor) -> None:
-        """Have `_end_backward` called when the present backward pass has ended, after what DDP does then."""
+        """Have `_end_backward` called at the end of the current backward pass, after DDP's own callback."""
         if self._unused_before is not None:
             self._announce(self._unused_before)
-        engine: Any = torch.autograd.Variable._execution_engine  # private, but DDP and FSDP use it, too (2.15)
+        engine: Any = torch.autograd.Variable._execution_engine  # private, but used by DDP and FSDP, too (2.15)
         queue = engine.queue_callback
         queue(lambda: queue(self._end_backward))
 
@@ -128,15 +130,15 @@ class DataParallel(DistributedDataParallel):
         self._counts = self._count_changes()
 
     def _count_changes(self) -> list[int | None]:
-        """Return PyTorch's count of the changes in place of each gradient, or None if there is no gradient."""
+        """Return PyTorch's version counter of each gradient, or None if there is no gradient."""
         return [None if (gradient := each.grad) is None else gradient._version for each in self._averaged]
 
 
 class UsageBoard:
     """Finds the parameters that no rank has used, through the store of the ranks' process group.
 
-    A rank that has used all parameters does nothing. Another one announces those that it has not used before it sends
-    its last gradients. So all announcements are there once gradients are averaged, and no rank waits for another one.
+    A rank that has used all parameters does nothing. Any other rank announces its unused parameters before it sends its
+    last gradients. So all announcements are there once gradients are averaged, and no rank waits for another one.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -147,7 +149,7 @@ class UsageBoard:
 
     @property
     def announced(self) -> bool:
-        """Whether this rank has made an announcement and not read the others' yet."""
+        """Whether this rank has made an announcement, but has not read those of the others yet."""
         return self._unused is not None
 
     def announce(self, number: int, unused: set[int]) -> None:
@@ -155,7 +157,7 @@ class UsageBoard:
         self._unused = unused if self._unused is None else self._unused
         if number in self._passes:
             return
-        for old in self._passes[:-1]:  # gradients were averaged since, so all ranks have read it
+        for old in self._passes[:-1]:  # gradients have been averaged since, so all ranks have read it
             self._store.delete_key(self._key(old, self._group.rank()))
             self._store.delete_key(self._key(old, "ranks"))
         self._passes = [*self._passes[-1:], number]
@@ -177,12 +179,12 @@ class UsageBoard:
 
 
 def mark_ready(parameters: list[nn.Parameter]) -> None:
-    """Give parameters a gradient of zeros, or add zeros to the gradient that they have, by a backward pass."""
+    """Run a backward pass that gives parameters a gradient of zeros, or adds zeros to the gradient that they have."""
     frozen = [each for each in parameters if not each.requires_grad]
     for parameter in frozen:  # trainable when DDP began, which therefore waits for it
         parameter.requires_grad_(True)
     try:
-        zeros = [each.new_zeros(()).expand_as(each) for each in parameters]  # which take no memory
+        zeros = [each.new_zeros(()).expand_as(each) for each in parameters]  # zeros that take no memory
         torch.autograd.backward(parameters, zeros)
     finally:
         for parameter in frozen:
@@ -190,7 +192,7 @@ def mark_ready(parameters: list[nn.Parameter]) -> None:
 
 
 def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients over the ranks, each by itself; all ranks call this together."""
+    """Average gradients over the ranks, one after another; all ranks call this together."""
     here = [0 if each.grad is None else 2 if each.grad.is_sparse else 1 for each in parameters]
     kinds = torch.tensor(here, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group)
@@ -210,7 +212,7 @@ def find_sparse(module: nn.Module) -> dict[Any, None]:
 
 
 def find_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output, as deep as DDP looks for them."""
+    """Yield the tensors in a model's output at any depth at which DDP finds them."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -65,7 +65,7 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
 
 
 def complete_gradients(model: nn.Module) -> None:
-    """Have the gradients of a prepared model averaged if a backward pass has not: one that no output of it led to."""
+    """Average the gradients of a prepared model after a backward pass from a loss that used none of its outputs."""
     for part in model.children() if has_several(model) else [model]:
         if isinstance(part, DataParallel):
             part.complete()
@@ -75,7 +75,7 @@ class FiniteGradients:
     """Keeps rows that do not count out of gradients while it is on.
 
     A weight of 0 is not enough: 0 times the infinite loss of a row is NaN, and the average brings it to all workers.
-    And a parameter that only such rows use would get a gradient of zeros, which an optimizer takes for one.
+    Also, a parameter that only such rows use would get a gradient of zeros, and the optimizer would change it.
     """
 
     def __init__(self, model: nn.Module) -> None:

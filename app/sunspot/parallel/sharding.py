@@ -114,7 +114,7 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=whole)
         if is_fsdp(model) and hasattr(model, "set_reduce_scatter_unused_params"):  # new in torch 2.15
-            # Otherwise ranks that use other parameters of a block would add up the gradients of different ones.
+            # Otherwise ranks that use different parameters of a block would add up gradients of different parameters.
             model.set_reduce_scatter_unused_params(True)
     if any(parameter.is_meta for parameter in model.parameters()):
         # The public `to_empty` would take the values of all other tensors, too.
