@@ -63,7 +63,7 @@ def ray_session() -> Iterator[None]:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
     address = os.environ.get("RAY_ADDRESS")
-    if address == "local":  # Ray's word for a new session
+    if address == "local":  # Ray's name for a new session
         address = None
     try:
         if address:

@@ -1,4 +1,4 @@
-"""Why a Ray session cannot be started or reached, and what to do about it."""
+"""Explains why a Ray session cannot be started or reached, and what to do about it."""
 
 import errno
 import logging
@@ -23,10 +23,10 @@ CONNECT_WITHIN_S = 5.0
 TRY_EVERY_S = 1.0
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Ray keeps its objects on Linux."""
+"""Folder of Ray's object store on Linux."""
 
 TIMED_OUT = re.compile(r"timed out|deadline.exceeded", re.IGNORECASE)
-"""Words in Ray's errors if its own processes were too slow to start, or could not."""
+"""Words in Ray's errors if its own processes started too slowly, or not at all."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -36,9 +36,9 @@ NO_FILES_LEFT = (errno.EMFILE, errno.ENFILE)
 
 
 def explain_start(error: Exception, folder: Path) -> str:
-    """Explain in one line why no session could be started on this machine in `folder`, and the fix.
+    """Return one line on why no session could be started on this machine in `folder`, and the fix.
 
-    What Ray's own processes met is in no error of Ray's: if they did not start in time, what they need is tried here.
+    Ray's errors do not say why its own processes did not start in time. In that case, what they need is tried here.
     """
     failed = f"Ray cannot be started on this machine: {shorten(error).rstrip('.')}"
     if "AF_UNIX" in str(error):
@@ -68,7 +68,7 @@ def refuse_unreachable(address: str) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN_S).close()
             return
-        except (OSError, OverflowError, UnicodeError) as error:  # a port above 65535, a name that is none
+        except (OSError, OverflowError, UnicodeError) as error:  # a port above 65535, or an invalid name
             if time.monotonic() > deadline:
                 seen = f"RAY_ADDRESS={address}: {shorten(error)}, for {REACH_WITHIN_S:.0f} s"
                 fix = "correct it, start Ray there, or unset it to start Ray on this machine"
@@ -86,7 +86,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _find_fix(error: OSError) -> str:
-    """Return how to mend what an error of the operating system says; empty if that is not known."""
+    """Return the fix for an error of the operating system; empty if none is known."""
     if error.errno in NO_FILES_LEFT:
         return "raise the limit of open files, for example with `ulimit -n 65536`"
     folders = {"TMPDIR": tempfile.gettempdir(), "HOME": os.path.expanduser("~")}
@@ -99,13 +99,13 @@ def _find_fix(error: OSError) -> str:
 
 
 def _try_to_write(folder: Path) -> str:
-    """Return why a file of a page cannot be written in a folder, and the fix; empty if it can."""
+    """Return why a file of one page cannot be written to a folder, and the fix; empty if it can."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))
     except OSError as error:
         fix = "free some space there" if error.errno in FULL else "let this user write there"
         if folder == SHARED_MEMORY:
-            fix += " (in a container: --shm-size, or a volume of memory)"
-        return f"cannot be written ({error.strerror}), and Ray needs it; {fix}"
+            fix += " (in a container, use --shm-size or a memory-backed volume)"
+        return f"cannot be written ({error.strerror}), but Ray needs it; {fix}"
     return ""

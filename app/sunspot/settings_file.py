@@ -20,7 +20,7 @@ def read_settings_file(file: Path) -> dict[str, str]:
     except OSError as error:
         raise SettingsError(f"{file}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"{file}: it is not UTF-8, as TOML has to be; save it so ({error})") from error
+        raise SettingsError(f"{file}: it is not UTF-8, which TOML requires; save it as UTF-8 ({error})") from error
     try:
         return {name: setting_text(name, value) for name, value in tomllib.loads(text).items()}
     except (tomllib.TOMLDecodeError, SettingsError) as error:

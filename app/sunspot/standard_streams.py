@@ -1,4 +1,4 @@
-"""The standard streams of a process, which may be closed, full, or of an encoding that lacks characters."""
+"""The standard streams of a process, which may be closed or full, or lack characters in their encoding."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def prepare_streams() -> None:
 
 
 def print_escapes(stream: TextIO) -> None:
-    """Have a stream print characters that it cannot encode as escapes such as `\\xfc`; a notebook's has them all."""
+    """Have a stream print characters that it cannot encode as escapes such as `\\xfc`; a notebook's can encode all."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:
         reconfigure(errors="backslashreplace")
@@ -34,6 +34,6 @@ def flush_output(more: str = "") -> OSError | None:
 
 
 def mute(stream: TextIO) -> None:
-    """Send a stream nowhere, because it cannot be written and Python would complain of that when the process exits."""
-    with suppress(OSError, ValueError):  # a notebook's stream has no file, and neither has a test's
+    """Discard a stream's output, because it cannot be written and Python would report that when the process exits."""
+    with suppress(OSError, ValueError):  # the streams of notebooks and tests have no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

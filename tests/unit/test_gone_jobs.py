@@ -62,7 +62,7 @@ def test_processes_that_still_save_are_waited_for(cluster: FakeCluster, run: Run
     train(run)
     assert state(sunspot) == (
         "stopping",
-        f"{GONE}; its processes, which still give signs of life, save and end; saved at step 42",
+        f"{GONE}; its processes are still alive, and save before they end; saved at step 42",
     )
     assert sunspot("doctor", "run", "--json") == 0
     assert [finding["finding"] for finding in sunspot.json["findings"]] == ["lost"]

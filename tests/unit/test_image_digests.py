@@ -148,7 +148,7 @@ def test_a_registry_that_does_not_tell_leaves_the_tag_and_is_named(
         registry.answers.clear()
     pinned, [said] = pin_images(render("kind", {}, image=registry.image).manifest)
     assert images(pinned) == {registry.image}
-    assert said.startswith(f"image {registry.image}: by its tag, as its registry does not tell the digest: ")
+    assert said.startswith(f"image {registry.image}: by its tag, because its registry does not give the digest: ")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_why_a_registry_does_not_answer_is_told_without_classes(
 
     monkeypatch.setattr("sunspot.submitter.cluster.image_digests.ask_digest", fail)
     _, [said] = pin_images(render("kind", {}, image=registry.image).manifest)
-    assert said.endswith(f": by its tag, as its registry does not tell the digest: {told}")
+    assert said.endswith(f": by its tag, because its registry does not give the digest: {told}")
 
 
 @pytest.mark.parametrize("image", ["sunspot:1", "{host}/team/sunspot@sha256:" + "c" * 64])

@@ -107,7 +107,9 @@ def test_the_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 def test_a_file_in_another_encoding_is_refused_with_the_right_one(tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 3", encoding="utf-16")  # as a redirection in PowerShell does
-    with pytest.raises(SettingsError, match=r"^\S*sunspot\.toml: it is not UTF-8, as TOML has to be; save it so"):
+    with pytest.raises(
+        SettingsError, match=r"^\S*sunspot\.toml: it is not UTF-8, which TOML requires; save it as UTF-8"
+    ):
         read_settings_file(tmp_path / "sunspot.toml")
 
 

@@ -170,7 +170,7 @@ def test_shared_memory_that_cannot_be_written_is_not_blamed_on_load(
 ) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", fail_with(OSError(number, os.strerror(number))))
     told = refused(Exception("The current node timed out during startup."), monkeypatch)
-    assert told.startswith(f"/dev/shm cannot be written ({os.strerror(number)}), and Ray needs it; {fix}")
+    assert told.startswith(f"/dev/shm cannot be written ({os.strerror(number)}), but Ray needs it; {fix}")
 
 
 # ------------------------------------------------------------------------------------------------------- at RAY_ADDRESS

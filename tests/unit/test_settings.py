@@ -194,6 +194,6 @@ def test_weights_come_from_runs_of_this_storage_only(name: str) -> None:
 
 def test_bytes_in_the_environment_that_are_no_text_are_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_TASK", os.fsdecode(b"sunspot.\xff"))
-    told = r"SUNSPOT_TASK=sunspot\.\\udcff: it has bytes that are no utf-8, the encoding of this process; "
+    told = r"SUNSPOT_TASK=sunspot\.\\udcff: it has bytes that are not valid utf-8, this process's encoding; "
     with pytest.raises(SettingsError, match=told):
         load_settings()

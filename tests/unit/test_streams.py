@@ -124,7 +124,7 @@ def test_a_run_goes_on_whatever_becomes_of_its_terminal(kind: str, tmp_path: Pat
         assert (done.stdout, done.stderr) == (logged.encode("ascii", "backslashreplace").decode(), "")
     else:
         why = "Broken pipe" if kind == "gone" else "No space left on device"
-        told = "the run goes on, and `sunspot logs` shows what it prints"
+        told = "the run continues, and `sunspot logs` shows its output"
         assert done.stderr == f"warning: its output cannot be written here ({why}); {told}\n"
         assert done.stderr in logged
 

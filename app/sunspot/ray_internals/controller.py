@@ -40,7 +40,7 @@ LIVING_S = 600.0
 
 
 LOST = (RayActorError, OutOfMemoryError)
-"""What Ray raises for a process that is gone. Its memory monitor's error is no `RayActorError` (2.60)."""
+"""Errors that Ray raises for a process that is gone. That of its memory monitor is not a `RayActorError` (2.60)."""
 
 
 class GroupRestartError(RayActorError):

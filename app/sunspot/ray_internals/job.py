@@ -1,4 +1,4 @@
-"""The Ray job that this process is the driver of: how it ends, so that KubeRay does not start it again in vain.
+"""Ends the Ray job of this driver so that KubeRay does not retry it in vain.
 
 KubeRay (1.7, `checkBackoffLimitAndUpdateStatusIfNeeded`) starts a RayJob again in a new cluster if its Ray job is
 FAILED and `backoffLimit` allows it, whatever the exit code was. It does not if the Ray job is STOPPED. It copies the
@@ -22,11 +22,11 @@ from sunspot.errors import FAILED_FOR_GOOD, SunspotError, shorten
 log = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 10
-"""How long the head may take to note how the job ended. If it takes longer, the operator starts the job again."""
+"""How long the head may take to record how the job ended. If it takes longer, the operator starts the job again."""
 
 
 def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
-    """Return `program`, whose final errors (`SunspotError.final`) end the RayJob without another try."""
+    """Wrap `program` so that its final errors (`SunspotError.final`) end the RayJob without another try."""
 
     def run() -> int:
         try:
@@ -37,7 +37,9 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
                 try:
                     _mark_stopped(job, error)
                 except Exception as trouble:  # another Ray may raise anything
-                    log.warning(f"the operator may start this job again, though that is of no use: {shorten(trouble)}")
+                    log.warning(
+                        f"the operator may start this job again, although that is of no use: {shorten(trouble)}"
+                    )
             raise
 
     return run
@@ -57,7 +59,7 @@ def find_own_job() -> str:
 
 
 def _mark_stopped(job: str, error: SunspotError) -> None:
-    """Record that the Ray job is STOPPED, with the error as its message. Ray changes no status that is terminal."""
+    """Record that the Ray job is STOPPED, with the error as its message. Ray never changes a terminal status."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.dashboard.modules.job.common import JobInfoStorageClient
     from ray.job_submission import JobStatus

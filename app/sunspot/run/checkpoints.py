@@ -120,7 +120,7 @@ class Checkpoint:
 
     @property
     def finite(self) -> bool:
-        """Whether its weights are finite, or were not looked at: by older versions, and with MAX_NAN_WINDOWS=0."""
+        """Whether its weights are finite; also True if they were not checked (older versions, MAX_NAN_WINDOWS=0)."""
         return not self.metrics.get(NAN_WEIGHTS)
 
     @property
@@ -381,7 +381,7 @@ def ranking_metric(checkpoints: Iterable[Checkpoint], metric: str) -> str:
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
     """Sort from the best by `metric` to the worst, the later first among equals; `order` is min or max.
 
-    A metric that is not finite is the worst, and after it come weights that are not.
+    A metric that is not finite ranks last, but before weights that are not finite.
     """
     sign = 1 if order == "min" else -1
 

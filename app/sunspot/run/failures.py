@@ -53,7 +53,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The class of the error and the first line of its message; one of Sunspot's errors says all by its message."""
+        """The class of the error and the first line of its message; only the message if it is Sunspot's own."""
         first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
         if by_name(self.type).__name__ == self.type:
             return first
@@ -68,7 +68,7 @@ class Failure:
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
     """Return the record of an error that ends a process; that of a remote Ray task is found in its text.
 
-    An error that Sunspot raises where no code of the user's is called has no place: its message says what is wrong.
+    An error that Sunspot raises outside of the user's code has no place, because its message says what is wrong.
     """
     kind, message, trace = type(error).__name__, without_secrets(str(error)), format_trace(error)
     place = find_place(trace)

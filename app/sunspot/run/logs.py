@@ -178,7 +178,7 @@ def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
 
 
 class _Tee:
-    """A text stream that also copies what is written to a log. A stream that fails does not end the run."""
+    """A text stream that also copies its output to a log. If the stream fails, the run continues."""
 
     def __init__(self, stream: TextIO, log: LogWriter) -> None:
         self._stream, self._log = stream, log
@@ -203,11 +203,11 @@ class _Tee:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Write only to the log from now on: the reader of the stream has gone, or its disk is full."""
+        """Write only to the log from now on, because the reader of the stream has gone or its disk is full."""
         self._failed = True
         mute(self._stream)
         why = error.strerror or error
-        told = "the run goes on, and `sunspot logs` shows what it prints"
+        told = "the run continues, and `sunspot logs` shows its output"
         print(f"warning: its output cannot be written here ({why}); {told}", file=sys.stderr)
 
     def copy(self, text: str) -> None:

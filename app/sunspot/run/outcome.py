@@ -149,7 +149,7 @@ class DriverStatusWriter:
         self._version, self._changed = "", time.monotonic()
         self._ended = False
         self._group_ended = ""
-        "Why the newest worker group has ended; empty while one trains, and where that is not known."
+        "Why the newest worker group ended; empty while a group trains, or if the reason is not known."
         self.state = RunState.SUCCEEDED
         "How it ends, unless with an error; set by the caller."
         self.reason = ""
@@ -164,7 +164,7 @@ class DriverStatusWriter:
                 self._refresh()
 
     def note_end(self, why: str) -> None:
-        """Keep why the newest worker group has ended, for the reason while no worker writes the status."""
+        """Keep why the newest worker group ended, as the reason in the status until a worker writes it."""
         self._group_ended = why
 
     def _refresh(self) -> None:

@@ -230,9 +230,9 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status, asked: object = None) -> str:
-    """Return what a run that gives signs of life does, when its status has no reason; its step is told beside it.
+    """Describe the work of a live run whose status has no reason; the caller shows its step.
 
-    `asked` is the number of workers that it was asked to have, if fewer train.
+    `asked` is the requested number of workers if fewer train.
     """
     if still := describe_stall(status):
         return still

@@ -62,7 +62,7 @@ class StopRequest:
 
 
 def who_asks() -> str:
-    """Return the user and the host of this process, for people; a container's user may have a number only."""
+    """Return user and host of this process as text for people; a container's user may have only a number."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on

@@ -129,7 +129,7 @@ class Status:
     warning: str = ""
     "For the user, before it matters: a save takes longer than the notice, say."
     nan_since: Count = 0
-    "The step since which the loss or the weights are not finite (`checkpoints.NAN_SINCE`); 0: they are finite."
+    "The step since which the loss or the weights are not finite (`checkpoints.NAN_SINCE`); 0 if they are finite."
     time: Moment = field(default_factory=time.time)
     "When it was written, in seconds since the epoch."
     stored: float | None = None
@@ -142,7 +142,7 @@ class Status:
 
     @property
     def nan_warning(self) -> str:
-        """A warning of a loss or weights that are not finite; empty if they are."""
+        """A warning if the loss or the weights are not finite, else empty."""
         return f"the loss or the weights are NaN or infinite since step {self.nan_since}" if self.nan_since else ""
 
     @property

@@ -62,12 +62,12 @@ class Bucket(Storage):
     FIXES: ClassVar[dict[str, str]]
     "What to do about an error, by the service's code for it or the class of the client's exception."
     REFUSALS: ClassVar[tuple[str, ...]]
-    "The codes of a bucket that is not there, or not as the settings say."
+    "Codes of a bucket that does not exist, or that contradicts the settings."
     KEY_REFUSALS: ClassVar[tuple[str, ...]]
-    """The codes of credentials that are refused. Those of a pod's own identity may be there a moment later, or in the
+    """Codes of refused credentials. Those of a pod's own identity may be there a moment later, or in the
     next pod (kubernetes-external-secrets#419, aws-iam-authenticator#285)."""
     KEYS: ClassVar[tuple[str, ...]]
-    "Environment variables that hold credentials, which stay as they are."
+    "Environment variables with credentials, which no retry can change."
     MISSING: ClassVar[str]
     "The code for an object that is not there, in a bucket that is."
     VERSIONS_FIX: ClassVar[str]

@@ -35,7 +35,7 @@ WRITTEN = {"data", "runs"}
 LEFT_BEHIND = re.compile(
     r"(.*/)?([^/]*~|[^/]*\.(bak|orig|rej|py[co])|\.[^/]*\.sw[a-p]|\.#[^/]*|#[^/]*#|\.DS_Store|Thumbs\.db|desktop\.ini)"
 )
-"""Files that editors, `patch`, Python and file managers leave behind; they go along only if git tracks them."""
+"""Matches files that editors, `patch`, Python and file managers leave; they are included only if git tracks them."""
 
 SECRET = re.compile(
     r"""
@@ -78,7 +78,7 @@ class CodeArchive:
     "Paths of its files, relative to the folder."
     content: bytes
     untracked: tuple[str, ...] = ()
-    "Files among them that git does not track, although it tracks the folder."
+    "Those of these files that git does not track, if the folder is in a repository."
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -135,10 +135,10 @@ def pack(folder: Path) -> CodeArchive:
 
 
 def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
-    """List the files that go along, each with whether git tracks it.
+    """List the files to include, and whether git tracks each.
 
     These are the files that git tracks or does not ignore, also of submodules, or without git every file that may be
-    code. Of what git does not track, LEFT_BEHIND stays here.
+    code. Untracked files that match LEFT_BEHIND are left out.
     """
     if not _in_git(folder):
         for place, folders, files in os.walk(folder):
@@ -168,7 +168,7 @@ def _ask_git(folder: Path, *options: str) -> list[str]:
 
 
 def _list_below(folder: Path, name: str) -> Iterator[str]:
-    """List the file of a name that git lists, the files of a submodule, or nothing if it was deleted since."""
+    """List a file that git lists, or the files of a submodule; empty if it was deleted since."""
     path = folder / name
     if path.is_dir() and not path.is_symlink():  # a submodule, or another repository
         if (path / ".git").exists():

@@ -1,4 +1,4 @@
-"""RayJobs that were deleted before their runs had ended, which storage alone cannot know.
+"""Finds RayJobs that were deleted before their runs had ended, which storage alone cannot show.
 
 A RayJob is missed only in the place where the run says that it lives (docs/decisions/0009): the API server of another
 cluster, or another namespace, knows nothing of it. Nothing is concluded for users who may not read RayJobs, or the
@@ -21,7 +21,7 @@ from sunspot.submitter.cluster.api import Cluster
 
 @dataclass(frozen=True)
 class GoneJob:
-    """A RayJob that last had a run, and is no longer in its namespace."""
+    """The RayJob that last trained a run, and is no longer in its namespace."""
 
     name: str
     namespace: str
@@ -30,7 +30,7 @@ class GoneJob:
     alive: bool
     "Whether the run's processes still give signs of life."
     saved_step: int | None
-    "Step of the run's newest checkpoint; None: it has none."
+    "Step of the run's newest checkpoint, or None without one."
 
     def judge(self, stop_wanted: bool) -> tuple[RunState, str]:
         """Return the state of the run, and a sentence that says why."""
@@ -39,7 +39,7 @@ class GoneJob:
         if not self.began:
             return RunState.LOST, f"{said}, and its driver never began; {saved}; submit it again"
         if self.alive:
-            return RunState.STOPPING, f"{said}; its processes, which still give signs of life, save and end; {saved}"
+            return RunState.STOPPING, f"{said}; its processes are still alive, and save before they end; {saved}"
         if stop_wanted:
             return RunState.STOPPED, f"told to stop; {said}; {saved}"
         again = "submit it again" if self.saved_step is None else "submit it again to go on from there"
@@ -49,9 +49,9 @@ class GoneJob:
 def find_gone_job(
     cluster: Cluster, run: Run, state: RunState, status: Status | None, known: Collection[str] = ()
 ) -> GoneJob | None:
-    """Find the RayJob that last had a run, if it is gone from this namespace; None if it is there, or that is not sure.
+    """Return the RayJob that last trained a run if it is gone from this namespace; None if it is there, or if unsure.
 
-    `state` is the run's by storage alone, for which the cluster showed no RayJob of the run. `known` are the names of
+    `state` is the run's state from storage alone: the cluster showed no RayJob of the run. `known` are the names of
     RayJobs that are there.
     """
     if state.terminal and state is not RunState.LOST:
@@ -71,7 +71,7 @@ def find_gone_job(
 
 
 def _last_job(cluster: Cluster, run: Run, state: RunState, status: Status | None) -> str:
-    """Return the name of the RayJob that last had the run, if that was in this namespace of this cluster; or empty."""
+    """Return the name of the RayJob that last trained the run if it was in this namespace and cluster, else empty."""
     if state is RunState.PENDING:
         record = newest_submission(run)
         if not record:

@@ -42,7 +42,7 @@ def pin_images(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             by_digest[image] = f"{_split(image)[0]}@{digest}"
             said.append(f"image {image}: {digest}")
         except (OSError, HTTPException, ValueError, AttributeError) as error:
-            said.append(f"image {image}: by its tag, as its registry does not tell the digest: {_explain(error)}")
+            said.append(f"image {image}: by its tag, because its registry does not give the digest: {_explain(error)}")
     for each in containers:
         each["image"] = by_digest.get(each["image"], each["image"])
     return pinned, said
@@ -50,7 +50,7 @@ def pin_images(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _explain(error: Exception) -> str:
     """Return why a registry did not answer, without the names of Python's classes."""
-    reason = getattr(error, "reason", None)  # of a URLError, the error of the socket
+    reason = getattr(error, "reason", None)  # a URLError wraps the error of the socket
     cause = reason if isinstance(reason, Exception) else error
     if isinstance(cause, TimeoutError):
         return f"no answer within {ANSWERS_WITHIN_S:.0f} s"

@@ -53,13 +53,13 @@ class ClusterPart:
     pods: tuple[PodView, ...] = ()
     warnings: tuple[WarningEvent, ...] = ()
     hidden: Mapping[str, str] = field(default_factory=dict)
-    "What this user may not see (pods, events, nodes), and the API server's words on it."
+    "Objects that this user may not see (pods, events, nodes), with the API server's refusal."
     trouble: str = ""
     "Why it is missing or old."
     nodes: Nodes = ()
     "All nodes, if they may explain something (`RunAccess.with_nodes`)."
     gone: GoneJob | None = None
-    "The RayJob that the run lost before it had ended."
+    "The run's RayJob, if it was deleted before the run had ended."
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RunSnapshot:
 
     @property
     def lacks_workers(self) -> bool:
-        """Whether its driver works, and fewer workers train than it was asked to have."""
+        """Whether its driver works, but fewer workers train than requested."""
         status, job = self.storage.status, self.job
         if not (status and job and self.driver_began):
             return False
@@ -142,13 +142,13 @@ class RunAccess:
         return RunSnapshot(self.with_gone_job(seen, storage), storage, time.time())
 
     def with_gone_job(self, seen: ClusterPart, storage: StoragePart) -> ClusterPart:
-        """Add the RayJob that the run has lost, if the cluster knows none of the run."""
+        """Add the run's deleted RayJob if the cluster knows no RayJob of the run."""
         if not self.cluster or seen.trouble or seen.jobs or not storage.state:
             return replace(seen, gone=None)
         return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state[0], storage.status))
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
-        """Add all nodes of the cluster, which show which pods are lost, and what keeps pods away.
+        """Add all nodes of the cluster, which show which pods are lost, and what keeps pods from nodes.
 
         Users with rights in one namespace may not list nodes, which is recorded as `hidden`.
         """
@@ -250,7 +250,7 @@ def require_answers(snapshot: RunSnapshot) -> None:
 
 
 def warn_of_hidden(snapshot: RunSnapshot) -> None:
-    """Say what this user may not see of a run, which may be what explains it. Most users may not list nodes."""
+    """Say which objects this user may not see, although they may explain the run. Most users may not list nodes."""
     for what, refusal in snapshot.cluster.hidden.items():
         if what != "nodes":
             warn(f"without its {what}: {refusal}")
@@ -287,7 +287,7 @@ def read_storage(run: Run, job: JobView | None) -> StoragePart:
 
 
 def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
-    """Explain, by the cluster's word, why a run has left nothing in storage; empty if the cluster does not know."""
+    """Return the cluster's explanation why a run has left nothing in storage; empty if it does not know."""
     cluster, error = try_connect(context, namespace)
     if not cluster:
         return ""

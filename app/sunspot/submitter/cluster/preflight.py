@@ -30,8 +30,10 @@ NOT_WITHOUT_EFFECT = "does not support dry run"
 NOT_ASKED = (404, 405)
 """Statuses of an API server that takes no pods here, whatever they are."""
 
-OWNER_MAY_PASS = "the operator's own may pass, where the policy looks at the owner; if none starts, it is this"
-"""What to make of a webhook's refusal, which need not come again when the operator creates the pods."""
+OWNER_MAY_PASS = (
+    "the operator's own pods may pass if the policy looks at their owner; if none starts, this is the reason"
+)
+"""Advice on a webhook's refusal, which may not apply when the operator creates the pods."""
 
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
@@ -58,7 +60,7 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
                 quotas = list(find_quota_problems(cluster, manifest))
                 take(quotas)
                 take(find_pod_problems(cluster, manifest, quotas))
-            elif expected.terminal:  # it still counts, and what is left of its pods, but both go first
+            elif expected.terminal:  # it still counts, as do its remaining pods, but it is deleted first
                 empty = find_quota_problems(cluster, manifest, ignore_use=True)
                 take(each for each in empty if each.result is Result.FAILED)
     except ClusterError as error:
@@ -81,7 +83,7 @@ def find_queue_problem(expected: JobView) -> Iterator[Check]:
 
 
 def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: bool = False) -> Iterator[Check]:
-    """Find the ResourceQuotas without room for the whole run. FAILED are those in which it can never fit.
+    """Find the ResourceQuotas without room for the whole run. Those in which it can never fit are FAILED.
 
     With `ignore_use`, as if nothing else were in the namespace. Finds nothing if this user may not list them.
     """
@@ -96,9 +98,9 @@ def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: 
 def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequence[Check] = ()) -> Iterator[Check]:
     """Find what keeps the pods of a RayJob out, by creating each without effect.
 
-    Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
-    the operator is refused. If this user may create no pods, only LimitRanges are examined, and those only if they may
-    be listed. What `quotas` (of `find_quota_problems`) tell of a quota is not repeated.
+    Pod security, limits, quotas and policies only look at pods. So the RayJob is accepted and its first nodes are paid
+    for before the operator is refused. If this user may not create pods, only LimitRanges are examined, if they may be
+    listed. Problems with a quota that are in `quotas` (from `find_quota_problems`) are not repeated.
     """
     if not cluster.allows("create", "", "pods"):
         yield from check_limit_ranges(list_if_allowed(cluster, "limit ranges") or (), manifest)
@@ -128,7 +130,7 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequen
 
 
 def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
-    """List the objects of a path in `api.PATHS`. Returns None if this user may not."""
+    """List the objects at a path in `api.PATHS`. Returns None if this user may not list them."""
     try:
         return cluster.list_all(kind)
     except RefusedError as error:
@@ -138,7 +140,7 @@ def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
 
 
 def explain_refusal(error: ClusterError) -> str:
-    """Return the API server's words on a RayJob, with the fix if they leave it open."""
+    """Return the API server's refusal of a RayJob, with a fix if it gives none."""
     if exceeded := parse_exceeded(str(error)):
         delete = "RayJobs that have ended count, too: delete some (`sunspot delete`)"
         return f"{error}; {delete}, or have the ResourceQuota {exceeded.name} raised"

@@ -125,7 +125,7 @@ def describe_runs(
 
 
 def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, JobView], set[str] | None]:
-    """List the newest RayJob of each run in this storage, and the names of all; these are None without an answer."""
+    """List the newest RayJob of each run in this storage, and the names of all, or None if no cluster answers."""
     newest: dict[str, JobView] = {}
     try:
         jobs = cluster.list_jobs() if cluster else []

@@ -84,7 +84,7 @@ class StoragePart:
     trouble: str = ""
     "Why it is missing or old."
     refused: bool = False
-    "Whether storage answers, and refuses this reader: that says nothing of the run's own access."
+    "Whether storage refuses this reader, which says nothing about the run's own access."
 
 
 def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
@@ -315,13 +315,13 @@ def pod_problem(pod: PodView, warnings: Warnings) -> PodProblem | None:
 
 
 def asked_workers(text: str) -> WorkerRange | None:
-    """Parse a value of the setting NUM_WORKERS. Returns None for another text, such as the choices of a search."""
+    """Parse a value of the setting NUM_WORKERS. Returns None for any other text, such as the choices of a search."""
     match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
     return WorkerRange(int(match[1]), int(match[2] or match[1])) if match else None
 
 
 def workers_missed(own: Status, job: JobView) -> WorkerRange | None:
-    """Return the number of workers that a run was asked to have, if fewer train."""
+    """Return the requested number of workers if fewer train, else None."""
     asked = asked_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
     return asked if asked and 0 < own.world_size < asked.most else None
 
@@ -347,7 +347,7 @@ def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
 
 
 def explain_trouble(job: JobView, stored: StoragePart) -> str:
-    """Say that nothing is known of a live run because its storage cannot be read, and what that means for the run."""
+    """Explain what it means for a live run that its storage cannot be read from here."""
     if stored.refused:
         return "its storage refuses this reader, so nothing is known of its progress"
     limit_s = storage_timeout_s(job)

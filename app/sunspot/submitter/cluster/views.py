@@ -87,7 +87,7 @@ class JobView:
 
     @property
     def failed_for_good(self) -> bool:
-        """Whether its driver has ended it because no other try can succeed (`SunspotError.final`)."""
+        """Whether its driver ended it for good, because no other try can succeed (`SunspotError.final`)."""
         said = (self.raw.get("status") or {}).get("message", "")
         return self.job_status == "STOPPED" and said.startswith(FAILED_FOR_GOOD)
 
@@ -138,7 +138,7 @@ class PodView:
     out_of_memory: bool
     "Whether one of its containers last ended for that; it may run again."
     spec: Mapping[str, Any] = field(default_factory=dict)
-    "As the API server has it, with what admission has added."
+    "The spec in the API server, with the additions of admission controllers."
 
     @property
     def deleting(self) -> bool:
@@ -164,7 +164,7 @@ class WarningEvent(NamedTuple):
 Pods = Sequence[PodView]
 
 Nodes = Sequence[Mapping[str, Any]]
-"""Nodes as the API server has them."""
+"""Nodes in the form of the API server."""
 
 Warnings = Sequence[WarningEvent]
 
@@ -229,7 +229,7 @@ def is_ready(node: Mapping[str, Any]) -> bool:
 
 
 def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
-    """Mark the pods whose nodes are gone or not ready as not ready: Kubernetes calls them Running for a while.
+    """Mark pods as not ready if their nodes are gone or not ready, because Kubernetes calls them Running for a while.
 
     `nodes` are all nodes of the cluster, or none if they are not known.
     """
@@ -243,7 +243,7 @@ def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
         if node:
             changed = parse_time(_ready_condition(node).get("lastTransitionTime"))
             said = f"its node {pod.node} is not ready" + (f" since {as_time(changed)}" if changed else "")
-        fix = "another pod takes its place when there is a node for it"
+        fix = "another pod replaces it when there is a node for it"
         return replace(pod, ready=False, problem=PodProblem(Diagnosis.NODES, said, fix))
 
     return tuple(map(mark, pods))
