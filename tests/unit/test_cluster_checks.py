@@ -198,10 +198,10 @@ def limit_cpus(cluster: FakeCluster) -> None:
             lambda c: c.documents.update({"/api/v1/pods": {"items": []}}),
             "failed",
             "no pod labelled app.kubernetes.io/component=kuberay-operator runs",
-            "without it, a run waits for ever",
+            "without it, a run waits forever",
         ),
         ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "see why it does not run"),
-        ("KubeRay operator", hide_operator, "warning", "no pod labelled", "add-on, which runs out of sight"),
+        ("KubeRay operator", hide_operator, "warning", "no pod labelled", "add-on, whose pods are hidden"),
         ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
         (
             "time for a new head",
@@ -282,7 +282,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             fill_quota("30Gi", "40Gi"),
             "warning",
             "team: requests.memory: 11Gi needed, 10Gi free of 40Gi",
-            "they wait until others end",
+            "the pods wait until other runs end",
         ),
         (
             "quota",

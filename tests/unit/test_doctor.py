@@ -589,7 +589,7 @@ def test_a_loss_that_is_not_finite_comes_first(run: Run, sunspot: Command) -> No
     assert (told["severity"], told["since"], told["checkpoint"]) == ("error", 5, good.name)
     assert told["evidence"] == "the loss is NaN or infinite since step 5; the newest step is 7"
     assert told["advice"].startswith("it ends after 3 windows of metrics (MAX_NAN_WINDOWS); then lower LEARNING_RATE")
-    assert told["advice"].endswith(f"and start it again: it goes on from step 4, {good.name}")
+    assert told["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
 def test_a_run_that_has_ended_with_such_a_loss_says_so_once(run: Run, sunspot: Command) -> None:
@@ -600,7 +600,7 @@ def test_a_run_that_has_ended_with_such_a_loss_says_so_once(run: Run, sunspot: C
     record_failure(run, Failure(1, 0, 7, "DivergedError", said, "", time=now))
     found = findings(sunspot)
     assert list(found) == ["not finite"]
-    assert found["not finite"]["advice"].endswith(f"and start it again: it goes on from step 4, {good.name}")
+    assert found["not finite"]["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
 def test_an_old_run_with_such_a_loss_is_told_where_to_begin(run: Run, sunspot: Command) -> None:
@@ -826,8 +826,8 @@ def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
     ("cause", "advice"),
     [
         (Cause.HUNG, "look at the call in which the ranks hung"),
-        (Cause.OUT_OF_MEMORY, "workers with enough memory (worker.memory in the profile)"),
-        (Cause.WORKER_FAILED, "mend the error that ends the workers"),
+        (Cause.OUT_OF_MEMORY, "give the workers enough memory (worker.memory in the profile)"),
+        (Cause.WORKER_FAILED, "fix the error that ends the workers"),
         (Cause.NO_ROWS, BRING_ROWS),
         (Cause.NODE_LOST, "more stable nodes"),
     ],
@@ -900,7 +900,7 @@ def test_a_refused_credential_is_the_first_finding_of_a_run_that_trains_in_the_c
     sunspot("doctor", "run")
     if not ended:
         assert sunspot.out.startswith(f"run: {state}\n\n1. cluster not seen (error)\n   http://127.0.0.1")
-        assert "ask again; what else is found is from storage" in sunspot.out
+        assert "ask again; the other findings are from storage" in sunspot.out
         assert sunspot.err == "error: run trains in a cluster that was not examined; its first finding says why\n"
     assert (sunspot.out + sunspot.err).count("refuses these credentials") == 1
 
@@ -939,8 +939,8 @@ def test_storage_that_is_away_leaves_the_cluster(
 @pytest.mark.parametrize(
     ("kind", "severity", "advice"),
     [
-        (StorageError, "warning", "they keep training for up to 600 s (STORAGE_TIMEOUT_S); look after the server"),
-        (RefusedStorageError, "error", "let this user read it, or look from where it can be read"),
+        (StorageError, "warning", "they keep training for up to 600 s (STORAGE_TIMEOUT_S); check the storage server"),
+        (RefusedStorageError, "error", "let this user read it, or ask from where it can be read"),
     ],
 )
 def test_a_live_run_whose_storage_cannot_be_read(

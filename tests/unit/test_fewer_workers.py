@@ -102,7 +102,7 @@ def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, su
     found = findings(sunspot)
     assert list(found) == ["fewer workers"]
     assert "2 of 2..3 workers train" in found["fewer workers"]["evidence"]
-    assert found["fewer workers"]["waits_for"] == "the workers of pods that run to join"
+    assert found["fewer workers"]["waits_for"] == "the workers in running pods to join"
     assert sunspot.json["unseen"][0].startswith("its nodes: ")
     assert sunspot("status", "run", "--json") == 0
     assert sunspot.json["reason"] == "2 of 2..3 workers train"
@@ -112,7 +112,7 @@ def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, su
 @pytest.mark.parametrize(
     ("last", "waits_for"),
     [
-        (None, "1 more worker pod (the cluster has not been asked for them, or not made them yet)"),
+        (None, "1 more worker pod (the cluster has not been asked for them, or has not made them yet)"),
         ({"phase": "Pending"}, f"pod {CLUSTER}-worker-3 (it starts)"),
         (
             {

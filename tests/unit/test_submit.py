@@ -427,7 +427,7 @@ def test_a_quota_that_others_use_is_a_warning(cluster: FakeCluster, sunspot: Com
     said = FORBIDDEN + "exceeded quota: team, requested: memory=5Gi, used: memory=16Gi, limited: memory=20Gi"
     cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, 403))
     assert sunspot.submit() == 0, sunspot.err
-    assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; they wait until others end" in sunspot.err
+    assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; the pods wait until other runs end" in sunspot.err
     assert "would be refused now" not in sunspot.err, "one quota is told of once"
 
 

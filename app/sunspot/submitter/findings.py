@@ -29,7 +29,7 @@ class Diagnosis(enum.StrEnum):
     RESOURCES = "insufficient resources"
     "Matching nodes have too little left."
     VOLUME = "volume"
-    "A volume is missing, or out of the nodes' reach."
+    "A volume is missing, or the nodes cannot reach it."
     AFFINITY = "affinity"
     "Other pods keep its pods away: by affinity, spread or ports."
     TAINT = "taint"
@@ -80,7 +80,7 @@ class Diagnosis(enum.StrEnum):
     "Commits that were killed take space."
 
     FEWER_WORKERS = "fewer workers"
-    "It trains, with fewer workers than it was asked to."
+    "It trains, but with fewer workers than requested."
     HEALTHY = "healthy"
 
 
@@ -92,7 +92,7 @@ UNSCHEDULABLE = (
     Diagnosis.NO_NODE,
     Diagnosis.NODES,
 )
-"""Why no node takes a pod. Which of them explains most depends on the nodes, so they keep the order they are given."""
+"""Reasons why no node takes a pod. The best explanation depends on the nodes, so the given order is kept."""
 
 
 class Severity(enum.StrEnum):

@@ -36,7 +36,7 @@ def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a document for another program: in UTF-8 in any locale, because escapes would change what it says."""
+    """Print a document for another program in UTF-8 in any locale, because escapes would change its content."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     print_text(text, end="")

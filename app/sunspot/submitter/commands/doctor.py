@@ -57,7 +57,7 @@ def _print_report(name: str, report: Report, stacks: bool) -> None:
     if not stacks and any(finding.traces for finding in report.findings):
         warn("--stacks shows whole stacks and tracebacks")
     for text in report.unseen:
-        if not report.cluster_trouble or report.cluster_trouble not in text:  # which is the first finding
+        if not report.cluster_trouble or report.cluster_trouble not in text:  # the first finding says so
             warn(f"not looked at: {text}")
 
 

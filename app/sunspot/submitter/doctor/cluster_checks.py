@@ -96,10 +96,10 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
         seen = f"no pod labelled {OPERATOR} runs in any namespace"
         if pods:
             seen = f"{plural(len(pods), 'pod')} labelled {OPERATOR}, none of them ready"
-        fix = "install it, or see why it does not run: without it, a run waits for ever"
+        fix = "install it, or see why it does not run: without it, a run waits forever"
         hidden = _is_on_gke(cluster)
         if hidden:
-            fix = "see whether the cluster has GKE's Ray operator add-on, which runs out of sight; otherwise install it"
+            fix = "see whether the cluster has GKE's Ray operator add-on, whose pods are hidden; otherwise install it"
         let_in = "; one with other labels has to be let in by k8s/base/network.yaml"
         yield Check(name, Result.WARNING if hidden else Result.FAILED, seen, fix + let_in)
         return
@@ -115,7 +115,7 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
 
 
 def _is_on_gke(cluster: Cluster) -> bool:
-    """Return True if Google runs the cluster, by its nodes; False if this user may not list them."""
+    """Return True if the nodes show that the cluster is GKE; False if this user may not list them."""
     nodes = list_if_allowed(cluster, "nodes") or ()
     return any(node.get("spec", {}).get("providerID", "").startswith("gce://") for node in nodes)
 

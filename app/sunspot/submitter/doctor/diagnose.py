@@ -50,7 +50,7 @@ class Report:
     findings: list[Finding]
     unseen: list[str]
     cluster_trouble: str = ""
-    "Why the cluster was not examined, if what happens to the run now can be seen only there."
+    "Why the cluster was not examined, if only the cluster can show what the run does now."
 
     def record(self) -> dict[str, Any]:
         """Return it as a JSON document has it."""
@@ -69,7 +69,7 @@ def examine(access: RunAccess) -> Report:
     unseen = _unseen(access, snapshot)
     cluster_trouble = snapshot.cluster.trouble if _needs_cluster(access, snapshot, state) else ""
     if cluster_trouble:
-        advice = "renew the credentials, or reach the API server, and ask again; what else is found is from storage"
+        advice = "renew the credentials, or reach the API server, and ask again; the other findings are from storage"
         findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, cluster_trouble, advice, cost=1.0))
     if snapshot.in_cluster:
         findings += find_pending(snapshot.in_cluster, state)
@@ -107,9 +107,9 @@ def examine(access: RunAccess) -> Report:
 
 
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
-    """Return True if a RayJob trains the run, or is to, by what storage says, and its pods may explain the state.
+    """Return True if, according to storage, a RayJob trains the run, or will, and its pods may explain the state.
 
-    Without a cluster to ask, the state of a run that trains is known from storage.
+    If no cluster was to be asked, storage alone explains a run that trains.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)

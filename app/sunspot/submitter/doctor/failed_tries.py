@@ -9,13 +9,13 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 
 def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Finding]:
-    """Find tries of a live RayJob that failed, as long as the next one has not begun to train."""
+    """Find failed tries of a live RayJob until the next try begins to train."""
     job = snapshot.job
     if not job or not job.failed or state is not RunState.RETRYING:
         return
     evidence = describe_failed_tries(job, snapshot.storage)
     details = {"failed": job.failed, "tries": job.tries, "message": job.message or None}
-    advice, cost = "mend what it names, and submit again; the next try would meet it, too", 1.0
+    advice, cost = "mend what it names, and submit again; the next try would fail in the same way", 1.0
     if ": " not in evidence:
         cost = 0.0  # what keeps the present pods from running explains more
         seen = f"kubectl get rayjob {job.name} --watch -o jsonpath='{{.status.message}}'"
@@ -37,12 +37,12 @@ def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
 
 
 def find_storage_trouble(snapshot: RunSnapshot) -> Finding:
-    """Say what it means for the run that this user cannot read its storage."""
+    """Return the finding that this user cannot read the run's storage."""
     job, stored = snapshot.job, snapshot.storage
-    severity, advice = Severity.ERROR, "look after the server of the storage, and its network; then ask again"
+    severity, advice = Severity.ERROR, "check the storage server and the network, then ask again"
     if stored.refused:
-        advice = "let this user read it, or look from where it can be read: without it, nothing can be said of the run"
+        advice = "let this user read it, or ask from where it can be read: nothing else shows the run's progress"
     elif job and job.live and job.job_status == "RUNNING":
         severity = Severity.WARNING
-        advice = f"{explain_trouble(job, stored)}; look after the server of the storage, and its network"
+        advice = f"{explain_trouble(job, stored)}; check the storage server and the network"
     return Finding(Diagnosis.STORAGE, severity, stored.trouble, advice, cost=1.0)

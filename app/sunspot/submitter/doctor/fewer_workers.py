@@ -1,4 +1,4 @@
-"""A run that trains with fewer workers than it was asked to: since when, and what it waits for. Pure."""
+"""Finds runs that train with fewer workers than requested: since when, and what they wait for. Pure."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,11 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 from sunspot.submitter.manifest.requirements import pod_sets
 
 MAX_NAMED = 3
-"""Causes that are named, of several."""
+"""Largest number of causes that a finding names."""
 
 
 def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Finding]:
-    """Find out whether a run trains with fewer workers than it was asked to; `seen` is None without a cluster."""
+    """Find whether a run trains with fewer workers than requested; `seen` is None without a cluster."""
     status, asked = case.view.status, asked_workers(case.setting("num_workers"))
     if case.state is not RunState.RUNNING or not (status and asked and 0 < status.world_size < asked.most):
         return
@@ -24,13 +24,13 @@ def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Findin
     figures_, details = figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
     evidence = f"{status.world_size} of {asked} workers train{when}; waits for: {waits_for}; {figures_}"
-    advice = "nothing, if the others may come later: they join as soon as they can"
+    advice = "nothing, unless you need the others now: they join as soon as they can"
     details |= {"workers": status.world_size, "workers_wanted": str(asked), "since": since, "waits_for": waits_for}
     yield Finding(Diagnosis.FEWER_WORKERS, Severity.NOTE, evidence, advice, details)
 
 
 def _find_beginning(case: Case, wanted: int) -> float | None:
-    """Return since when fewer workers train than `wanted`, in seconds since the epoch; None if it is not known."""
+    """Return since when fewer than `wanted` workers train, in seconds since the epoch; None if it is not known."""
     since = None
     for attempt in reversed(case.view.attempts):
         if attempt.metadata.world_size >= wanted:
@@ -40,7 +40,7 @@ def _find_beginning(case: Case, wanted: int) -> float | None:
 
 
 def _find_missing(seen: JobInCluster) -> str:
-    """Say what a run waits for until all of its workers train."""
+    """Describe what a run waits for until all of its workers train."""
     job = seen.job
     fresh = [event for event in seen.warnings if seen.now - event.time < WARNING_FRESH_S]
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]
@@ -52,9 +52,9 @@ def _find_missing(seen: JobInCluster) -> str:
     wanted = pod_sets(job.raw)["workers"].most if not job.borrows_cluster else 0
     if len(workers) < wanted:
         refused = refused_pod(job, fresh)
-        why_not = refused.message if refused else "the cluster has not been asked for them, or not made them yet"
+        why_not = refused.message if refused else "the cluster has not been asked for them, or has not made them yet"
         causes.append(f"{plural(wanted - len(workers), 'more worker pod')} ({why_not})")
     if not causes:
-        return "the workers of pods that run to join"
+        return "the workers in running pods to join"
     more = f" and {len(causes) - MAX_NAMED} more" if len(causes) > MAX_NAMED else ""
     return ", ".join(causes[:MAX_NAMED]) + more

@@ -56,7 +56,7 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, seen.now)
-        # Of pods that are gone, the last warnings say what was wrong. Those of earlier tries do not count.
+        # For pods that are gone, the last warnings say what was wrong. Warnings of earlier tries do not count.
         since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
         found += [] if seen.unseen_pods else _explain_pods(seen, recent, severity)
@@ -124,7 +124,7 @@ def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) ->
 
 
 def _memory_limit(job: JobView, group: str) -> str:
-    """Return `, limit 3Gi` for the pods of a group; empty if they have none."""
+    """Return `, limit 3Gi` for the pods of a group; empty if they have no limit."""
     spec = pod_groups(job.spec).get(group, {}).get("template", {}).get("spec", {})
     containers = spec.get("containers") or [{}]
     limit = containers[0].get("resources", {}).get("limits", {}).get("memory")
@@ -149,7 +149,7 @@ def _refused(job: JobView, event: WarningEvent, which: str, severity: Severity) 
         advice = f"end other runs of the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
         if exceeded.never_fits(job.raw):
             evidence += "; the run alone needs more than that quota allows"
-            advice = f"{ASK_FOR_LESS}, or {raised}; that others end is not enough"
+            advice = f"{ASK_FOR_LESS}, or {raised}; ending other runs is not enough"
         names = {"requested": exceeded.requested, "used": exceeded.used, "limited": exceeded.limited}
         details = {"quota": exceeded.name, **names}
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)

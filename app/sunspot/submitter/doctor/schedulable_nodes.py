@@ -12,18 +12,18 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.requirements import requests_of
 
 CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
-"""Taints of nodes that are not for runs at all."""
+"""Taints of nodes that never take runs."""
 
 STATE_OF_NODE = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
-"""Prefixes of taints that describe a node's state; no toleration helps."""
+"""Prefixes of taints that describe a node's state, against which a toleration does not help."""
 
 
 class Obstacle(NamedTuple):
-    """What keeps a pod from a node, even if no other pod is there."""
+    """A reason why a pod cannot run on a node, even if no other pod is there."""
 
     kind: Diagnosis
     what: str
-    "The taint, as `KEY` or `KEY=VALUE`; the resource of which the node has too little; or words."
+    "The taint as `KEY` or `KEY=VALUE`, the resource of which the node has too little, or a description."
 
     def __str__(self) -> str:
         if self.kind is Diagnosis.TAINT:
@@ -41,7 +41,7 @@ def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str
 
 
 def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Obstacle]:
-    """Find everything that keeps pods with this spec from a node: its state, its labels, its taints, its size."""
+    """Find all obstacles for pods with this spec on a node: its state, its labels, its taints, its size."""
     spec = node.get("spec", {})
     labels = node["metadata"].get("labels", {})
     if not is_ready(node):
@@ -63,7 +63,7 @@ def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[
     there = _allocatable(node)
     for name, amount in sorted(requests_of(pod).items()):
         if amount > there.get(name, 0.0):
-            lacks = "/" in name and not there.get(name)  # a node without GPUs is no small GPU node
+            lacks = "/" in name and not there.get(name)  # a node without GPUs is not a GPU node that is too small
             yield Obstacle(Diagnosis.NO_NODE, f"without {name}") if lacks else Obstacle(Diagnosis.RESOURCES, name)
 
 

@@ -1,4 +1,4 @@
-"""Why no node takes a pod: by the scheduler's words and, where they may be listed, by the nodes themselves. Pure.
+"""Explains why no node takes a pod, from the scheduler's message and, if they may be listed, the nodes. Pure.
 
 The scheduler names for each node the first filter that fails: a node's taints, then its labels, then its free
 resources, then volumes and other pods. So a node with a taint may lack the labels, too, and a node that is short of
@@ -15,21 +15,21 @@ from sunspot.submitter.doctor.schedulable_nodes import CONTROL_PLANE, Obstacle, 
 from sunspot.submitter.findings import UNSCHEDULABLE, Diagnosis, Finding, Severity
 
 ONLY_THE_SCHEDULER_KNOWS = (Diagnosis.VOLUME, Diagnosis.AFFINITY)
-"""Reasons that do not lie in a node."""
+"""Reasons that are not in a node."""
 
 MAX_OTHERS = 3
-"""Further obstacles of the same nodes that a finding names."""
+"""Largest number of further obstacles on the same nodes that a finding names."""
 
 
 class Refusal(NamedTuple):
-    """Why some nodes do not take a pod."""
+    """A reason why some nodes do not take a pod."""
 
     kind: Diagnosis
     nodes: int
     what: str
     "The resource, the taint, or the scheduler's words."
     others: tuple[str, ...] = ()
-    "What else keeps the pod from the same nodes. Only if all of it is mended, they take it."
+    "Further obstacles on the same nodes, which take the pod only if all are removed."
     when_empty: bool = False
     "Whether the nodes lack the resource even without any pods."
 
@@ -48,7 +48,7 @@ class UnplacedPods(NamedTuple):
 
     @property
     def section(self) -> str:
-        """The section of a profile that describes them."""
+        """The section of a profile that describes these pods."""
         return {"head": "head", "data": "data_workers"}.get(self.group, "worker")
 
     def __str__(self) -> str:
@@ -56,12 +56,12 @@ class UnplacedPods(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of all of them."""
+        """The names of all these pods."""
         return list(dict.fromkeys(name for names in self.said.values() for name in names))
 
 
 def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> Iterator[Finding]:
-    """Explain why no node takes some pods, each reason once, and first the one whose cure lets them run.
+    """Explain why no node takes some pods. Each reason is given once, and the one whose fix lets them run comes first.
 
     `nodes` are all nodes of the cluster, or none if they may not be listed.
     """
@@ -90,7 +90,7 @@ def name_pods(names: Sequence[str]) -> str:
 
 
 def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Refusal]:
-    """Find why nodes do not take a pod. The first refusal is the one whose cure lets the pod run.
+    """Find why nodes do not take a pod. The first refusal is the one whose fix lets the pod run.
 
     `message` is the scheduler's. `nodes` are all nodes, or none if they may not be listed.
     """
@@ -101,7 +101,7 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
     usual = [obstacles for obstacles in found if obstacles and not any(map(_is_control_plane, obstacles))]
     if all(found):
         return _nearest(usual or found)
-    # A node without an obstacle lacks what only the scheduler knows: room beside other pods, a volume.
+    # A node without an obstacle is refused for a reason that only the scheduler knows: other pods, or a volume.
     hidden = [
         _without_empty(each, found) for each in said if each.kind in (Diagnosis.RESOURCES, *ONLY_THE_SCHEDULER_KNOWS)
     ]
@@ -123,7 +123,7 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
         having = [obstacles for obstacles in nearest if obstacle in obstacles]
         others = dict.fromkeys(str(each) for obstacles in having for each in obstacles if each != obstacle)
         refusals.append(Refusal(obstacle.kind, len(having), obstacle.what, tuple(others)[:MAX_OTHERS], True))
-    # The labels come last: that a node which has them is kept away by something else shows that they are right.
+    # Labels come last: if a node with the labels has another obstacle, the labels are right.
     order = (Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NODES, Diagnosis.NO_NODE)
     return sorted(refusals, key=lambda refusal: (order.index(refusal.kind), -refusal.nodes))
 
@@ -131,9 +131,9 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
 def parse_refusals(message: str) -> list[Refusal]:
     """Parse why nodes do not take a pod from the scheduler's message, the most useful reason first.
 
-    Nodes short of resources match otherwise, so they come first, unless GPU nodes are tainted and all others, of
-    course, lack GPUs. A taint without a name comes last: mostly it is the control plane's. Control planes count only if
-    there is nothing else.
+    Nodes short of resources match otherwise, so they come first, unless GPU nodes are tainted and only the others lack
+    GPUs. A taint without a name comes last, because it is usually the control plane's. Control planes count only if
+    there is no other reason.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     total = re.search(r"0/(\d+) nodes", message)
@@ -181,7 +181,7 @@ def _is_control_plane(obstacle: Obstacle) -> bool:
 
 
 def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: bool) -> Finding:
-    """Return the finding for one refusal; `alone`: it is the only one of these pods."""
+    """Return the finding for one refusal; `alone` is True if these pods have no other."""
     nodes = plural(refusal.nodes, "node")
     details: dict[str, Any] = {"group": pods.group, "pods": pods.names, "nodes": refusal.nodes}
     explain = {
@@ -209,7 +209,7 @@ def _explain_resources(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Expl
     asked = container.get("resources", {}).get("requests", {}).get(refusal.what)
     figure = f" ({refusal.what} {asked})" if asked else ""
     key = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral_storage"}.get(refusal.what, "gpus")
-    evidence = f"{nodes} that would do otherwise: too little {refusal.what} left for {pods}{figure}"
+    evidence = f"{nodes} otherwise suitable: too little {refusal.what} left for {pods}{figure}"
     advice = f"lower {pods.section}.{key} in the profile, end what else runs there, or add nodes with more"
     if refusal.what == "pods":
         advice = "end what else runs there, or add nodes: these have as many pods as they may"

@@ -1,4 +1,4 @@
-"""Whether the ResourceQuotas of a namespace have room for a run, and its LimitRanges let the pods in. Pure.
+"""Checks whether a namespace's ResourceQuotas have room for a run, and its LimitRanges admit the pods. Pure.
 
 The API server refuses only the pod that exceeds a quota. A run needs its head and its fewest workers at the same time,
 so the sum of these is compared here.
@@ -14,7 +14,7 @@ from sunspot.submitter.manifest.quantities import format_like, parse_quantity
 from sunspot.submitter.manifest.requirements import Pod, PodSet, pod_sets, requests_of
 
 CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
-"""What helps against a quota that counts limits of CPUs, and against a default limit below what is asked for."""
+"""Fix for a quota that counts CPU limits, and for a default limit below the request."""
 
 ASK_FOR_LESS = "ask for less (NUM_WORKERS, or what each pod gets in the profile)"
 
@@ -24,30 +24,30 @@ STATED = ("cpu", "memory", "requests.cpu", "requests.memory", "limits.cpu", "lim
 """Resources that each container has to state if a quota counts them (`PodConstraints` in Kubernetes' pkg/quota)."""
 
 EXCEEDED = re.compile(r"exceeded quota: ([^,]+), requested: (.+?), used: (.+?), limited: ([^;\s]+)")
-"""How the API server refuses a pod that exceeds a quota."""
+"""Matches the API server's refusal of a pod that exceeds a quota."""
 
 ROUNDING = 1e-6
-"""Difference up to which two amounts are equal, because sums of thousandths of CPUs are not exact."""
+"""Difference up to which two amounts count as equal, because sums of thousandths of CPUs are not exact."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a run takes of one resource of a quota, in base units."""
+    """The amount of one resource that a run takes from a quota, in base units."""
 
     resource: str
     sets: Mapping[str, PodSet]
     rules: Sequence[Mapping[str, Any]] = ()
     "The quota's scopes: it counts only pods that match all of them."
     objects: float = 0.0
-    "Objects of this kind that a run makes besides pods."
+    "Number of objects of this kind that a run makes besides pods."
 
     def of_pod(self, pod: Pod) -> float:
-        """Return what one pod takes."""
+        """Return the amount that one pod takes."""
         return amount_of(pod, self.resource) if all(matches(rule, pod) for rule in self.rules) else 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the run takes as it begins, by set of pods, without sets that take nothing."""
+        """The amounts that the run takes when it begins, by set of pods, without sets that take nothing."""
         taken = {
             f"{each.least} {name}" if each.least > 1 else name: each.least_amount(each.least, self.of_pod)
             for name, each in self.sets.items()
@@ -56,11 +56,11 @@ class Demand:
 
     @property
     def least(self) -> float:
-        """What the run needs to begin."""
+        """The amount that the run needs to begin."""
         return sum(self.parts.values()) + self.objects
 
     def most_workers(self, room: float) -> int:
-        """Return how many worker pods `room` is enough for, up to the most that the run may have."""
+        """Return the number of worker pods that fit into `room`, up to the run's maximum."""
         workers = self.sets["workers"]
         others = self.least - workers.least_amount(workers.least, self.of_pod)
         fit = (n for n in range(workers.most, workers.least, -1) if self._fits(others, n, room))
@@ -73,7 +73,7 @@ class Demand:
 def check_quotas(
     quotas: Sequence[Mapping[str, Any]], ranges: Sequence[Mapping[str, Any]] | None, manifest: Mapping[str, Any]
 ) -> Iterator[Check]:
-    """Compare each ResourceQuota with what the run takes. The result is FAILED if that can never fit.
+    """Compare each ResourceQuota with the run's demand. The result is FAILED if the run can never fit.
 
     `ranges` are the LimitRanges, whose defaults count; None if they are not known.
     """
@@ -97,7 +97,7 @@ def check_quotas(
 
 
 def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequence[Demand]) -> Check:
-    """Compare the limits of a quota, and what is left of them, with what a run takes."""
+    """Compare the limits of a quota, and the rest that is free, with the run's demand."""
     name, used = quota["metadata"]["name"], quota.get("status", {}).get("used", {})
     never: list[str] = []
     later: list[str] = []
@@ -125,15 +125,15 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
             fix = f"RayJobs that have ended count, too: delete some (`sunspot delete`), or {raised}"
         return Check("quota", Result.FAILED, seen, fix)
     if later:
-        fix = f"they wait until others end or are deleted (`sunspot list`); or {ASK_FOR_LESS}, or {raised}"
+        fix = f"the pods wait until other runs end or are deleted (`sunspot list`); or {ASK_FOR_LESS}, or {raised}"
         return Check("quota", Result.WARNING, seen, fix)
     if partly:
-        return Check("quota", Result.WARNING, seen, f"the run trains with those; for more, {raised}")
+        return Check("quota", Result.WARNING, seen, f"the run trains with these; for more, {raised}")
     return Check("quota", Result.OK, f"{name} has room for a run")
 
 
 def amount_of(pod: Pod, resource: str) -> float:
-    """Return what a pod takes of a resource, by its name in a ResourceQuota, in base units."""
+    """Return the amount of a resource that a pod takes, in base units; `resource` is its name in a ResourceQuota."""
     if resource in ("pods", "count/pods"):
         return 1.0
     if resource == "count/resourceclaims.resource.k8s.io":
@@ -150,7 +150,7 @@ def amount_of(pod: Pod, resource: str) -> float:
 
 
 def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Count the objects besides pods that a run is sure to make, by their names in a ResourceQuota."""
+    """Count the objects besides pods that a run always makes, by their names in a ResourceQuota."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {JOBS: 1.0}
@@ -225,7 +225,7 @@ def with_defaults(pod: Pod, ranges: Sequence[Mapping[str, Any]]) -> Pod:
 
 
 def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Iterator[Check]:
-    """Find what LimitRanges refuse of a run's pods: the bounds of a container and of a whole pod."""
+    """Find why LimitRanges refuse a run's pods: the bounds of a container and of a whole pod."""
     for each in pod_sets(manifest).values():
         for group, spec in each.groups.items():
             pod = with_defaults(spec, ranges)
@@ -237,7 +237,7 @@ def check_limit_ranges(ranges: Sequence[Mapping[str, Any]], manifest: Mapping[st
 
 
 def _find_outside(ranges: Sequence[Mapping[str, Any]], kind: str, pod: Pod) -> Iterator[str]:
-    """Find the requests and limits of a container (as a pod with only that), or of a pod, outside the ranges."""
+    """Find requests and limits outside the ranges; for a single container, `pod` has only that one."""
     asked, limits = requests_of(pod), requests_of(pod, "limits")
     for name, amount in asked.items() if kind == "Container" else ():
         if name in limits and amount - limits[name] > ROUNDING:
@@ -265,7 +265,7 @@ def _items(ranges: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[s
 
 
 class ExceededQuota(NamedTuple):
-    """A quota that a pod would exceed, in the API server's words."""
+    """A quota that a pod would exceed, parsed from the API server's refusal."""
 
     name: str
     requested: str
@@ -273,13 +273,13 @@ class ExceededQuota(NamedTuple):
     limited: str
 
     def never_fits(self, manifest: Mapping[str, Any]) -> bool:
-        """Return True if a run needs more of something than this quota allows in all."""
+        """Return True if a run needs more of any resource than the whole quota allows."""
         sets = pod_sets(manifest)
         limits = dict(pair.partition("=")[::2] for pair in self.limited.split(","))
         return any(Demand(name, sets).least - parse_quantity(text) > ROUNDING for name, text in limits.items())
 
 
 def parse_exceeded(message: str) -> ExceededQuota | None:
-    """Parse a refusal of the API server. Returns None if its reason is another one, or it was cut."""
+    """Parse a refusal of the API server. Returns None if it has another reason or was truncated."""
     found = EXCEEDED.search(message)
     return ExceededQuota(*(part.strip() for part in found.groups())) if found and "..." not in found[0] else None

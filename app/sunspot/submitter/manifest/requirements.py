@@ -1,4 +1,4 @@
-"""The pods that a RayJob makes: how many of which group, and what each asks for. Pure."""
+"""The pods that a RayJob makes: their number in each group, and their requests. Pure."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ Pod = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PodSet:
-    """A number of pods of a run, each of any of some groups."""
+    """A number of a run's pods, each of which may be of any of some groups."""
 
     groups: Mapping[str, Pod]
     "The pods' spec, by group."
@@ -27,7 +27,7 @@ class PodSet:
     most: int
 
     def least_amount(self, number: int, amount_of: Callable[[Pod], float]) -> float:
-        """Return the least that `number` pods take if `amount_of` is what one takes, from the cheapest groups."""
+        """Return the least amount that `number` pods of any groups take; `amount_of` gives that of one pod."""
         total = 0.0
         for amount, group in sorted((amount_of(pod), name) for name, pod in self.groups.items()):
             taken = min(number, self.room[group])
@@ -37,7 +37,7 @@ class PodSet:
 
 
 def pod_templates(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return each group's pod template, the autoscaler beside the head; none for a cluster that is there already."""
+    """Return each group's pod template, with the autoscaler in the head's; empty for an existing cluster."""
     templates = {name: group["template"] for name, group in pod_groups(manifest["spec"]).items()}
     cluster = manifest["spec"].get("rayClusterSpec") or {}
     if cluster.get("enableInTreeAutoscaling"):
@@ -52,7 +52,7 @@ def pod_templates(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def pod_sets(manifest: Mapping[str, Any]) -> dict[str, PodSet]:
-    """Return the pods of a RayJob as sets: head, workers, and those of other groups; none for a cluster that exists."""
+    """Return a RayJob's pods as sets: head, workers, and those of other groups; empty for an existing cluster."""
     pods = {name: template["spec"] for name, template in pod_templates(manifest).items()}
     groups = pod_groups(manifest["spec"])
     if not groups:

@@ -39,10 +39,10 @@ LOW_GOODPUT = 0.8
 PREVENTION = {
     Cause.HUNG: "look at the call in which the ranks hung (--stacks); a lower HANG_TIMEOUT_S ends a hang sooner",
     Cause.NO_ROWS: BRING_ROWS,
-    Cause.OUT_OF_MEMORY: "workers with enough memory (worker.memory in the profile) do not end so",
-    Cause.WORKER_FAILED: "mend the error that ends the workers",
+    Cause.OUT_OF_MEMORY: "give the workers enough memory (worker.memory in the profile)",
+    Cause.WORKER_FAILED: "fix the error that ends the workers",
 }
-"""What prevents incidents that have their cause in the run itself, and not in its nodes."""
+"""Advice on incidents whose cause is in the run itself, not in its nodes."""
 
 MIN_WINDOWS = 8
 """Fewest windows of the metric history to tell a climb from a warm-up: each half of them must climb."""
@@ -270,12 +270,12 @@ def find_losses(case: Case) -> Iterator[Finding]:
 
 
 def _prevent(cause: Cause, replayed: int) -> str:
-    """Say what makes incidents of a cause fewer or cheaper; `replayed` steps were taken again."""
+    """Return what makes incidents with this cause fewer or cheaper; `replayed` steps were taken again."""
     if cause in PREVENTION:
         return PREVENTION[cause]
     if replayed:
         again = f"{plural(replayed, 'step')} taken again"
-        return f"{again}: more frequent checkpoints or a higher SNAPSHOT_COST make that fewer"
+        return f"{again}: more frequent checkpoints or a higher SNAPSHOT_COST reduce that"
     return "more stable nodes, or fewer that are reclaimed at once, help"
 
 

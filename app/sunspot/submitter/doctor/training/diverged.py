@@ -1,4 +1,4 @@
-"""A run whose loss or weights are not finite: since when, and which checkpoint to go back to."""
+"""Finds runs whose loss or weights are not finite: since when, and which checkpoint to go back to."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from sunspot.run.checkpoints import Checkpoint
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
-MEND = "lower LEARNING_RATE, set CLIP_NORM, or look at the rows of the steps before"
+MEND = "lower LEARNING_RATE, set CLIP_NORM, or check the rows of the steps before"
 
 
 def find_not_finite(case: Case) -> Iterator[Finding]:
@@ -28,12 +28,12 @@ def find_not_finite(case: Case) -> Iterator[Finding]:
 
 
 def is_end_by_nan(finding: Finding) -> bool:
-    """Return True for the failure with which a run ends because of what `find_not_finite` finds."""
+    """Return True for the failure of a run that ended because its loss or weights were not finite."""
     return finding.finding is Diagnosis.FAILED and finding.details.get("type") == DivergedError.__name__
 
 
 def _advise(case: Case, good: Checkpoint | None) -> str:
-    """Say which checkpoint the run goes back to, or where to begin instead."""
+    """Return advice on the checkpoint to resume from, or on where to begin instead."""
     limit, name = case.number("max_nan_windows"), case.view.run.name
     if case.state.terminal:
         first = ""
@@ -42,7 +42,7 @@ def _advise(case: Case, good: Checkpoint | None) -> str:
     else:
         first = "stop it, because it never ends by itself (MAX_NAN_WINDOWS=0); then "
     if good and limit:
-        then = f"start it again: it goes on from step {good.step}, {good.name}"
+        then = f"start it again: it resumes from step {good.step}, {good.name}"
     else:
         finite = f"a checkpoint with a finite loss (`sunspot checkpoints ls {name}`)"
         then = f"begin a run of another name, with INIT_FROM set to model.pt of {finite}"

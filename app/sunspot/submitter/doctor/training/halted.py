@@ -44,7 +44,7 @@ def find_end(case: Case) -> Iterator[Finding]:
 
 
 def _where_it_goes_on(case: Case) -> str:
-    """Return the end of an advice to start again; empty for a run without a checkpoint."""
+    """Return the end of advice to start again, about the checkpoint; empty for a run without one."""
     return ": it goes on from the last checkpoint" if case.view.checkpoint else ""
 
 

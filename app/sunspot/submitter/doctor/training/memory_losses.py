@@ -1,4 +1,4 @@
-"""Processes that were ended because their node or container had too little memory."""
+"""Finds workers that were ended because their node or container had too little memory."""
 
 import re
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from sunspot.submitter.doctor.training.case import Case, cut
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 FIGURES = re.compile(r"(?P<used>[\d.]+) of (?P<limit>[\d.]+) GiB in use")
-"""The figures in what a run records of such a loss (sunspot/elastic/out_of_memory.py)."""
+"""Matches the figures in a run's record of such a loss (sunspot/elastic/out_of_memory.py)."""
 
-LESS = "have it keep less: MICRO_BATCH_SIZE, fewer processes that load data, SNAPSHOT_COST=0 for no copies in memory"
+LESS = "save memory: a lower MICRO_BATCH_SIZE, fewer processes that load data, or SNAPSHOT_COST=0 (no copies)"
 
 
 def find_out_of_memory(case: Case) -> Iterator[Finding]:
-    """Find workers of the newest driver that were ended for lack of memory, by its events and its last word."""
+    """Find workers of the newest driver that were ended for lack of memory, from its events and its last error."""
     driver = case.newest.driver if case.newest else ""
     own = {attempt.number for attempt in case.view.attempts if attempt.driver == driver}
     events = [e for e in case.view.events if e["event"] == Cause.OUT_OF_MEMORY and e["attempt"] in own]
