@@ -1,4 +1,4 @@
-"""The arguments of a task, which note what the task reads of them: a key that it never reads may be misspelt."""
+"""The arguments of a task, which record the keys that it reads: a key that is never read may be misspelt."""
 
 import difflib
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class TaskArguments(dict[str, Any]):
-    """A dictionary that notes which of its keys are read; whoever goes through it, or copies it, reads them all.
+    """A dictionary that records which of its keys are read. Iterating over it or copying it reads them all.
 
-    What is noted goes along when it is pickled.
+    Pickling keeps this record.
     """
 
     def __init__(self, arguments: Mapping[str, Any], read: Iterable[str] = ()) -> None:
@@ -16,7 +16,7 @@ class TaskArguments(dict[str, Any]):
         self._read = set(read)
 
     def describe_unread(self) -> str:
-        """Say which keys have not been read, and which one may be meant; empty if all have been."""
+        """Describe the keys that have not been read, and a likely spelling; empty if all have been."""
         unread = [key for key in plain(self) if key not in self._read]
         if not unread:
             return ""
@@ -69,5 +69,5 @@ class TaskArguments(dict[str, Any]):
 
 
 def plain(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as a dictionary, without noting that they were read."""
+    """Return the arguments as a dictionary, without recording that they were read."""
     return dict(dict.items(arguments))

@@ -90,7 +90,7 @@ BROKEN = [
         "nn.Linear(784, 8)",
         "nn.LazyLinear(8)",
         SettingsError,
-        r"2 tensors that have no shape yet, such as first.weight; run a forward pass in build_model",
+        r"2 tensors without a shape yet, such as first.weight; run a forward pass in build_model",
     ),
     (
         "return self.head(self.first(images.flatten(1) / 255))",

@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
     assert told == [("metric not finite", 2), ("loss not finite", 4), ("loss finite again", 6)]
     said = [record.message for record in caplog.records]
     assert said == [
-        "hits: not finite in the mean over the steps 1 to 2; the loss of step 2 is finite",
+        "hits: the mean over the steps 1 to 2 is not finite; the loss of step 2 is finite",
         "the loss is NaN or infinite since step 3, in 1 window of metrics in a row",
         "the loss is finite again in the steps 5 to 6",
     ]

@@ -27,7 +27,7 @@ UNCALLED = {
 }
 
 RATE_FUNCTIONS = ("build_optimizer", "build_scheduler", "schedule")
-"""What sets the learning rates of a task of plain PyTorch."""
+"""Functions that set the learning rates of a plain PyTorch task."""
 
 RATES_BY = {
     "build_module": "configure_optimizers of its LightningModule returns the optimizer and its schedulers",
@@ -35,7 +35,7 @@ RATES_BY = {
     "build_trainer": "its Trainer builds the optimizer and its scheduler by its arguments",
     "build_trees": "trees have one rate, in SUNSPOT_TASK_ARGS",
 }
-"""What sets the learning rates in their place, by the function of a task for another library."""
+"""What sets the learning rates instead, by the function that a task for another library defines."""
 
 ADAPTERS = {
     "build_module": "sunspot.tasks.lightning_adapter:LightningTask",
@@ -202,7 +202,7 @@ def load_task(settings: Settings) -> Task:
     if function in UNCALLED and (own := [name for name in HOOKS if hasattr(module, name)]):
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {UNCALLED[function]}")
     for name in RATE_FUNCTIONS if adapter else ():
-        # What is only imported may be meant for the library's own function.
+        # An imported function may be meant for the library itself.
         if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
             raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {RATES_BY[function]}")
     if adapter:

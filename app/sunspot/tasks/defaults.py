@@ -138,6 +138,6 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a scheduler of PyTorch's was made with this optimizer, or with one of those in it."""
+    """Return True if a PyTorch scheduler was made with this optimizer, or with an optimizer in it."""
     # A scheduler wraps the `step` of its optimizer with a function that has this mark (torch 2.15).
     return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in (optimizer, *optimizers_in(optimizer)))

@@ -47,7 +47,7 @@ class KerasModule(torch.nn.Module):
             self.keras = build()
             self.keras.optimizer.build(self.keras.trainable_variables)
         self.built_rate = self.keras.optimizer.get_config()["learning_rate"]
-        "A number, or a dict that describes a schedule; in a state that is loaded, the rate is that of a step."
+        "A number, or a dict that describes a schedule. In a loaded state, it is the rate of a step."
         self._loss = keras.losses.get(self.keras.loss)
         if isinstance(self._loss, keras.losses.Loss):
             self._loss.reduction = "none"
@@ -129,7 +129,7 @@ class KerasTask:
         return KerasModule(build)
 
     def build_optimizer(self, model: KerasModule, settings: Settings) -> torch.optim.Optimizer:
-        """Build an optimizer that only has the peak rate: LEARNING_RATE, or if that is left at its default, Keras's.
+        """Build an optimizer that only holds the peak rate: LEARNING_RATE, or, if that is not set, Keras's rate.
 
         Raises `SettingsError` for a Keras optimizer with a schedule of its own.
         """
@@ -141,7 +141,7 @@ class KerasTask:
                 f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a number"
             )
         given = settings.learning_rate != Settings.model_fields["learning_rate"].default
-        rounded = float(f"{own:.7g}")  # Keras has it in float32
+        rounded = float(f"{own:.7g}")  # Keras stores it in float32
         return build_empty_optimizer(settings.learning_rate if given else rounded)
 
     def train(self, run: TrainingRun) -> None:

@@ -29,10 +29,10 @@ PREFIXES = ("train", "val", "test")
 """Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
 
 SET_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
-"""Options of an optimizer that PyTorch's schedulers set."""
+"""Optimizer options that PyTorch's schedulers set."""
 
 X_AXES = ("step", "epoch")
-"""Names by which modules log the x axis for Lightning's own loggers, which Sunspot does not use."""
+"""Names under which modules log the x axis for Lightning's own loggers, which Sunspot does not use."""
 
 
 class LightningTask:
@@ -91,7 +91,7 @@ class LightningTask:
                 "a scheduler that follows a metric (ReduceLROnPlateau); learning rates must be a function of the step, "
                 "so that a run can resume from any step: choose another"
             )
-        # What schedulers set or add: an optimizer may count in its other options, as Prodigy does.
+        # Only what schedulers set or add: an optimizer may keep counters in its other options, as Prodigy does.
         kept = optimizer.defaults.keys() - SET_BY_SCHEDULERS
         self._at_first = [
             {name: value for name, value in group.items() if name != "params" and name not in kept}
@@ -122,7 +122,7 @@ class LightningTask:
     def advance_schedule(self, model: LightningModule, step: int) -> None:
         """Step the schedulers that are due after optimizer step `step`.
 
-        As Lightning does, count the steps for a `frequency` anew in each epoch.
+        Like Lightning, count the steps for a `frequency` from the beginning of each epoch.
         """
         in_epoch = (step - 1) % self._steps.per_epoch + 1
         for config in self._schedulers:
@@ -168,12 +168,12 @@ class LogCapture:
     def __init__(self) -> None:
         self._values: Batch = {}
         self._names: dict[str, str] = {}
-        "The name by which the module logs each of them."
+        "The name under which the module logs each value."
 
     def __call__(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """Take a batch's value, ignoring Lightning's options for reducing and showing it.
+        """Record a batch's value, ignoring Lightning's options for reducing and showing it.
 
-        Warns of a value for an x axis, and ignores that, too. Raises `SettingsError`.
+        A value for an x axis is ignored, too, with a warning. Raises `SettingsError` for a name that is not allowed.
         """
         if name in X_AXES:
             tell_once(f"self.log({name!r}) is ignored: every record of the metric history has the run's own {name}")
@@ -199,7 +199,7 @@ class LogCapture:
 
 
 def tell_once(text: str) -> None:
-    """Warn of what a module logs, on rank 0, as all ranks log alike."""
+    """Warn about what a module logs, only on rank 0, because all ranks log alike."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warn_once(log, text)
 
@@ -238,7 +238,7 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
 def count_from(trainer: Trainer, step: int, epoch: int) -> None:
     """Start a module's `global_step` and `current_epoch`, and the Trainer's own count, at `step` and `epoch`, from 0.
 
-    Lightning sets these only from a checkpoint of its own, and there is none: the state comes from ours.
+    Lightning sets these only from its own checkpoints, but the state comes from Sunspot's.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step

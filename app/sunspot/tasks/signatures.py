@@ -1,4 +1,4 @@
-"""The functions of a task: with which arguments they are called, and where they are defined."""
+"""The functions of a task: the arguments that they are called with, and where they are defined."""
 
 import inspect
 from collections.abc import Callable
@@ -16,18 +16,18 @@ CALLED_WITH = {
     "schedule": ("step", "total_steps"),
     "train": ("run",),
 }
-"""The arguments of a task's functions, which are given by position (`Task`)."""
+"""Arguments of a task's functions, which are passed by position (`Task`)."""
 
 
 def refuse_other_arguments(task: str, module: ModuleType) -> None:
-    """Raise `SettingsError` for a function of a task's module that cannot be called with its arguments."""
+    """Raise `SettingsError` if a function of a task's module cannot be called with these arguments."""
     for name, arguments in CALLED_WITH.items():
         function = getattr(module, name, None)
         if not callable(function):
             continue
         try:
             signature = inspect.signature(function)
-        except ValueError:  # of a function in C, which does not tell
+        except ValueError:  # a function in C has no signature
             continue
         try:
             signature.bind(*arguments)

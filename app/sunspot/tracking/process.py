@@ -84,7 +84,7 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        errors="backslashreplace",  # a service's library may print in another encoding than the locale's
+        errors="backslashreplace",  # a service's library may print in an encoding other than the locale's
         start_new_session=True,  # an interrupt from the terminal is for the driver only
     )
     later = command(run, settings)

@@ -242,13 +242,13 @@ def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer
 
 
 def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
-    """Refuse parameters and buffers that get their shape in the first forward pass, as those of `nn.LazyLinear` do."""
+    """Refuse parameters and buffers that get their shape in the first forward pass, as in `nn.LazyLinear`."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: its build_model returned a model with {plural(len(lazy), 'tensor')} that "
-            f"have no shape yet, such as {lazy[0]}; run a forward pass in build_model, or give each layer its input "
+            f"SUNSPOT_TASK={settings.task}: its build_model returned a model with {plural(len(lazy), 'tensor')} "
+            f"without a shape yet, such as {lazy[0]}; run a forward pass in build_model, or give each layer its input "
             "size (nn.Linear instead of nn.LazyLinear)"
         )
 

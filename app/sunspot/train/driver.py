@@ -108,7 +108,7 @@ def may_train(claimant: Claimant, limit_s: float) -> bool:
 
 
 def has_failed_for_good(claimant: Claimant) -> bool:
-    """Whether storage has what ended this job for good, so that a retry of it would not train (`may_train`)."""
+    """Return True if storage records an error that ended this job for good, so that a retry would not train."""
     with suppress(StorageError, DamageError):
         return with_deadline(RECORD_S, "reading the run", lambda: fatal_error(claimant)) is not None
     return False

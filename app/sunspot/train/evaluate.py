@@ -93,7 +93,7 @@ class Patience:
 
     @property
     def over(self) -> bool:
-        """Whether it ends the run."""
+        """Whether this result ends the run."""
         return is_out_of_patience(self.state, self._limit)
 
     def ends(self, results: Mapping[str, float]) -> bool:

@@ -122,7 +122,7 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
     """Return the loss and the metrics of each row.
 
-    Raises `SettingsError` for anything else, such as their means, and for names that metrics may not have.
+    Raises `SettingsError` for anything else, such as means, and for metric names that are not allowed.
     """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     values = {"the losses": losses, **metrics} if isinstance(metrics, Mapping) else {"its metrics": metrics}

@@ -1,8 +1,8 @@
 """The learning rates of each step: the task's `schedule` scales them, or its PyTorch schedulers set them.
 
-They are a function of the step. So a run can go on from any step, and no checkpoint holds a scheduler. A scheduler of
-the task never sees the optimizer that trains. It works on a stand-in with the same groups, and what it sets there is
-copied to the groups of that optimizer.
+The rates are a function of the step, so a run can resume from any step, and no checkpoint contains a scheduler. A task's
+scheduler never sees the optimizer that trains. It works on a stand-in with the same groups, and the options that it
+sets there are copied to the groups of the real optimizer.
 """
 
 import inspect
@@ -27,19 +27,19 @@ OF_STEP = (
     *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
     *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
 )
-"""PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
+"""PyTorch schedulers that can compute the rate of a step without the steps before it; subclasses may not."""
 
 MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
-"""Schedulers that set the optimizer's rate when they are made: in a sequence, the steps before start from it."""
+"""Schedulers that set the optimizer's rate when they are made. In a sequence, earlier schedulers start from it."""
 
 EXAMINED_STEPS = 10_000
-"""Number of first steps, and of steps spread over the run, that `describe` looks at: half a second of computing."""
+"""Number of first steps, and of steps spread over the run, that `describe` examines in half a second."""
 
 MAX_NAMED_GROUPS = 6
-"""Most groups that `describe` names."""
+"""Largest number of groups that `describe` names."""
 
 Options = dict[str, Any]
-"""Options of a group, by name: `lr`, a float, and whatever else a scheduler sets, such as `momentum` or `betas`."""
+"""Options of a group by name: `lr`, a float, and others that a scheduler sets, such as `momentum` or `betas`."""
 
 
 class LearningRates:
@@ -50,7 +50,7 @@ class LearningRates:
         self._plan, self._task = plan, task
         self._built = stand_in_for(optimizer)
         self._played: dict[int, PlayedSchedulers] = {}
-        "By the number of steps in the run."
+        "Played schedulers by the number of steps in the run."
 
     def at(self, step: int, total_steps: int) -> list[Options]:
         """Return the options of each group at a step, counted from 0, in a run of `total_steps` steps.
@@ -61,12 +61,12 @@ class LearningRates:
             if total_steps not in self._played:
                 self._played[total_steps] = PlayedSchedulers(self._plan, self._task, self._built, total_steps)
             return self._played[total_steps].at(step)
-        # A task may compute it with NumPy, whose numbers no checkpoint could bring back.
+        # A task may compute rates with NumPy, whose numbers could not be loaded from a checkpoint.
         factor = float(self._task.schedule(step, total_steps))
         return [{"lr": float(group["lr"]) * factor} for group in self._built.param_groups]
 
     def describe(self, total_steps: int) -> list[str]:
-        """Return lines that tell the first, the highest and the last learning rate of each group.
+        """Return lines with the first, the highest and the last learning rate of each group.
 
         Raises `SettingsError` for a step without a rate. Looks at no more than twice EXAMINED_STEPS steps.
         """
@@ -87,7 +87,7 @@ class LearningRates:
         try:
             return [options["lr"] for options in self.at(step, total_steps)]
         except Exception as error:
-            if step == 0:  # as it is, with its place: nothing else has happened so far
+            if step == 0:  # as it is, with its place in the code: nothing else has happened so far
                 raise
             raise SettingsError(
                 f"{PREFIX}TASK={self._plan.settings.task}: has no learning rate for step {step + 1} of {total_steps}: "
@@ -104,13 +104,13 @@ class LearningRates:
 
 
 class PlayedSchedulers:
-    """The schedulers that a task builds for a run of so many steps, on a stand-in for its optimizer.
+    """The schedulers that a task builds for a run of `total_steps` steps, on a stand-in for its optimizer.
 
-    They are built again to go back to an earlier step. If each can be asked for a step (`can_jump`), nothing is played.
+    To go back to an earlier step, they are built again. Steps are played unless all schedulers can jump (`can_jump`).
     """
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
-        """`built` has the groups as the task has built them."""
+        """`built` has the groups as the task built them."""
         self._plan, self._build, self._built = plan, task.build_scheduler, built
         self._total_steps = total_steps
         self._begin()
@@ -126,14 +126,14 @@ class PlayedSchedulers:
         return [set_by_scheduler(group, before) for group, before in groups]
 
     def _begin(self) -> None:
-        """Build the schedulers, as at the first step."""
+        """Build the schedulers, which are then at the first step."""
         self._optimizer, self._step = stand_in_for(self._built), 0
         self._schedulers = self._build_schedulers()
         alone = len({each.optimizer for each in self._schedulers}) == len(self._schedulers)
         self._jumps = alone and all(can_jump(each) and each.last_epoch == 0 for each in self._schedulers)
 
     def _play_to(self, step: int) -> None:
-        """Take the steps up to this one, as a loop does."""
+        """Step the schedulers up to this step, as a loop does."""
         if step < self._step:
             self._begin()
         for _ in range(self._step, step):
@@ -163,7 +163,7 @@ class PlayedSchedulers:
 
 
 class StandIn(Optimizer):
-    """An optimizer with the groups of another one, for schedulers to work on; its steps change no parameter."""
+    """An optimizer with another one's groups, for schedulers to work on. Its steps change no parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([Group(each) for each in optimizer.param_groups], optimizer.defaults)
@@ -173,7 +173,7 @@ class StandIn(Optimizer):
 
 
 class Group(Options):
-    """A copy of an optimizer's group that notes which options are set in it."""
+    """A copy of an optimizer's group that records which options are set in it."""
 
     def __init__(self, options: Options) -> None:
         # A scheduler changes a rate that is a tensor in place, and notes the initial rate itself.
@@ -198,13 +198,13 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
 
 
 def set_by_scheduler(group: Options, built: Options) -> Options:
-    """Return the rate of a stand-in's group, and each other option of `built` that a scheduler has set there."""
+    """Return the rate of a stand-in's group, and the other options of `built` that a scheduler has set there."""
     others = (group.were_set if isinstance(group, Group) else set()) & built.keys() - {"params", "lr", "initial_lr"}
     return {"lr": float(group["lr"]), **{name: group[name] for name in others}}
 
 
 def set_options(optimizer: Optimizer, options: list[Options]) -> None:
-    """Set these options of each group. A tensor gets a new one in its place: the old one may just be saved."""
+    """Set these options in each group. A tensor is replaced, because a save may be reading the old one."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             before = group.get(name)
@@ -212,7 +212,7 @@ def set_options(optimizer: Optimizer, options: list[Options]) -> None:
 
 
 def can_jump(scheduler: LRScheduler) -> bool:
-    """Tell whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
+    """Return True if a scheduler can compute the rate of any step directly, as if it had taken all steps before."""
     if type(scheduler) is SequentialLR:
         return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
     return type(scheduler) in OF_STEP
@@ -221,7 +221,7 @@ def can_jump(scheduler: LRScheduler) -> bool:
 def jump(scheduler: LRScheduler, step: int) -> None:
     """Set its optimizer's rate to that of a step, counted from 0.
 
-    A SequentialLR keeps its parts to itself, and the public way to a step, `step(epoch)`, is deprecated, and warns.
+    The schedulers in a SequentialLR are private, and the public way to a step, `step(epoch)`, is deprecated and warns.
     """
     while isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, step)
@@ -231,6 +231,6 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def join_names(names: list[str]) -> str:
-    """Return the names of groups in one text, and the number of those that it leaves out."""
+    """Join names of groups; if there are many, the text ends with the number of the others."""
     more = len(names) - MAX_NAMED_GROUPS
     return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,7 @@
-"""Notices a loss or weights that are not finite, and tells when a run ends because of them.
+"""Notices a loss or weights that are not finite, and decides when a run ends because of them.
 
-It looks only where the means of a window are read anyway, and at the weights only when they are saved: no step waits
-for the device because of it.
+It checks the loss only when the means of a window are read anyway, and the weights only when they are saved. So no step
+waits for the device because of it.
 """
 
 import math
@@ -21,7 +21,7 @@ from sunspot.run.checkpoints import NAN_SINCE, NAN_WEIGHTS, NAN_WINDOWS
 from sunspot.settings import PREFIX, Settings
 
 MIN_BYTES = 2
-"""Bytes of the smallest numbers that are looked at, because torch cannot add up those of 8 bits."""
+"""Smallest size of the numbers that are checked, because torch cannot add up numbers of 8 bits."""
 
 
 class NanWatch:
@@ -36,16 +36,16 @@ class NanWatch:
         """`before` are the metrics of the state that training goes on from, and `model` has that state."""
         self._limit, self._group, self._model = settings.max_nan_windows, group, model
         self.state = {name: before[name] for name in (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS) if before.get(name)}
-        "For the records and the metrics of each checkpoint, so that a restart goes on counting; empty: all is finite."
+        "Entries for records and checkpoint metrics, so that a restart continues counting; empty if all is finite."
         # A task may train from weights that are infinite on purpose, as in a mask.
         self._looks_at_weights = self._limit > 0 and (NAN_WEIGHTS in self.state or has_finite_weights(model))
 
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
-        """Look at a closed window; all workers call this together.
+        """Check a closed window; all workers call this together.
 
-        `record` is that of the window, and `newest` has this worker's values of its last step. A loss that is finite
-        again there does not count: single rows had one that was not, or a loss scaler has skipped their step. The
-        weights are looked at when the state is to be saved.
+        `record` is the window's record, and `newest` has this worker's values of its last step. If the loss is finite
+        there, the window does not count: only single rows were affected, or a loss scaler has skipped their step. The
+        weights are checked if the state is to be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)
@@ -65,11 +65,11 @@ class NanWatch:
 
     @property
     def finite_weights(self) -> bool:
-        """Whether the weights were finite when they were last looked at."""
+        """Whether the weights were finite when they were last checked."""
         return not self.state.get(NAN_WEIGHTS)
 
     def verdict(self, last: bool) -> DivergedError | None:
-        """Return the error that ends the run here, if it does; `last` is True if no step is to follow."""
+        """Return the error that ends the run here, or None; `last` is True if no step follows."""
         windows = self.state.get(NAN_WINDOWS, 0)
         if not self._limit or not self.state or not (last or windows >= self._limit):
             return None
@@ -85,15 +85,15 @@ class NanWatch:
 
 
 def names_of_losses(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the losses in a record: `loss`, or if a loop of its own logs none, all that end so."""
+    """Return the names of the losses in a record: `loss`, or, if a loop logs none, all names that end in it."""
     return [LOSS] if LOSS in record else [name for name in record if name.endswith(LOSS)]
 
 
 def has_finite_weights(model: torch.nn.Module) -> bool:
-    """Return True if what this worker trains is finite; waits for the device.
+    """Return True if the weights that this worker trains are finite; waits for the device.
 
-    A sum is finite if all terms are, unless they are so large that a model of them is of no use either. Of a model
-    without parameters, as Keras's, it looks at the state that its checkpoints have.
+    A sum is finite if all terms are, unless they are so large that the model is of no use either. For a model without
+    parameters, such as one of Keras, it checks the state that its checkpoints have.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums: dict[torch.device, list[torch.Tensor]] = {}

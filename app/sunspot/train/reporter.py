@@ -71,7 +71,7 @@ class Reporter:
         self._recovered = self._summarized = self._warned = self._tidied = False
         self._nan_windows = 0
         self._told_nan: set[str] = set()
-        "Metrics that are known not to be finite."
+        "Metrics of which the user has been told that they are not finite."
         self._superseded: SupersededError | None = None
         "Set once another driver owns the run."
         self._status = replace(
@@ -233,7 +233,7 @@ class Reporter:
     def _close_incident(self) -> None:
         self._recovered = True
         known = self._control.try_ask(ControlChannel.close_incident)
-        if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray tells it when the next group may have begun
+        if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray may report it only after the next group has begun
             self._incident = replace(self._incident, cause=known.cause, detail=known.detail)
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
         self._journals.events.append(receipt.record())
@@ -251,9 +251,9 @@ class Reporter:
             self._control.tell(ControlChannel.log, f"  copies in memory: {text}")
 
     def _warn_of_nan(self, record: dict[str, Any]) -> None:
-        """Warn of a loss that is not finite, on the terminal and in the events, and tell when it is finite again.
+        """Warn of a loss that is not finite, on the terminal and in the events, and report when it is finite again.
 
-        Other metrics that are not finite are told of once, and so is a loss that is finite at the end of its window.
+        Other metrics that are not finite are reported once, and so is a loss that is finite at the end of its window.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
         first, last = record["step"] - record["steps"] + 1, record["step"]
@@ -265,7 +265,7 @@ class Reporter:
         broken = {name for name, value in measured(record).items() if not math.isfinite(value)} - self._told_nan
         if broken and not text:
             self._told_nan |= broken
-            found = f"{', '.join(sorted(broken))}: not finite in the mean over the steps {first} to {last}"
+            found = f"{', '.join(sorted(broken))}: the mean over the steps {first} to {last} is not finite"
             self._note_nan("metric not finite", last, f"{found}; the loss of step {last} is finite")
 
     def _note_nan(self, event: str, step: int, text: str) -> None:
@@ -284,7 +284,7 @@ class Reporter:
 
 
 def describe_nan(record: Mapping[str, Any]) -> str:
-    """Describe since when the loss or the weights are not finite, by a record of the history; empty if they are."""
+    """Describe from a record of the history since when the loss or the weights are not finite; empty if they are."""
     since, windows = record.get(NAN_SINCE), record.get(NAN_WINDOWS)
     if not since:
         return ""
@@ -313,9 +313,9 @@ def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> floa
 
 
 def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> Status:
-    """Make the status of a worker group that has claimed its attempt, and has not taken a step yet.
+    """Return the status of a worker group that has claimed its attempt, but has not taken a step yet.
 
-    `why` says what ended the group before, for the reason.
+    `why` is the incident that ended the group before, for the reason in the status.
     """
     attempt = start.attempt
     after = f"; the group before ended: {why.describe()}" if why and why.cause and why.cause.incident else ""

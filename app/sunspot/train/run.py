@@ -51,7 +51,7 @@ class TrainingRun:
         "Of `draw` in the open step, once it was called."
         self._finite = FiniteGradients(self.model)
         self._rates = self._learning_rates()
-        "The rates of the newest step, of each group."
+        "Learning rates of the newest step, by group."
 
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
@@ -100,13 +100,13 @@ class TrainingRun:
         return batch
 
     def set_learning_rates(self) -> None:
-        """Set the rates of the step, and what else a scheduler sets: functions of the step, so nothing is stored."""
+        """Set the step's rates and other scheduled options. They are functions of the step, so nothing is stored."""
         self._refuse_own_rates()
         set_options(self.optimizer, self._learner.rates.at(self.position, self.total_steps))
         self._rates = self._learning_rates()
 
     def _refuse_own_rates(self) -> None:
-        """Raise `SettingsError` if the task has set learning rates that are about to be replaced."""
+        """Raise `SettingsError` if the task has set learning rates that would be replaced now."""
         task = f"SUNSPOT_TASK={self.settings.task}"
         fix = "return a scheduler from build_scheduler(optimizer, settings, total_steps)"
         if is_scheduled(self.optimizer):

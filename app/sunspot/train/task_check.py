@@ -239,12 +239,12 @@ class CheckedWorker(Worker):
 
     @property
     def averages(self) -> bool:
-        """Whether several workers train, so that DDP's own errors are found here, in a group of one."""
+        """Whether the run has several workers. If so, a group of one finds DDP's errors here."""
         plan = self.learner.plan
         return plan.settings.num_workers.most > 1 and not hasattr(self.learner.task, "full_batch")
 
     def describe_idle(self) -> str:
-        """Return a warning that names the parameters without a gradient; empty if all had one."""
+        """Return a warning that names parameters without a gradient; empty if all had one."""
         if not self._idle:
             return ""
         return (

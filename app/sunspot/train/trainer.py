@@ -109,7 +109,7 @@ def fit(
 ) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
-    `note_end` is told again and again why the newest worker group has ended; empty while one trains. Raises what ended
+    `note_end` is called repeatedly with why the newest worker group ended; empty while one trains. Raises what ended
     the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
     start: TrainerStart | None = TrainerStart()
@@ -267,7 +267,7 @@ def fit_once(
 
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
-    """Fetch what the terminal is to show, and pass on why the newest worker group has ended."""
+    """Fetch the news for the terminal, and pass on why the newest worker group ended."""
     news = control.ask(ControlChannel.fetch_news)
     note_end(news.ended)
     return news

@@ -213,9 +213,9 @@ class Worker:
         return stop
 
     def _end_if_diverged(self, record: dict[str, Any], last: bool) -> None:
-        """Raise `DivergedError` on all workers if the loss has not been finite for too long, or as the run ends.
+        """Raise `DivergedError` on all workers if the loss has not been finite for too long, or at the last step.
 
-        The state is not saved, and that of earlier steps gets to storage first. `last` is True if no step follows.
+        The current state is not saved, but earlier states reach storage first. `last` is True if no step follows.
         """
         error = self._nan_watch.verdict(last)
         if error:
@@ -225,7 +225,7 @@ class Worker:
             raise error
 
     def _drain(self) -> None:
-        """Wait on all workers until the newest state is in storage, where one with NaN weights would take its place.
+        """Wait on all workers until the newest state is in storage, before a state with NaN weights can replace it.
 
         Waiting costs nothing, because training from such weights is of no use.
         """
