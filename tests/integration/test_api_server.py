@@ -128,7 +128,7 @@ def test_every_deployment_is_accepted(folder: str, namespace: str, tmp_path: Pat
 
 @contextlib.contextmanager
 def applied(namespace: str, kind: str, spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Have an object in the namespace for as long as the block runs; yields it as the API server has it."""
+    """Create an object in the namespace while the block runs; yields it in the API server's form."""
     made = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "tried", "namespace": namespace}, "spec": spec}
     kubectl("apply", "-f", "-", text=yaml.safe_dump(made))
     try:
@@ -144,7 +144,7 @@ def applied(namespace: str, kind: str, spec: dict[str, Any]) -> Iterator[dict[st
 
 
 def try_pods(rendered: Rendered) -> str:
-    """What the API server says against the pods of a run, each alone."""
+    """Return the API server's refusals of the pods of a run, each created alone."""
     return ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered))).stderr
 
 

@@ -152,7 +152,7 @@ def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None
 
 
 def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> None:
-    """In epochs of ten steps, which are no multiple of a scheduler's frequency, and from any step."""
+    """This holds from any step, and for epochs of ten steps, which are not a multiple of a scheduler's frequency."""
     import lightning
 
     from sunspot.tasks.lightning_adapter import LightningTask
@@ -176,7 +176,7 @@ def test_the_rates_of_a_module_are_those_that_lightning_itself_gives_it() -> Non
 
 
 def test_an_optimizer_that_counts_in_its_groups_goes_on_counting(source: EmptySource) -> None:
-    """As Prodigy and optimizers without a schedule do."""
+    """Prodigy and optimizers without a schedule do that."""
     from sunspot.tasks.lightning_adapter import LightningTask
     from tests.tasks import spoiled_lightning
 
@@ -253,7 +253,7 @@ def log_value(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return LogCapture()
 
 
-def test_lightnings_log_refuses_such_a_name(log_value: Callable[..., Any]) -> None:
+def test_lightnings_log_refuses_a_reserved_name(log_value: Callable[..., Any]) -> None:
     for name in ("train_step", "rows", "val_time", "learning_rate", ""):
         with pytest.raises(SettingsError, match=rf"self.log\('{name}'\) records a metric with the name"):
             log_value(name, 1.0)

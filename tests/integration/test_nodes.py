@@ -94,7 +94,7 @@ def test_what_happens_to_a_groups_nodes(
     assert monitor.check(group(2, "a", "b", "a"), nodes, draining, 3.0) == found, "the next group has to hear it too"
 
 
-def test_a_lost_node_is_named_by_its_host_where_that_is_known() -> None:
+def test_a_lost_node_is_named_by_its_host_if_that_is_known() -> None:
     """In Kubernetes that is the pod, which `kubectl` knows, too; Ray's id of a node is in no other list."""
     monitor = NodeMonitor(PER_WORKER, WorkerRange(2, 2), list)
     named = replace(group(1, "a", "b"), hosts={0: "run-1-x-worker-1", 1: "run-1-x-worker-2"})

@@ -111,7 +111,7 @@ def test_the_average_of_weights_of_16_bits_follows_them_like_one_of_32(dtype: to
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_an_average_of_32_bits_is_restored_from_a_checkpoint(is_old: bool) -> None:
-    """An older checkpoint has it only as rounded, in `model.pt`."""
+    """An older checkpoint has the average only rounded, in `model.pt`."""
     average, model, optimizer = follow(torch.bfloat16)
     state = copy.deepcopy(average.exchange(live_state(model, optimizer)))
     if is_old:

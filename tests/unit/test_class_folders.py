@@ -1,4 +1,4 @@
-"""Folders of pictures: which files are read, of which class they are, and what is said of the others."""
+"""Folders of pictures: which files are read, which class each belongs to, and what is reported of the others."""
 
 from __future__ import annotations
 

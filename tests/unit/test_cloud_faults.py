@@ -208,7 +208,7 @@ def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
         open_storage("az://container/runs")
 
 
-def test_expired_credentials_say_to_sign_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_expired_credentials_says_to_sign_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token of a single sign-on is looked for in a file, and nothing is sent."""
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL")
     for name in keys:

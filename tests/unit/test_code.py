@@ -105,7 +105,7 @@ LEFT_BEHIND = ("evil.py.bak", "my_task.py~", ".my_task.py.swp", "#my_task.py#", 
 
 
 @pytest.mark.parametrize("in_git", [True, False])
-def test_what_editors_leave_behind_makes_no_other_archive(in_git: bool, folder: Path) -> None:
+def test_files_that_editors_leave_do_not_change_the_archive(in_git: bool, folder: Path) -> None:
     if not in_git:
         shutil.rmtree(folder / ".git")
     before = pack(folder)

@@ -197,7 +197,7 @@ def test_layers_below_an_embedding_with_sparse_gradients_get_the_average(tmp_pat
 def test_a_conditional_model_is_the_same_on_any_number_of_workers(
     parallel: str, micro_batch_size: int, tmp_path: Path
 ) -> None:
-    """In steps that are too small for all workers, too: rows that only keep a rank busy use no expert."""
+    """This holds in steps too small for all workers, too, because rows that only keep a rank busy use no expert."""
     settings: dict[str, Any] = {"global_batch_size": 5, "max_steps": 6, "micro_batch_size": micro_batch_size}
     alone, together = (
         train_ranks(tmp_path / str(ranks), ranks, task="tests.tasks.experts", parallel=parallel, **settings)

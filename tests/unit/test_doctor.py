@@ -168,8 +168,8 @@ def test_a_quota_is_told_once_and_without_the_troubles_of_earlier_tries(
     assert list(findings(sunspot)) == ["starting"], "the pods of an earlier try are no news"
 
 
-def test_the_first_finding_without_names_of_taints(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
-    """Kubernetes 1.34 names no taints; the nodes do, where they may be listed."""
+def test_the_nodes_name_the_taint_that_the_scheduler_does_not(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    """Kubernetes 1.34 names no taints. The nodes do, if they may be listed."""
     unnamed, labels = "1 node(s) had untolerated taint(s)", "2 node(s) didn't match Pod's node affinity/selector"
     refused = unschedulable(unnamed, labels)
     cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
@@ -564,7 +564,7 @@ def test_a_checkpoint_is_named_in_advice_only_if_there_is_one(run: Run, sunspot:
     assert findings(sunspot)["failed"]["advice"] == again
 
 
-def test_an_error_of_ours_has_no_place_but_in_the_users_code() -> None:
+def test_sunspots_own_errors_name_a_place_only_in_the_users_code() -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"EPOCHS": "many"})
     assert describe_failure(raised.value, 1, 0, 0).file == __file__
@@ -572,7 +572,7 @@ def test_an_error_of_ours_has_no_place_but_in_the_users_code() -> None:
 
 
 def diverges(run: Run, **more: Any) -> Checkpoint:
-    """A run that trains with a loss that is NaN since step 5; returns its newest checkpoint from before."""
+    """Write a run whose loss is NaN since step 5; returns its newest checkpoint before that step."""
     attempt = trains(run, loss=math.nan, **{"nan_since": 5, **more})
     good = commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan, nan_since=5, nan_weights=1)
@@ -592,7 +592,7 @@ def test_a_loss_that_is_not_finite_comes_first(run: Run, sunspot: Command) -> No
     assert told["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_a_run_that_has_ended_with_such_a_loss_says_so_once(run: Run, sunspot: Command) -> None:
+def test_a_run_that_ended_with_a_nan_loss_says_so_once(run: Run, sunspot: Command) -> None:
     good = diverges(run)
     now, said = time.time(), "the loss is not finite since step 5, for 3 windows"
     status = Status(RunState.FAILED, "job", attempt=newest_number(run), reason=said, began=now - 100, nan_since=5)
@@ -603,8 +603,8 @@ def test_a_run_that_has_ended_with_such_a_loss_says_so_once(run: Run, sunspot: C
     assert found["not finite"]["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_an_old_run_with_such_a_loss_is_told_where_to_begin(run: Run, sunspot: Command) -> None:
-    """Versions that did not look at weights have recorded nothing of them, so a start goes on from the newest."""
+def test_an_old_run_with_a_nan_loss_is_told_where_to_begin(run: Run, sunspot: Command) -> None:
+    """Versions that did not check weights recorded none, so a start resumes from the newest checkpoint."""
     attempt = trains(run, loss=math.nan)
     commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan)
@@ -614,7 +614,7 @@ def test_an_old_run_with_such_a_loss_is_told_where_to_begin(run: Run, sunspot: C
     assert "with INIT_FROM set to model.pt of a checkpoint with a finite loss" in told["advice"]
 
 
-def test_status_tells_programs_of_such_a_loss(run: Run, sunspot: Command) -> None:
+def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
     """JSON has no NaN: the loss itself is null."""
     good = diverges(run)
     assert sunspot("status", "run", "--json") == 0
@@ -832,7 +832,9 @@ def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
         (Cause.NODE_LOST, "more stable nodes"),
     ],
 )
-def test_low_goodput_is_mended_by_what_cost_most(cause: Cause, advice: str, run: Run, sunspot: Command) -> None:
+def test_advice_on_low_goodput_follows_from_the_costliest_cause(
+    cause: Cause, advice: str, run: Run, sunspot: Command
+) -> None:
     first = trains(run)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
@@ -863,7 +865,7 @@ def test_workers_that_ran_out_of_memory_come_first(run: Run, sunspot: Command) -
     assert "out of memory" not in findings(sunspot), "it was submitted again since, perhaps with more memory"
 
 
-def test_a_run_that_running_out_of_memory_has_ended(run: Run, sunspot: Command) -> None:
+def test_a_run_that_ran_out_of_memory_for_good_says_so_first(run: Run, sunspot: Command) -> None:
     reason = f"training failed: rank 0: lost after step 9: {FIGURES}; 4 times in a row"
     trains(run, state=RunState.FAILED, reason=reason)
     found = findings(sunspot)
@@ -943,7 +945,7 @@ def test_storage_that_is_away_leaves_the_cluster(
         (RefusedStorageError, "error", "let this user read it, or ask from where it can be read"),
     ],
 )
-def test_a_live_run_whose_storage_cannot_be_read(
+def test_a_live_run_whose_storage_cannot_be_read_is_explained(
     kind: type[StorageError],
     severity: str,
     advice: str,
@@ -970,7 +972,7 @@ def test_a_live_run_whose_storage_cannot_be_read(
         ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints it"),
     ],
 )
-def test_tries_that_failed_before_they_could_write_to_storage(
+def test_tries_that_failed_before_they_could_write_to_storage_are_reported(
     message: str, evidence: str, advice: str, cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
     record_submission(run, SubmissionRecord(JOB))

@@ -1,4 +1,4 @@
-"""A run that trains with fewer workers than it was asked to is not called healthy, and what it waits for is named."""
+"""A run that trains with fewer workers than requested is not called healthy, and the report says what it waits for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def job(cluster: FakeCluster) -> FakeCluster:
 
 
 def put_nodes(cluster: FakeCluster, *not_ready: int, gone: int = 0) -> None:
-    """Have a node for each pod, but for the worker's that is gone."""
+    """Add a node for each pod except the one whose node is gone."""
     nodes = []
     for each in cluster.pods:
         name = each["spec"]["nodeName"]

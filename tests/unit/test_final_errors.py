@@ -74,9 +74,7 @@ def test_only_errors_that_no_cluster_can_cure_are_final(
     assert ended == (["run-1-x"] if final else [])
 
 
-def test_a_ray_that_takes_no_last_word_changes_nothing_of_the_end(
-    monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
+def test_a_job_ends_alike_if_ray_cannot_record_its_status(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     monkeypatch.setattr(job, "find_own_job", lambda: "run-1-x")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 

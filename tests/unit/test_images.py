@@ -168,7 +168,7 @@ def test_a_picture_is_read_upright_as_viewers_show_it(orientation: int, form: st
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
-def test_exif_data_that_cannot_be_read_turn_nothing(exif: bytes) -> None:
+def test_unreadable_exif_data_do_not_turn_a_picture(exif: bytes) -> None:
     pixels = decode_picture(encode(bright_top(), "JPEG", exif=exif), (3, 8, 12))
     assert pixels[:, :3].min() > 200
 
@@ -273,7 +273,7 @@ def noise(mode: str) -> Image.Image:
     ],
 )
 def test_pixels_are_those_that_torchvision_reads(form: str, mode: str) -> None:
-    """Its ImageFolder opens a file by Pillow and converts it to RGB: no profile is applied, transparency is dropped."""
+    """ImageFolder opens a file by Pillow and converts it to RGB: it applies no profile and drops transparency."""
     options = {"MPO": {"save_all": True, "append_images": [noise("RGB")]}, "GIF": {"transparency": 3}}
     image = noise("RGB").convert(mode) if mode in ("P", "CMYK", "YCbCr") else noise(mode)
     content = encode(image, form, **options.get(form, {}))

@@ -120,7 +120,7 @@ def test_a_bug_that_comes_again_at_the_same_step_ends_the_run(control: Control) 
 
 
 BACKWARD = {"file": failures.__file__, "line": 68, "type": "RuntimeError", "message": "Mixed up. To fix it, do this"}
-"""An error in the backward pass, which no line of the user's is part of."""
+"""An error in the backward pass, whose traceback has no line of the user's code."""
 
 
 @pytest.mark.parametrize("place", [failures.__file__, "/venv/lib/python3.12/site-packages/torch/optim/sgd.py", ""])
@@ -531,12 +531,12 @@ def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Contro
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_errors_of_too_little_memory_are_recognised(error: Exception, short: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, short: bool) -> None:
     attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2))
     assert describe_end(error, attempt, 1, 50).out_of_memory is short
 
 
-def test_an_error_of_a_workers_own_is_the_cause_of_the_restart() -> None:
+def test_the_error_that_a_worker_raised_is_the_cause_of_the_restart() -> None:
     [bug], [peer] = failed(1, step=20), failed(0, type="RuntimeError", message="[gloo] Connection closed by peer")
     control = ControlChannel()
     for error in (peer, bug):

@@ -73,7 +73,7 @@ def play_plain_loop(module: Any, settings: Settings) -> list[list[dict[str, Any]
 
 
 def module_of(**functions: Any) -> ModuleType:
-    """A task module with these functions, and an optimizer of its own rate unless there is one among them."""
+    """A task module with these functions, and with an optimizer at a rate of its own if they include none."""
     module = ModuleType("mine")
     vars(module).update({"build_optimizer": scheduled.build_optimizer, **functions})
     return module
@@ -82,7 +82,7 @@ def module_of(**functions: Any) -> ModuleType:
 @pytest.mark.parametrize("kind", scheduled.SCHEDULERS)
 @pytest.mark.parametrize("makes", ["SGD", "AdamW of tensors"])
 def test_each_group_has_the_options_of_a_plain_loop_at_every_step(kind: str, makes: str) -> None:
-    """From whichever step a run goes on, and whatever rates are in the checkpoint that it loads."""
+    """This holds from whichever step a run resumes, and whatever rates are in the checkpoint that it loads."""
 
     def build_adam(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         groups = [{"params": [model.weight], "lr": torch.tensor(0.02)}, {"params": [model.bias]}]
@@ -200,7 +200,7 @@ MAKERS: list[Callable[[Any, int, float], Any]] = [
     st.lists(st.tuples(st.sampled_from(MAKERS), st.integers(1, 15), st.floats(0.1, 1)), min_size=1, max_size=3),
     st.integers(0, 50),
 )
-def test_a_scheduler_that_is_asked_for_a_step_answers_as_if_it_had_taken_all_before(made: Any, step: int) -> None:
+def test_a_scheduler_that_jumps_to_a_step_has_the_rate_of_one_that_took_all_steps(made: Any, step: int) -> None:
     def build(optimizer: Any, *_: Any) -> Any:
         parts = [make(optimizer, steps, share) for make, steps, share in made]
         return SequentialLR(optimizer, parts, [9 * n for n in range(1, len(parts))]) if len(parts) > 1 else parts[0]
@@ -278,7 +278,7 @@ def test_a_scheduler_that_cannot_set_the_rates_is_refused(build: Callable[[Any],
         ({"schedule": lambda step, total: [1.0, 0.5, 0.25][step]}, "step 4 of 40: IndexError"),
     ],
 )
-def test_a_step_without_a_rate_is_found_before_the_first(functions: dict[str, Any], says: str) -> None:
+def test_a_step_without_a_rate_is_found_before_the_first_step(functions: dict[str, Any], says: str) -> None:
     rates = rates_of(module_of(**functions), Settings(task="mine"))
     with pytest.raises(SettingsError, match=f"TASK=mine: has no learning rate for {says}"):
         rates.describe(STEPS)

@@ -38,7 +38,7 @@ from tests.harness.loop import make_worker, plan_without_evaluation
         (None, "type NoneType"),
     ],
 )
-def test_a_name_that_readers_would_mix_up_is_refused(name: object, fault: str) -> None:
+def test_reserved_and_unprintable_names_are_refused(name: object, fault: str) -> None:
     with pytest.raises(SettingsError) as refused:
         refuse_names(["accuracy", name], "its loss returns")
     assert fault in str(refused.value)
@@ -49,7 +49,7 @@ def test_a_name_that_readers_would_mix_up_is_refused(name: object, fault: str) -
 @pytest.mark.parametrize(
     "name", ["accuracy", "Step", "lr", "f1/cat", "rewards/chosen", "naïve", "last_step", "testing"]
 )
-def test_other_names_are_taken(name: str) -> None:
+def test_other_names_are_accepted(name: str) -> None:
     assert not find_fault(name)
 
 
@@ -61,7 +61,7 @@ def test_every_name_of_a_record_is_reserved(group: dist.ProcessGroup) -> None:
     assert measured(record) == {"loss": 1.0}
 
 
-def test_a_loss_function_may_not_return_such_a_name(group: dist.ProcessGroup) -> None:
+def test_a_loss_function_may_not_return_a_reserved_name(group: dist.ProcessGroup) -> None:
     learner: Learner = SimpleNamespace(plan=SimpleNamespace(settings=Settings(task="mine")))  # type: ignore[assignment]
     losses = torch.ones(2)
     for name in ("step", "loss", "test_hits"):
@@ -77,10 +77,10 @@ def test_a_loss_function_may_not_return_such_a_name(group: dist.ProcessGroup) ->
         ("{'loss': bias, 'hits': 0.5}", "logged hits as a float; log a tensor"),
     ],
 )
-def test_an_own_loop_may_not_log_such_a_name(
+def test_an_own_loop_may_not_log_a_reserved_name(
     value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:
-    """Not even in its first step."""
+    """The run ends before it has counted the first step."""
     name = f"logs_{abs(hash(value))}"
     (tmp_path / f"{name}.py").write_text(
         "from tests.tasks.tiny import build_model, build_optimizer, schedule\n\n"

@@ -72,7 +72,7 @@ def test_no_run_ends_by_single_rows_or_by_steps_that_a_loss_scaler_skips(group: 
     assert watch.state == {}
 
 
-def test_a_loop_without_a_metric_called_loss_is_judged_by_all_that_are_called_so(group: dist.ProcessGroup) -> None:
+def test_a_loop_without_a_metric_called_loss_is_judged_by_all_names_that_end_in_loss(group: dist.ProcessGroup) -> None:
     record = {"step": 10, "steps": 10, "generator_loss": NAN, "ratio": NAN}
     newest = {"generator_loss": torch.tensor([NAN]), "ratio": torch.tensor([NAN])}
     for more, windows in (({}, 1), ({"loss": 1.0}, 0)):
@@ -81,7 +81,7 @@ def test_a_loop_without_a_metric_called_loss_is_judged_by_all_that_are_called_so
         assert watch.state.get("nan_windows", 0) == windows
 
 
-def test_counting_goes_on_after_a_restart(group: dist.ProcessGroup) -> None:
+def test_counting_of_nan_windows_continues_after_a_restart(group: dist.ProcessGroup) -> None:
     before: dict[str, Any] = {}
     ended = []
     for step in (10, 20, 30):
@@ -102,7 +102,7 @@ def test_without_a_limit_a_run_only_warns(group: dist.ProcessGroup) -> None:
 
 
 def test_weights_that_the_newest_step_has_broken_are_found_as_they_are_saved(group: dist.ProcessGroup) -> None:
-    """No loss shows them before the next step."""
+    """The loss does not show such weights before the next step."""
     model = nn.Linear(2, 2)
     watch = watched(group, model)
     with torch.no_grad():
@@ -116,8 +116,8 @@ def test_weights_that_the_newest_step_has_broken_are_found_as_they_are_saved(gro
     assert "since step 20, up to the last step" in str(watch.verdict(last=True))
 
 
-def test_weights_that_are_infinite_from_the_beginning_are_meant_so(group: dist.ProcessGroup) -> None:
-    """As in a mask that is a parameter; frozen ones and buffers are not looked at anyway."""
+def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.ProcessGroup) -> None:
+    """They may be a mask that is a parameter. Frozen parameters and buffers are not checked anyway."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, -INF)
     watch = watched(group, model)
@@ -139,7 +139,7 @@ def test_large_weights_of_any_type_are_finite(dtype: torch.dtype) -> None:
 
 
 class Foreign(nn.Module):
-    """Of another library: its weights are in its state alone, as Keras's."""
+    """A model of another library, such as Keras, whose weights are only in its extra state."""
 
     def get_extra_state(self) -> Any:
         return {"model": [torch.tensor([1.0, NAN])], "rounds": 3}
@@ -154,7 +154,7 @@ def test_weights_of_a_model_without_parameters_are_those_of_its_state() -> None:
 
 
 def test_all_ranks_decide_alike(tmp_path: Path) -> None:
-    """Also one that has no rows in the newest step."""
+    """A rank without rows in the newest step decides like the others."""
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float], bool]:
         watch = watched(group, limit=1)
@@ -192,7 +192,7 @@ def test_metrics_and_weights_that_are_not_finite_are_ranked_last(order: str) -> 
     assert steps[:5] == [7, 1, 4, 3, 2]
 
 
-def test_the_newest_with_finite_weights_is_kept() -> None:
+def test_the_newest_checkpoint_with_finite_weights_is_kept() -> None:
     accurate = {"accuracy": 0.1, "nan_weights": 1}
     given = [
         checkpoint(1, accuracy=0.9),
@@ -275,7 +275,7 @@ def test_a_run_ends_and_starts_again_from_what_is_finite(diverging: dict[str, An
 
 
 @pytest.mark.parametrize(("limit", "ends"), [(100, True), (0, False)])
-def test_a_run_that_ends_with_such_a_loss_has_failed(
+def test_a_run_that_ends_with_a_nan_loss_has_failed(
     limit: int, ends: bool, diverging: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
     worker = make_worker(plan_without_evaluation(Settings(**diverging, max_nan_windows=limit)), group)

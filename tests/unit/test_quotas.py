@@ -55,7 +55,7 @@ def test_a_quota_is_compared_with_the_whole_run(hard: str, used: str, workers: s
     found = check(quota({"requests.memory": hard}, {"requests.memory": used}), workers)
     assert found.result is result
     assert seen in found.seen
-    assert ("wait until others end" in found.fix) is (result is WARNING and ".." not in workers)
+    assert ("wait until other runs end" in found.fix) is (result is WARNING and ".." not in workers)
     assert ("can never fit" in found.fix) is (result is FAILED)
 
 

@@ -557,7 +557,7 @@ def test_what_a_page_must_not_do_is_refused(browser: Browser, page: Path, tmp_pa
 
 
 def test_a_metric_may_have_any_name_that_is_its_own() -> None:
-    """One called `few` hides none of the means over enough rows."""
+    """A metric called `few` hides none of the means over enough rows."""
     history = History()
     for step in (1, 2):
         history.add(

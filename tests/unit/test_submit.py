@@ -411,7 +411,7 @@ def put_quota(cluster: FakeCluster, resource: str, hard: str, used: str = "0") -
 
 
 def test_a_quota_in_which_the_whole_run_never_fits_is_refused(cluster: FakeCluster, sunspot: Command) -> None:
-    """Each pod alone would be let in."""
+    """The quota would admit each pod alone."""
     put_quota(cluster, "requests.memory", "9Gi")
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
@@ -453,7 +453,7 @@ def test_a_live_run_is_attached_to_whatever_its_quota(cluster: FakeCluster, suns
     assert sunspot.submit() == 0, "the old RayJob goes first, too"
 
 
-def test_who_may_not_list_quotas_submits_without(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_user_who_may_not_list_quotas_can_still_submit(cluster: FakeCluster, sunspot: Command) -> None:
     put_quota(cluster, "pods", "1")
     cluster.forbidden.add(QUOTAS)
     assert sunspot.submit() == 0, sunspot.err
@@ -764,7 +764,7 @@ def test_stop_with_an_expired_credential_says_that_the_run_ends_by_its_stop_mark
 def test_a_user_without_a_name_may_stop_a_run(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As in a container whose user has a number only."""
+    """A container's user may have only a number."""
     for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])

@@ -1,4 +1,4 @@
-"""CSV and JSON lines from other programs: text stays as it is written, and what cannot be read is named by its line."""
+"""CSV and JSON lines from other programs: text stays as it is written, and errors name the line."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def test_held_out_and_predicted_labels_are_named_as_in_training(tmp_path: Path) 
         (["0", "3000000000"], "row 1 (line 3): label 3000000000; it must be an integer from 0 to 2147483647"),
     ],
 )
-def test_labels_that_are_no_class_are_named(tmp_path: Path, labels: list[str], said: str) -> None:
+def test_labels_that_are_not_classes_are_named(tmp_path: Path, labels: list[str], said: str) -> None:
     write(tmp_path / "a.csv", "label,x\n" + "".join(f"{label},1\n" for label in labels))
     with refusal(DataError, "a.csv", said):
         open_text(tmp_path / "a.csv", **LABEL)
 
 
-def test_classes_without_rows_are_said(tmp_path: Path) -> None:
+def test_the_plan_counts_the_classes_that_have_rows(tmp_path: Path) -> None:
     said = describe_classes(open_labels(tmp_path, {"a": ["1", "2", "10"]}))
     assert said == "11 classes, of which 3 have rows: labels are numbers from 0 to 10"
     assert describe_classes(open_labels(tmp_path, {"a": ["1", "0"]})) == "2 classes"
@@ -194,7 +194,7 @@ def test_cells_that_are_no_such_number_are_named_before_training(
         open_text(path, x=Column(dtype))
 
 
-def test_lists_are_no_cells(tmp_path: Path) -> None:
+def test_a_list_in_a_csv_cell_needs_a_function_that_decodes_it(tmp_path: Path) -> None:
     with refusal(DataError, "x is string", "a function that decodes it"):
         open_text(write(tmp_path / "a.csv", 'x\n"1,2"\n'), x=Column(shape=(2,)))
 
@@ -227,7 +227,7 @@ def test_csv_that_cannot_be_read_is_explained(tmp_path: Path, content: str | byt
         open_text(write(tmp_path / "a.csv", content), x=Column(), **LABEL)
 
 
-def test_a_quote_within_a_cell_needs_no_other(tmp_path: Path) -> None:
+def test_a_quote_within_an_unquoted_cell_needs_no_second_one(tmp_path: Path) -> None:
     assert read_text(write(tmp_path / "a.csv", 'text\n5" pipe\nb\n')) == ['5" pipe', "b"]
 
 

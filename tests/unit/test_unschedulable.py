@@ -1,4 +1,4 @@
-"""Why no node takes a pod, and which reason comes first: the one whose cure lets the pod run."""
+"""Why no node takes a pod, and which reason comes first: the one whose fix lets the pod run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU = "nvidia.com/gpu"
 
 
 def message(*reasons: str) -> str:
-    """What the scheduler says of a pod that it finds no node for."""
+    """The scheduler's message for a pod for which it finds no node."""
     preemption = " no new claims to deallocate, preemption: 0/3 nodes are available: 3 No preemption victims found."
     return f"0/3 nodes are available: {', '.join(reasons)}.{preemption}"
 

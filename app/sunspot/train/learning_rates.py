@@ -1,6 +1,6 @@
 """The learning rates of each step: the task's `schedule` scales them, or its PyTorch schedulers set them.
 
-The rates are a function of the step, so a run can resume from any step, and no checkpoint contains a scheduler. A task's
+The rates are a function of the step, so a run can resume from any step, and no checkpoint has a scheduler. A task's
 scheduler never sees the optimizer that trains. It works on a stand-in with the same groups, and the options that it
 sets there are copied to the groups of the real optimizer.
 """
