@@ -3,7 +3,7 @@
 Training goes on from other weights: those are in a checkpoint, too, as `trained` in the optimizer's state of each
 parameter. So the form of checkpoints stays as it is, and in parts each worker has the average of its own.
 
-An average in 16 bits would not change at all, because its updates are smaller than its precision. So the average of
+An average in 16 bits would lose most of its updates, because they are smaller than its precision. So the average of
 such weights has 32 bits. `model.pt` has it rounded to the weights' dtype, and the optimizer's state has it in full as
 `average`.
 """
