@@ -15,7 +15,8 @@ RECORD_NAMES = frozenset(
     {
         *("attempt", "step", "epoch", "steps", "rows", "recent_rows", "learning_rate", "world_size", "time", "seconds"),
         *("best_evaluation", "evaluations_since_best", "rows_per_s", "step_time_median_s", "step_time_p95_s"),
-        *("data_wait_s", "memory_mib", "gpu_memory_mib", "nan_since", "nan_windows", "nan_weights", "ranks"),
+        *("data_wait_s", "memory_mib", "gpu_memory_mib", "nan_accepted", "nan_since", "nan_windows", "nan_weights"),
+        "ranks",
     }
 )
 """Names in a record or a checkpoint that do not measure the model; `sunspot metrics --json` adds `ranks`."""

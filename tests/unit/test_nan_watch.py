@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from sunspot.run.checkpoints import (
 from sunspot.settings import Settings
 from sunspot.train.loop import train
 from sunspot.train.nan_watch import NanWatch, has_finite_weights
-from sunspot.train.worker import Worker
-from tests.harness.loop import join_run, keep_run, make_worker, plan_without_evaluation
+from sunspot.train.worker import Beginning, Worker
+from tests.harness.loop import QuietWorker, join_run, keep_run, make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 from tests.harness.runs import begin, commit, start
 
@@ -37,9 +38,13 @@ NAN, INF = math.nan, math.inf
 
 
 def watched(
-    group: dist.ProcessGroup, model: nn.Module | None = None, before: dict[str, Any] | None = None, limit: int = 3
+    group: dist.ProcessGroup,
+    model: nn.Module | None = None,
+    before: dict[str, Any] | None = None,
+    limit: int = 3,
+    examined: bool = True,
 ) -> NanWatch:
-    return NanWatch(Settings(max_nan_windows=limit), group, before or {}, model or nn.Linear(2, 2))
+    return NanWatch(Settings(max_nan_windows=limit), group, before or {}, model or nn.Linear(2, 2), examined)
 
 
 def look(watch: NanWatch, step: int, loss: float, newest: float | None = None, saves: bool = False) -> bool:
@@ -121,11 +126,26 @@ def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.P
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, -INF)
     watch = watched(group, model)
-    look(watch, 10, 1.0, saves=True)
-    assert watch.state == {}
+    for _ in range(2):
+        look(watch, 10, 1.0, saves=True)
+        assert watch.state == {"nan_accepted": 1}
+        look(watch, 20, NAN)
+        assert watch.state == {"nan_accepted": 1, "nan_since": 11, "nan_windows": 1, "nan_weights": 0}
+        look(watch, 30, 1.0)
+        watch = watched(group, model, watch.state, examined=False)  # of a group that goes on in place
+    assert not watched(group, before=watch.state).state, "the checkpoint's weights are finite by now"
     model.bias.requires_grad_(False)
     model.register_buffer("mask", torch.full((2,), -INF))
     assert has_finite_weights(model)
+
+
+def test_weights_that_broke_just_before_a_loss_are_not_taken_for_meant(group: dist.ProcessGroup) -> None:
+    """The group after it goes on from a state of survivors, or from a copy in memory, that nothing has looked at."""
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.bias, NAN)
+    watch = watched(group, model, {"loss": 1.0}, examined=False)
+    look(watch, 10, NAN, saves=True)
+    assert watch.state == {"nan_since": 1, "nan_windows": 1, "nan_weights": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
@@ -272,6 +292,20 @@ def test_a_run_ends_and_starts_again_from_what_is_finite(diverging: dict[str, An
     found, _ = find_newest_good(run, read_attempts(run))
     assert found
     assert (found.step, found.finite) == (12, True)
+
+
+def test_a_group_in_place_goes_on_looking_at_the_weights_after_the_first_step(group: dist.ProcessGroup) -> None:
+    built = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", num_workers="1")), group)
+    for parameter in built.learner.model.parameters():
+        nn.init.constant_(parameter, INF)
+
+    def state_of_group(step: int) -> dict[str, Any]:
+        beginning = Beginning(step, True, {}, in_place=True, examined=False)
+        idle: Any = None
+        return QuietWorker(built.learner, beginning, idle, idle, idle, idle, None, ExitStack())._nan_watch.state
+
+    assert state_of_group(5) == {}
+    assert state_of_group(0) == {"nan_accepted": 1}, "the task has made them so"
 
 
 @pytest.mark.parametrize(("limit", "ends"), [(100, True), (0, False)])

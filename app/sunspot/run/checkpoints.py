@@ -60,6 +60,9 @@ NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS = "nan_since", "nan_windows", "nan_weights"
 """In the metrics of a checkpoint whose loss or weights are not finite: the step since which they are not (the first of
 the window in which it was seen), how many windows in a row have ended so, and 1 if the weights are not."""
 
+NAN_ACCEPTED = "nan_accepted"
+"""In the metrics of a checkpoint: 1 if the run began with infinite weights, so that nothing looks at them."""
+
 FILES_AT_ONCE = 2
 """Files of a checkpoint that are read at once: SHA-256 takes a core for each, and storage memory."""
 

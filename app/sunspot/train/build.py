@@ -23,6 +23,7 @@ from sunspot.checkpoint import CheckpointManager, NodeMemory
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
 from sunspot.checkpoint.foreign_weights import fit_names
+from sunspot.checkpoint.manager import AHEAD_OF_STORAGE
 from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
@@ -147,6 +148,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         in_place=in_place,
         window=survivor.window if survivor else None,
         is_closed=survivor.is_closed if survivor else None,
+        examined=state.tier not in AHEAD_OF_STORAGE,
     )
     commands = CommandPoller(joined.control, survivor.regroups if survivor else lambda: False)
     return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)

@@ -17,7 +17,7 @@ from sunspot.errors import DivergedError
 from sunspot.metric_names import LOSS
 from sunspot.parallel.collectives import any_rank
 from sunspot.parallel.sharding import is_dtensor
-from sunspot.run.checkpoints import NAN_SINCE, NAN_WEIGHTS, NAN_WINDOWS
+from sunspot.run.checkpoints import NAN_ACCEPTED, NAN_SINCE, NAN_WEIGHTS, NAN_WINDOWS
 from sunspot.settings import PREFIX, Settings
 
 MIN_BYTES = 2
@@ -31,14 +31,26 @@ class NanWatch:
     """
 
     def __init__(
-        self, settings: Settings, group: dist.ProcessGroup, before: Mapping[str, Any], model: torch.nn.Module
+        self,
+        settings: Settings,
+        group: dist.ProcessGroup,
+        before: Mapping[str, Any],
+        model: torch.nn.Module,
+        examined: bool = True,
     ) -> None:
-        """`before` are the metrics of the state that training goes on from, and `model` has that state."""
+        """`before` are the metrics of the state that training goes on from, and `model` has that state.
+
+        `examined` is False if nothing has looked at the weights of that state, as of a copy in memory or of survivors.
+        """
         self._limit, self._group, self._model = settings.max_nan_windows, group, model
-        self.state = {name: before[name] for name in (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS) if before.get(name)}
+        names = (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS, *([] if examined else [NAN_ACCEPTED]))
+        self.state = {name: before[name] for name in names if before.get(name)}
         "Entries for records and checkpoint metrics, so that a restart continues counting; empty if all is finite."
         # A task may train from weights that are infinite on purpose, as in a mask.
-        self._looks_at_weights = self._limit > 0 and (NAN_WEIGHTS in self.state or has_finite_weights(model))
+        known = NAN_WEIGHTS in self.state or not self._limit
+        if examined and not known and any_rank(group, not has_finite_weights(model))[0]:
+            self.state[NAN_ACCEPTED] = 1
+        self._looks_at_weights = self._limit > 0 and NAN_ACCEPTED not in self.state
 
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
         """Check a closed window; all workers call this together.
@@ -57,11 +69,17 @@ class NanWatch:
                 self._group, found, self._looks_at_weights and not has_finite_weights(self._model)
             )
         if not (in_loss or in_weights):
-            self.state = {}
+            self.state = self._accepted
             return
         began = record["step"] - record["steps"] + 1 if in_loss else record["step"]
         windows = self.state.get(NAN_WINDOWS, 0) + 1 if in_loss else 0
-        self.state = {NAN_SINCE: self.state.get(NAN_SINCE, began), NAN_WINDOWS: windows, NAN_WEIGHTS: int(in_weights)}
+        since = self.state.get(NAN_SINCE, began)
+        self.state = {**self._accepted, NAN_SINCE: since, NAN_WINDOWS: windows, NAN_WEIGHTS: int(in_weights)}
+
+    @property
+    def _accepted(self) -> dict[str, int]:
+        """The part of the state that stays: that the weights are infinite on purpose."""
+        return {NAN_ACCEPTED: 1} if NAN_ACCEPTED in self.state else {}
 
     @property
     def finite_weights(self) -> bool:
@@ -71,7 +89,7 @@ class NanWatch:
     def verdict(self, last: bool) -> DivergedError | None:
         """Return the error that ends the run here, or None; `last` is True if no step follows."""
         windows = self.state.get(NAN_WINDOWS, 0)
-        if not self._limit or not self.state or not (last or windows >= self._limit):
+        if not self._limit or NAN_SINCE not in self.state or not (last or windows >= self._limit):
             return None
         what = "the loss is" if windows else "the weights are"
         times = f"up to the last step ({PREFIX}MAX_NAN_WINDOWS=0 accepts that)"

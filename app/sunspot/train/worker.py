@@ -68,6 +68,8 @@ class Beginning:
     "The metrics that it brings from the group before."
     is_closed: Callable[[], bool] | None = None
     "Returns True once the group has ended, for a process that outlives it."
+    examined: bool = True
+    "Whether the weights are those of a checkpoint, which were looked at when it was saved."
 
 
 class RegroupError(Exception):
@@ -136,7 +138,8 @@ class Worker:
         self._record = beginning.metrics
         "Metrics of the state at `step`; empty for one that no record ends at."
         self._patience = Patience(learner.plan.settings, beginning.metrics)
-        self._nan_watch = NanWatch(learner.plan.settings, self._group, beginning.metrics, learner.model)
+        examined = beginning.examined or beginning.step == 0
+        self._nan_watch = NanWatch(learner.plan.settings, self._group, beginning.metrics, learner.model, examined)
         self._reported = 0.0
         self.outlives, self.step, self.taken = bool(beginning.await_sums), beginning.step, time.time()
         "Optimizer steps taken, and when the last one had been."
