@@ -189,6 +189,34 @@ def compare_sparse_gradients(group: dist.ProcessGroup) -> list[str]:
     return differing
 
 
+class TwoOutputs(Words):
+    """Words with two outputs."""
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        first = super().forward(x, kinds)
+        return first, super().forward(2 * x, kinds)
+
+
+def average_of_other_outputs(group: dist.ProcessGroup) -> list[int]:
+    """Return how often each of two backward passes calls `all_reduce`; only rank 0 uses both outputs."""
+    torch.manual_seed(1)
+    model = DataParallel(TwoOutputs())
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *given, **named: reduced.append(given))
+        for _ in range(2):
+            reduced = list[Any]()
+            outputs = model(torch.randn(4, 4), torch.tensor([1, 2, 3, 1]))
+            torch.stack(outputs[: 2 - group.rank()]).sum().backward()
+            counts.append(len(reduced))
+    return counts
+
+
+def test_ranks_may_compute_their_losses_from_other_outputs(tmp_path: Path) -> None:
+    """An embedding with sparse gradients is averaged as often on all ranks, or they would wait for each other."""
+    assert in_processes(tmp_path, 2, average_of_other_outputs) == [[2, 2], [2, 2]]
+
+
 def test_layers_below_an_embedding_with_sparse_gradients_get_the_average(tmp_path: Path) -> None:
     assert in_processes(tmp_path, 2, compare_sparse_gradients) == [[], []]
 

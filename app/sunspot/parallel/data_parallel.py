@@ -57,6 +57,8 @@ class DataParallel(DistributedDataParallel):
         "Number of forward passes after which gradients are averaged."
         self._fresh = False
         "Whether such a forward pass has begun since the newest backward pass."
+        self._ends = False
+        "Whether `_end_backward` is to be called when the present backward pass has ended."
         self._counts: list[int | None] = []
         "What `_count_changes` returned after the newest backward pass."
         self._unused_before: list[nn.Parameter] | None = None
@@ -67,7 +69,7 @@ class DataParallel(DistributedDataParallel):
         output = super().forward(*inputs, **options)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._passes += 1
-            self._fresh = True
+            self._fresh, self._ends = True, False
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._end_with_backward)
@@ -113,7 +115,13 @@ class DataParallel(DistributedDataParallel):
         self._usage.announce(self._passes, {numbers[each] for each in unused})
 
     def _end_with_backward(self, _: torch.Tensor) -> None:
-        """Have `_end_backward` called at the end of the current backward pass, after DDP's own callback."""
+        """Have `_end_backward` called once at the end of the current backward pass, after DDP's own callback.
+
+        So ranks that use different numbers of outputs for their losses take part in the same collectives.
+        """
+        if self._ends:
+            return
+        self._ends = True
         if self._unused_before is not None:
             self._announce(self._unused_before)
         engine: Any = torch.autograd.Variable._execution_engine  # private, but used by DDP and FSDP, too (2.15)
@@ -122,7 +130,7 @@ class DataParallel(DistributedDataParallel):
 
     def _end_backward(self) -> None:
         again = not self._fresh and self._counts != self._count_changes()
-        self._fresh = False
+        self._fresh = self._ends = False
         self.complete()
         others = [each for each in self._others if each.requires_grad]
         if again or others:  # DDP averages only once after a forward pass
