@@ -74,8 +74,12 @@ def test_only_errors_that_no_cluster_can_cure_are_final(
     assert ended == (["run-1-x"] if final else [])
 
 
-def test_a_job_ends_alike_if_ray_cannot_record_its_status(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
-    monkeypatch.setattr(job, "find_own_job", lambda: "run-1-x")
+@pytest.mark.parametrize("given", [config("run-1a2b-9fwqz"), '{"metadata": null}'])
+def test_a_job_ends_alike_if_ray_cannot_record_its_status(
+    given: str, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "run-1a2b-x7k2p")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", given)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def fail() -> int:

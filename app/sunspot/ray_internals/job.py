@@ -32,14 +32,12 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
         try:
             return program()
         except SunspotError as error:
-            job = find_own_job() if error.final else ""
-            if job:
-                try:
+            try:
+                job = find_own_job() if error.final else ""
+                if job:
                     _mark_stopped(job, error)
-                except Exception as trouble:  # another Ray may raise anything
-                    log.warning(
-                        f"the operator may start this job again, although that is of no use: {shorten(trouble)}"
-                    )
+            except Exception as trouble:  # another Ray may raise anything
+                log.warning(f"the operator may start this job again, although that is of no use: {shorten(trouble)}")
             raise
 
     return run
