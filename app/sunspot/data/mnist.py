@@ -133,10 +133,12 @@ def _download(data_root: str) -> None:
             "end that process, or put the files there by hand"
         ) from error
     except Exception as error:  # torchvision's mirrors fail in many ways
-        raise DataError(
+        failed = DataError(
             f"{_raw(data_root)} lacks files of MNIST, and torchvision cannot download it: {shorten(error)}. Put the "
             f"four files there, unpacked: {', '.join(FILES)}; or set SUNSPOT_DATASET=sample, which needs no download"
-        ) from error
+        )
+        failed.final = False  # a mirror may answer the next time
+        raise failed from error
 
 
 def _fetch(folder: str) -> None:
