@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from botocore.exceptions import ClientError
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import FailureConfig, TrainingFailedError
 from ray.train.v2._internal.exceptions import (
@@ -19,6 +20,8 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api import data_parallel_trainer
+from urllib3 import HTTPConnectionPool
+from urllib3.exceptions import ReadTimeoutError
 
 from sunspot.elastic import failures
 from sunspot.elastic.control import ControlChannel
@@ -359,6 +362,12 @@ def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ConnectionResetError(), True),
         (torch.OutOfMemoryError(), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
+        (RuntimeError("No CUDA GPUs are available"), True),
+        (ClientError({"Error": {"Code": "SlowDown"}}, "GetObject"), True),
+        (ReadTimeoutError(HTTPConnectionPool("hub"), "/model", "timed out"), True),
+        (RuntimeError("DataLoader worker (pid 37) is killed by signal: Killed. "), True),
+        (RuntimeError("Expected all tensors to be on the same device, but found cuda:0 and cpu!"), False),
     ],
 )
 def test_what_may_be_gone_the_next_time(error: Exception, from_outside: bool) -> None:

@@ -48,6 +48,16 @@ MAX_ERROR = 1500
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 """Matches the numbers in a message, such as ranks and addresses, because they differ between ranks."""
 
+DEVICE_ERROR = re.compile(
+    r"\b(CUDA|cuDNN|cuBLAS|cuFFT|cuSOLVER|cuSPARSE|HIP|MIOpen)( driver| unknown)? error\b"
+    r"|No CUDA GPUs are available|Found no NVIDIA driver",
+    re.IGNORECASE,
+)
+"""Matches what PyTorch says of a device and its libraries in a plain RuntimeError, as of cuDNN on a broken GPU."""
+
+NETWORK_CLIENTS = re.compile(r"(aiohttp|azure\.core|botocore|google\.api_core|grpc|httpcore|httpx|urllib3)(\.|$)")
+"""Matches the modules of network clients whose errors are no OSError, as of a service that is too busy."""
+
 FROM_OUTSIDE = (
     OSError,
     MemoryError,
@@ -58,7 +68,6 @@ FROM_OUTSIDE = (
     dist.DistError,
 )
 """Errors of networks, disks, memory and devices: they may be gone the next time, even if all ranks meet them alike."""
-
 
 Suspects = dict[str, int | None]
 """Nodes whose GPU may have ended a rank, with CUDA's code (0: not known); None: the rank was lost without one."""
@@ -82,12 +91,19 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
         failure=describe_failure(error, attempt.number, rank, step),
         world_size=attempt.metadata.world_size,
         taken=step - attempt.step,
-        from_outside=any(isinstance(one, FROM_OUTSIDE) for one in _chain(error)),
+        from_outside=any(is_from_outside(one) for one in _chain(error)),
         from_memory=attempt.metadata.tier == "memory",
         node=node,
         cuda_error=find_cuda_error(error),
         out_of_memory=any(is_out_of_memory(one) for one in _chain(error)),
     )
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Return True for an error of a network, a disk, memory or a device, which may be gone the next time."""
+    of_device = isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error))
+    of_client = any(NETWORK_CLIENTS.match(kind.__module__) for kind in type(error).__mro__)
+    return isinstance(error, FROM_OUTSIDE) or is_out_of_memory(error) or bool(of_device) or of_client
 
 
 def find_cuda_error(error: Exception) -> int | None:
