@@ -192,6 +192,18 @@ def test_losses_before_a_trainer_are_forgotten_once_it_has_taken_a_step(control:
     assert control.heard("log")[-1].endswith("; starting again, 1 of 2 MAX_FAILURES left")
 
 
+def test_a_lack_of_memory_is_known_to_the_next_trainer_if_no_worker_was_left(control: Control) -> None:
+    """Each trainer makes a checkpoint before all of its workers are killed."""
+    start: TrainerStart | None = TrainerStart()
+    for step in (10, 20, 30):
+        assert start
+        control.tell(ControlChannel.set_counts, start.counts)
+        control.end = GroupEnd(progress=Progress(1, step=step, committed=step))
+        goes_on = FailureJudge(control, 2, outlive=True)({0: killed_for_memory()})
+        start = start_again(control, start, 2)
+    assert not goes_on
+
+
 def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
     """A run may lose more nodes in a month than in an hour."""
     judge = FailureJudge(control, 1)

@@ -302,7 +302,9 @@ def start_again(
         incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
     if told or (error and end.counts != start.counts):  # the judge of failures has counted
         return TrainerStart(incident, end.counts)
-    counts = start.counts.since(end.progress.committed)
+    # The error and the lack of memory that a judge has noted say what another trainer may do, too.
+    noted = replace(start.counts, error=end.counts.error, memory_losses=end.counts.memory_losses)
+    counts = noted.since(end.progress.committed)
     if counts.charged >= max_failures:
         return None
     return TrainerStart(incident, replace(counts, charged=counts.charged + 1))
