@@ -238,6 +238,24 @@ def test_the_loss_of_a_zone_within_a_step_does_not_end_the_workers_that_train_on
     assert judge({0: LOST})
 
 
+def test_replacements_that_could_not_train_are_no_losses(control: Control) -> None:
+    """While a member trains, in steps of minutes, any number of them may fail."""
+    judge, nodes = FailureJudge(control, 1, outlive=True), {0: "a", 1: "b"}
+
+    def lose(*ranks: int, replacements: int = 0) -> bool:
+        for _ in range(replacements):
+            control.channel.count_failed_replacement("b")
+        told_so = control.channel.group_end().failed_replacements
+        control.end = GroupEnd([], Progress(1, step=53), nodes=nodes, failed_replacements=told_so)
+        return judge({rank: LOST for rank in ranks})
+
+    assert lose(1)
+    assert all(lose(1, replacements=1) for _ in range(5))
+    assert control.heard("log")[-1].endswith("for replacements that could not train, and others start")
+    assert control.channel.group_end().counts.charged == 1
+    assert not lose(0, 1, replacements=1), "the other one was a member, and the last"
+
+
 def test_with_max_failures_0_the_first_loss_ends_a_run(control: Control) -> None:
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=dict.fromkeys(range(16), "node"))
     assert not FailureJudge(control, 0, outlive=True)({1: LOST})

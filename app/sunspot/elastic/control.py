@@ -55,6 +55,8 @@ class ControlChannel:
         "Of each GPU, as the newest group began on it."
         self._failed_replacements: Counter[str] = Counter()
         "Number of replacements that could not train, by node."
+        self._unjudged_replacements = 0
+        "Number of these that no judge has been asked about."
         self._ended = ""
         "Why the newest group ended; empty once the next one begins."
         self._notes: list[Note] = []
@@ -116,6 +118,7 @@ class ControlChannel:
     def count_failed_replacement(self, node: str) -> int:
         """Count a replacement that could not train, and return how many of them its node has had."""
         self._failed_replacements[node] += 1
+        self._unjudged_replacements += 1
         return self._failed_replacements[node]
 
     def set_progress(self, progress: Progress) -> None:
@@ -136,7 +139,10 @@ class ControlChannel:
         """What is known of why the newest group ended."""
         hangs, nodes = self._hangs[self._judged :], self._group.nodes if self._group else {}
         fatal, lost_on = self._fatal_error, self._lost_on
-        return GroupEnd(self._errors, self._progress, hangs, fatal, self._gave_up, nodes, lost_on, self._counts)
+        replacements = self._unjudged_replacements
+        return GroupEnd(
+            self._errors, self._progress, hangs, fatal, self._gave_up, nodes, lost_on, self._counts, replacements
+        )
 
     def start_next_group(self, line: str) -> None:
         """Log why another group starts, and forget what is known of the end of the one before."""
@@ -145,9 +151,13 @@ class ControlChannel:
         self._progress = replace(self._progress, doing="starting again")
         self._errors, self._judged = [], len(self._hangs)
 
-    def set_counts(self, counts: FailureCounts) -> None:
-        """Keep how many groups have failed in a row; those that have lost a process are judged now."""
+    def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
+        """Keep how many groups have failed in a row; those that have lost a process are judged now.
+
+        `replacements` is the number of replacements that could not train and were judged with them.
+        """
         self._counts, self._lost_on = counts, []
+        self._unjudged_replacements -= replacements
 
     def add_loss(self, node: str, incident: Incident) -> None:
         """Keep that a process was lost on a node, and that the others train on."""

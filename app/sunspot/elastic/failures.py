@@ -151,8 +151,10 @@ class FailureJudge:
             if killed:
                 self._control.tell(ControlChannel.explain_loss, figures)
         alone, short = self._outlive and all(lost), find_short_of_memory(errors, end.errors)
-        what, (goes_on, why, counts) = describe(end, errors), self._judge(end, sum(lost), alone, short)
-        self._control.tell(ControlChannel.set_counts, counts)
+        replacements = min(len(lost), end.failed_replacements) if alone else 0
+        lost_members = sum(lost) - replacements
+        what, (goes_on, why, counts) = describe(end, errors), self._judge(end, lost_members, alone, short)
+        self._control.tell(ControlChannel.set_counts, counts, replacements)
         if alone:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if goes_on:
@@ -164,8 +166,9 @@ class FailureJudge:
     def _judge(self, end: GroupEnd, lost: int, alone: bool, short: set[str]) -> tuple[bool, str, FailureCounts]:
         """Decide whether another group starts, and count the end of this one.
 
-        `lost` is the number of workers that were lost, and `short` has the nodes that were short of memory. Returns
-        the decision, its reason (or how many failures are left) and the new counts.
+        `lost` is the number of workers that were lost, without replacements that could not train, and `short` has the
+        nodes that were short of memory. Returns the decision, its reason (or how many failures are left) and the new
+        counts.
         """
         same_line = in_user_code_alike(end.errors)
         alike = same_line or same_message(end.errors)
@@ -193,6 +196,9 @@ class FailureJudge:
             counts = replace(counts, restores=counts.restores + 1)
             whence = "once more from that copy" if counts.restores < RESTORES else "from storage"
             return True, f"; it came to no step from a copy in memory, so another starts {whence}, at no charge", counts
+        if alone and not lost:
+            why = "; MAX_FAILURES is not charged for replacements that could not train, and others start"
+            return True, why, counts
         counts = replace(counts, charged=counts.charged + 1)
         if alone:
             counts = replace(counts, lost=counts.lost + lost, workers=counts.workers or len(end.nodes))

@@ -154,3 +154,5 @@ class GroupEnd:
     "Nodes on which processes were lost that others outlive; their ranks are not Ray's."
     counts: FailureCounts = field(default_factory=FailureCounts)
     "As the judge left them who was asked last."
+    failed_replacements: int = 0
+    "Replacements that have told that they could not train, since a judge was asked."
