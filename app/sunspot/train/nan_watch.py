@@ -48,7 +48,7 @@ class NanWatch:
         "Entries for records and checkpoint metrics, so that a restart continues counting; empty if all is finite."
         # A task may train from weights that are infinite on purpose, as in a mask.
         known = NAN_WEIGHTS in self.state or not self._limit
-        if examined and not known and any_rank(group, not has_finite_weights(model))[0]:
+        if examined and not known and not has_finite_weights(model):
             self.state[NAN_ACCEPTED] = 1
         self._looks_at_weights = self._limit > 0 and NAN_ACCEPTED not in self.state
 
@@ -65,9 +65,10 @@ class NanWatch:
         if suspect or saves:
             values = [part[name] for part in newest for name in losses & part.keys()]
             found = not all(bool(value.isfinite().all()) for value in values)
-            in_loss, in_weights = any_rank(
-                self._group, found, self._looks_at_weights and not has_finite_weights(self._model)
-            )
+            broken = self._looks_at_weights and not has_finite_weights(self._model)
+            in_loss, in_weights, accepted = any_rank(self._group, found, broken, NAN_ACCEPTED in self.state)
+            if accepted:  # under FSDP, maybe in another worker's part
+                self.state[NAN_ACCEPTED] = 1
         if not (in_loss or in_weights):
             self.state = self._accepted
             return
