@@ -89,9 +89,9 @@ def test_every_picture_is_a_row_of_its_class(
             ["train/cat/a.png", "train/dog/a.png", "train/owl/a.txt"],
             ["no readable picture in train/owl/ (1 .txt file)"],
         ),
-        (["images/cat/a.png", "images/dog/a.png"], ["one class, images", "set DATASET to", "/images, in which"]),
-        (["a/b/cat/a.png", "a/b/dog/a.png"], ["one class, a", "/a/b, in which"]),
-        (["train/cat/a.png", "train/dog/a.png", "more/a.png"], ["beside it is more/", "set DATASET to", "/train"]),
+        (["images/cat/a.png", "images/dog/a.png"], ["one class, images", "set DATASET to", "/images, which contains"]),
+        (["a/b/cat/a.png", "a/b/dog/a.png"], ["one class, a", "/a/b, which contains"]),
+        (["train/cat/a.png", "train/dog/a.png", "more/a.png"], ["but more/ is beside it", "set DATASET to", "/train"]),
         (["train/cat/a.png", "Validation/cat/a.png"], ["train/ and Validation/", "TEST_DATASET"]),
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/", "TEST_DATASET"]),
         (["seg_train/a/a.png", "seg_test/a/a.png", "seg_pred/a.png"], ["seg_train/ and seg_test/", "TEST_DATASET"]),
@@ -204,10 +204,10 @@ def test_an_empty_picture_is_named_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "dog" / "b.png").touch()
     with pytest.raises(DataError) as error:
         open_rows(location)
-    assert str(error.value).startswith(f"{location}/dog/b.png: is no PNG, JPEG")
+    assert str(error.value).startswith(f"{location}/dog/b.png: is not a PNG, JPEG")
     assert str(error.value).endswith("the file is empty")
     (tmp_path / "cat" / "c.png").write_bytes(b"no picture")
-    with refusal(DataError, "/cat/c.png: is no PNG", "(and 1 other picture cannot be read)"):
+    with refusal(DataError, "/cat/c.png: is not a PNG", "(and 1 other picture cannot be read)"):
         open_rows(location)
 
 

@@ -23,7 +23,7 @@ from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, fin
 from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_place, read_failures, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
-from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
+from sunspot.run.requests import SubmissionRecord, record_submission
 from sunspot.run.status import RunState, Status, restore_status, write_status
 from sunspot.settings import load_settings
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
@@ -675,8 +675,6 @@ def test_a_lost_run(run: Run, sunspot: Command) -> None:
 
 def test_a_stopped_run(run: Run, sunspot: Command) -> None:
     trains(run)
-    request_stop(run, "me")
-    assert findings(sunspot)["stopped"]["evidence"] == "told to stop; it saves and ends"
     restore_status(run, Status(RunState.STOPPED, "job", attempt=1, step=7))
     found = findings(sunspot)
     assert list(found) == ["stopped"]

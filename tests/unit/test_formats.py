@@ -262,7 +262,7 @@ def test_pictures_of_one_size_stay_as_they_are(tmp_path: Path) -> None:
     with refusal(DataError, "has changed since it was opened"):
         source.read(0)
     (tmp_path / "1" / "03.png").write_bytes(b"no picture")
-    with refusal(DataError, "1/03.png", "is no PNG"):
+    with refusal(DataError, "1/03.png", "is not a PNG"):
         find_sources(Settings(dataset=str(tmp_path)))
 
 

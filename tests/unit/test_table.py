@@ -245,7 +245,7 @@ def test_the_fingerprint_follows_content_and_declaration(tmp_path: Path) -> None
         (["1", "?", "2"], Column("int64", (2,), decode=twice), ["row 1: x cannot be decoded: ValueError"]),
         (["1", "2", "3"], Column("int64", (3,), decode=twice), ["row 0: x is decoded to", "[2]", "[3]"]),
         (["1", None, "3"], Column("int64", (2,), decode=twice), ["row 1: x is null"]),
-        ([b"", b"", b""], Column("uint8", (1, 2, 2), decode=Resized((1, 2, 2))), ["row 0: x is no PNG"]),
+        ([b"", b"", b""], Column("uint8", (1, 2, 2), decode=Resized((1, 2, 2))), ["row 0: x is not a PNG"]),
     ],
 )  # fmt: skip
 def test_unfit_values_are_named(tmp_path: Path, values: Any, column: Column, said: list[str]) -> None:
