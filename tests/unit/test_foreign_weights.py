@@ -75,7 +75,5 @@ def test_a_model_with_a_part_called_module_keeps_its_names() -> None:
 
 def test_a_checkpoint_of_another_program_says_what_to_save() -> None:
     state = {"epoch": 3, "state_dict": Tied().state_dict(), "optimizer_states": []}
-    with pytest.raises(
-        SettingsError, match=r"contains epoch, state_dict, .*only the state_dict, .*\(FILE\)"
-    ):
+    with pytest.raises(SettingsError, match=r"contains epoch, state_dict, .*only the state_dict, .*\(FILE\)"):
         load(Tied(), state)
