@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from sunspot.credentials import CREDENTIAL
@@ -148,6 +148,13 @@ def find_in(error: BaseException) -> SunspotError | None:
         name, message = carried[-1]
         return by_name(name)(message)
     return error if isinstance(error, SunspotError) else None
+
+
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then the error that led to it, and so on."""
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def by_name(name: str) -> type[SunspotError]:

@@ -7,10 +7,9 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from sunspot.errors import SunspotError, shorten
+from sunspot.errors import SunspotError, error_chain, shorten
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def explain_start(error: Exception, folder: Path) -> str:
     failed = f"Ray cannot be started on this machine: {shorten(error).rstrip('.')}"
     if "AF_UNIX" in str(error):
         return f"{failed}; set RAY_TMPDIR to a folder with a shorter path, or unset it"
-    fixes = [_find_fix(cause) for cause in _chain(error) if isinstance(cause, OSError)]
+    fixes = [_find_fix(cause) for cause in error_chain(error) if isinstance(cause, OSError)]
     if any(fixes):
         return f"{failed}; {next(filter(None, fixes))}"
     if TIMED_OUT.search(str(error)):
@@ -77,12 +76,6 @@ def refuse_unreachable(address: str) -> None:
                 log.info(f"waiting up to {REACH_WITHIN_S:.0f} s for Ray at RAY_ADDRESS={address}: {shorten(error)}")
                 waiting = True
             time.sleep(TRY_EVERY_S)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _find_fix(error: OSError) -> str:

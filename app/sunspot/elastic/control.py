@@ -69,7 +69,8 @@ class ControlChannel:
         self._group = group
         self._command = replace(self._command, restart=False, deadline=None, moves=False)
         self._restart, self._incident = self._restart.completed_by(self._incident), Incident()
-        self._hangs, self._judged, self._ended = [], 0, ""
+        self._hangs, self._judged = [], 0
+        self._ended = ""
         notes, self._notes = (*self._restart.notes, *self._notes), []
         self._restart = replace(self._restart, notes=())
         last_step = max(self._restart.last_step, self._progress.step)

@@ -9,7 +9,7 @@ out of memory soon after each other are counted even if there was a checkpoint i
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ from sunspot.elastic.out_of_memory import (
     find_short_of_memory,
     is_out_of_memory,
 )
-from sunspot.errors import SunspotError, shorten
+from sunspot.errors import SunspotError, error_chain, shorten
 from sunspot.formatting import in_words, plural
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import BRING_ROWS, INSTALLED, LOST_PEER, OURS, Failure, blame, describe_failure, starved
@@ -91,11 +91,11 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
         failure=describe_failure(error, attempt.number, rank, step),
         world_size=attempt.metadata.world_size,
         taken=step - attempt.step,
-        from_outside=any(is_from_outside(one) for one in _chain(error)),
+        from_outside=any(is_from_outside(one) for one in error_chain(error)),
         from_memory=attempt.metadata.tier == "memory",
         node=node,
         cuda_error=find_cuda_error(error),
-        out_of_memory=any(is_out_of_memory(one) for one in _chain(error)),
+        out_of_memory=any(is_out_of_memory(one) for one in error_chain(error)),
     )
 
 
@@ -108,16 +108,10 @@ def is_from_outside(error: BaseException) -> bool:
 
 def find_cuda_error(error: Exception) -> int | None:
     """Return CUDA's code (0: not known) if CUDA is behind an error; None: it is not, or had too little memory."""
-    if any(isinstance(one, torch.OutOfMemoryError) for one in _chain(error)):
+    if any(isinstance(one, torch.OutOfMemoryError) for one in error_chain(error)):
         return None
-    codes = [getattr(one, "error_code", 0) for one in _chain(error) if isinstance(one, torch.AcceleratorError)]
+    codes = [getattr(one, "error_code", 0) for one in error_chain(error) if isinstance(one, torch.AcceleratorError)]
     return None if OUT_OF_MEMORY in codes else next(iter(codes), None)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 class FailureJudge:

@@ -42,7 +42,7 @@ class Member:
 
     @property
     def place(self) -> str:
-        """Where the worker runs, as text for people."""
+        """Return the name of the worker's host, or of its node if no host name is known."""
         return self.host or f"node {self.node[:12]}"
 
 

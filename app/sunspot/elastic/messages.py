@@ -73,7 +73,7 @@ class Incident:
     last_step: int = 0
     "The last step that the group is known to have taken."
     notes: tuple[Note, ...] = ()
-    "What else happened since the group began."
+    "Other events since the group began."
 
     def describe(self) -> str:
         """Return the cause and its details as readable text."""

@@ -150,7 +150,8 @@ class UsageBoard:
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self._group, self._store, self._name = group, group.get_group_store(), name
+        self._group, self._name = group, name
+        self._store = group.get_group_store()
         self._unused: set[int] | None = None
         self._passes: list[int] = []
         "The numbers under which this rank's two newest announcements are stored."

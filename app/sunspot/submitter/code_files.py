@@ -78,7 +78,7 @@ class CodeArchive:
     "Paths of its files, relative to the folder."
     content: bytes
     untracked: tuple[str, ...] = ()
-    "Those of these files that git does not track, if the folder is in a repository."
+    "Files among these that git does not track; empty if the folder is in no repository."
 
     @functools.cached_property
     def sha256(self) -> str:

@@ -111,7 +111,8 @@ class PlayedSchedulers:
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
         """`built` has the groups as the task built them."""
-        self._plan, self._build, self._built = plan, task.build_scheduler, built
+        self._plan, self._built = plan, built
+        self._build = task.build_scheduler
         self._total_steps = total_steps
         self._begin()
 

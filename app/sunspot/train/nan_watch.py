@@ -42,7 +42,8 @@ class NanWatch:
 
         `examined` is False if nothing has looked at the weights of that state, as of a copy in memory or of survivors.
         """
-        self._limit, self._group, self._model = settings.max_nan_windows, group, model
+        self._limit = settings.max_nan_windows
+        self._group, self._model = group, model
         names = (NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS, *([] if examined else [NAN_ACCEPTED]))
         self.state = {name: before[name] for name in names if before.get(name)}
         "Entries for records and checkpoint metrics, so that a restart continues counting; empty if all is finite."

@@ -141,7 +141,8 @@ def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
 
 def explain_refusal(error: ClusterError) -> str:
     """Return the API server's refusal of a RayJob, with a fix if it gives none."""
-    if exceeded := parse_exceeded(str(error)):
+    exceeded = parse_exceeded(str(error))
+    if exceeded:
         delete = "RayJobs that have ended count, too: delete some (`sunspot delete`)"
         return f"{error}; {delete}, or have the ResourceQuota {exceeded.name} raised"
     if "workload slicing" not in str(error):

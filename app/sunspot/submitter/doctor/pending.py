@@ -144,7 +144,8 @@ def _last_problem(event: WarningEvent) -> PodProblem | None:
 
 def _refused(job: JobView, event: WarningEvent, which: str, severity: Severity) -> Finding:
     evidence = f"a {which} pod cannot be made: {event.message}"
-    if exceeded := parse_exceeded(event.message):
+    exceeded = parse_exceeded(event.message)
+    if exceeded:
         raised = f"have the ResourceQuota {exceeded.name} raised"
         advice = f"end other runs of the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
         if exceeded.never_fits(job.raw):

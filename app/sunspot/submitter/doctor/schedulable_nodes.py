@@ -33,7 +33,8 @@ class Obstacle(NamedTuple):
 
 def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str]:
     """Find how many pods with this spec a node takes when it is empty; if none, also why."""
-    if obstacle := next(find_obstacles(pod, node), None):
+    obstacle = next(find_obstacles(pod, node), None)
+    if obstacle:
         return 0, str(obstacle)
     wanted = {name: amount for name, amount in requests_of(pod).items() if amount}
     there = _allocatable(node)
