@@ -52,8 +52,6 @@ class S3Storage(Bucket):
         "s3:AbortMultipartUpload on its objects",
         "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID",
         "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
-        "InvalidToken": "check AWS_SESSION_TOKEN",
-        "ExpiredToken": "renew the temporary credentials, AWS_SESSION_TOKEN among them",
         "AuthorizationHeaderMalformed": "set AWS_REGION to the bucket's region",
         "PermanentRedirect": "set AWS_REGION to the bucket's region",
         "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod's service "
