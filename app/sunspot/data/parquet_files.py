@@ -176,8 +176,10 @@ def list_folders(location: str) -> list[str]:
         if isinstance(system, fs.LocalFileSystem):
             with os.scandir(path.encode()) as entries:
                 return sorted(_decode(entry.name) for entry in entries if entry.is_dir())
-        found = system.get_file_info(fs.FileSelector(path))
-    return sorted(os.path.basename(info.path) for info in found if info.type == fs.FileType.Directory)
+        # One level of Google's storage shows no folder that is there only as a part of its objects' names (Arrow 26).
+        found = system.get_file_info(fs.FileSelector(path, recursive=system.type_name == "gcs"))
+    below = [os.path.relpath(info.path, path) + "/" * (info.type == fs.FileType.Directory) for info in found]
+    return sorted({name.split("/")[0] for name in below if "/" in name})
 
 
 def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
