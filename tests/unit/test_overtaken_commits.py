@@ -321,7 +321,7 @@ def test_a_process_that_is_rank_0_again_knows_the_commits_of_the_rank_0_in_betwe
 def test_a_rank_adds_its_part_to_a_commit_that_rank_0_began_before_the_group_ended(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sunspot.checkpoint.commit, "POLL_S", 60.0)
+    monkeypatch.setattr(sunspot.checkpoint.commit, "POLL_S", 2.0)
     attempt = Attempt(1, "job", None, 0, nonce=new_nonce())
     assert claim(run, [], attempt)
     order, writer, snapshots = (
