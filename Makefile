@@ -4,6 +4,9 @@ BIN := .venv/bin
 UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
+# Bytecode is written, whatever the environment says: without it, each process compiles torch and Ray again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo train tune extras test test-all lint format emulators readers bench bench-gpu bench-failures image wheel cluster cluster-down smoke recovery soak submit render lock sample clean
 
@@ -44,7 +47,7 @@ test: .venv/dev  ## the tests that need no cluster, without the slow ones
 
 test-all: .venv/dev  ## all tests that need no cluster, slow ones only in the first: make test-all MINUTES=40
 	$(PYTEST) --durations=20 --hypothesis-profile=thorough $(if $(MINUTES),--minutes=$(MINUTES))
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup
 
 lint: .venv/dev  ## format, lint, types, import layers, parameter lists
 	$(BIN)/ruff format --check .

@@ -37,6 +37,9 @@ SHARED = {
 SLOW_TO_IMPORT = {"keras", "lightning", "peft", "torch._dynamo", "torch.distributed.tensor", "transformers"}
 """Each takes seconds, and each process of pytest-xdist collects all tests: a test or fixture imports what it needs."""
 
+USERS = ("SUNSPOT_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "MLFLOW_", "WANDB_", "RAY_ADDRESS")
+"""First letters of the environment variables that name what is the developer's."""
+
 LAST_START = pytest.StashKey[float]()
 """When the last slow test may begin, by the monotonic clock."""
 
@@ -102,10 +105,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def environment_of_nobody() -> Iterator[None]:
+    """Keep what the developer's shell names from fixtures that many tests share; `SHELL` still has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        forget_user(patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep settings of the developer's shell from the tests, and the tests from the developer's cluster."""
-    monkeypatch.setenv("KUBECONFIG", os.devnull)
+    """Keep from each test what the developer's shell names, and what earlier tests have left."""
+    forget_user(monkeypatch)
+
+
+def forget_user(patch: pytest.MonkeyPatch) -> None:
+    """Remove the developer's settings, credentials, cluster and Ray from the environment."""
     for name in list(os.environ):
-        if name.startswith(("SUNSPOT_", "AWS_")) and name != "AWS_CA_BUNDLE":
-            monkeypatch.delenv(name)
+        if name.startswith(USERS) and name != "AWS_CA_BUNDLE":
+            patch.delenv(name)
+    for name in ("KUBECONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        patch.setenv(name, os.devnull)
