@@ -141,6 +141,30 @@ def test_the_same_message_on_all_ranks_twice_ends_the_run_wherever_it_comes_from
     )
 
 
+@pytest.mark.parametrize("error", [{}, BACKWARD], ids=["at a line of the task", "the same message"])
+def test_an_error_of_all_ranks_that_moves_on_with_each_start_ends_the_run(
+    error: dict[str, Any], control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers come to new steps and checkpoints in between, such as with a bug in the 60th call of a function."""
+    judge, now = FailureJudge(control, 3), [1000.0]
+    monkeypatch.setattr(failures.time, "time", lambda: now[0])
+
+    def fail(step: int, after_s: float) -> bool:
+        now[0] += after_s
+        control.end = GroupEnd(failed(0, 1, step=step, taken=60, **error), Progress(1, step=step, committed=step))
+        return judge({0: RuntimeError()})
+
+    assert all(fail(step, 3600) for step in range(60, 660, 60)), "now and then is no loop"
+    assert fail(660, 60)
+    assert fail(720, 60)
+    assert not fail(780, 60)
+    assert control.gave_up_for[0].endswith(
+        "; 4 times in a row, each within 10 min of the one before (MAX_FAILURES=3): all ranks ended so; `sunspot "
+        "check` tries the task in seconds"
+    )
+    assert control.channel.group_end().counts.final
+
+
 @pytest.mark.parametrize(
     "second",
     [

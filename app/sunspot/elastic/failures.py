@@ -9,7 +9,7 @@ out of memory soon after each other are counted even if there was a checkpoint i
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -20,9 +20,7 @@ from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.copies import RESTORES
 from sunspot.elastic.messages import OUT_OF_MEMORY, FailureCounts, GroupEnd, RankError
 from sunspot.elastic.out_of_memory import (
-    LOOP_S,
     advise_memory,
-    count_losses,
     find_killed_for_memory,
     find_short_of_memory,
     is_out_of_memory,
@@ -39,11 +37,18 @@ MAX_STARVED = 10
 """Groups in a row, without a new checkpoint, to which Ray Data may bring no rows. Each has waited HANG_TIMEOUT_S, and
 for its first ones FIRST_STEP_S more (watchdog.py): in all for hours."""
 
+LOOP_S = 600.0
+"""Longest time in seconds between two ends of the same kind that count as a loop, because the workers had no time to be
+of use in between."""
+
 MAX_REASON = 200
 """Characters kept of what Ray says of a lost worker."""
 
 MAX_ERROR = 1500
 """Characters kept of the first line of a rank's error. PyTorch puts its fixes there, after 300 to 1,000 characters."""
+
+CHECK = "`sunspot check` tries the task in seconds"
+"""The advice for an error that all ranks raise alike."""
 
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 """Matches the numbers in a message, such as ranks and addresses, because they differ between ranks."""
@@ -169,15 +174,14 @@ class FailureJudge:
         counts = end.counts.since(end.progress.step if alone else end.progress.committed)
         again, counts = alike == counts.error, replace(counts, error=alike)
         if alike and (again or (same_line and not any(error.taken for error in end.errors))):
-            why = "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
-            return False, why, replace(counts, final=True)
-        if short:
-            counts = replace(counts, memory_losses=count_losses(counts.memory_losses, short, time.time()))
-            times = max(times for times, _ in counts.memory_losses.values())
-            if times > self._max:
-                row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
-                why = f"; {row} (MAX_FAILURES={self._max}): {advise_memory(end.errors)}"
-                return False, why, replace(counts, final=True)
+            return False, f"; all ranks ended so, and would again; {CHECK}", replace(counts, final=True)
+        kinds = short or ({str(alike[:-1])} if alike else set())
+        counts = replace(counts, loops=count_ends(counts.loops, kinds, time.time()))
+        times = max((counts.loops[kind][0] for kind in kinds), default=0)
+        if times > max(self._max, 1):
+            row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
+            fix = advise_memory(end.errors) if short else f"all ranks ended so; {CHECK}"
+            return False, f"; {row} (MAX_FAILURES={self._max}): {fix}", replace(counts, final=True)
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             counts = replace(counts, starved=counts.starved + 1)
             if counts.starved > MAX_STARVED:
@@ -224,6 +228,12 @@ class FailureJudge:
             if at_once or end.fatal or complete or time.monotonic() > until:
                 return end
             time.sleep(0.2)
+
+
+def count_ends(loops: Mapping[str, tuple[int, float]], kinds: set[str], now: float) -> dict[str, tuple[int, float]]:
+    """Count one more end of each of these kinds; `now` is in seconds since the epoch."""
+    recent = {kind: (times, then) for kind, (times, then) in loops.items() if now - then <= LOOP_S}
+    return {**recent, **{kind: (recent.get(kind, (0, now))[0] + 1, now) for kind in kinds}}
 
 
 def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:

@@ -124,14 +124,15 @@ class FailureCounts:
     "Size of the group when the first of these workers was lost."
     error: tuple[object, ...] | None = None
     "What the newest one failed with, if all of its ranks did so alike."
-    memory_losses: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    "Counts of processes that ran out of memory (out_of_memory.py)."
+    loops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """By an error that all ranks raised alike, or by Ray's id of a node on which a process ran out of memory: how often
+    it came in a row, each time soon after the one before, and the time of the newest in seconds since the epoch."""
     final: bool = False
     "Whether another group would fail in the same way, on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
-        """Return these counts, or zeros if a newer step is kept by now. The error and the memory losses remain."""
-        none = FailureCounts(error=self.error, memory_losses=self.memory_losses)
+        """Return these counts, or zeros if a newer step is kept by now. The error and the loops remain."""
+        none = FailureCounts(error=self.error, loops=self.loops)
         return replace(none if kept > self.kept else self, kept=kept)
 
 

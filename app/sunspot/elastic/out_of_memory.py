@@ -25,14 +25,6 @@ TOLD = re.compile(
 """Matches the words of torch, CUDA's libraries, NumPy and the system for too little memory, which torch raises as
 RuntimeError. The shared memory of data loaders is part of a pod's memory."""
 
-LOOP_S = 600.0
-"""Longest time in seconds between two losses of memory on one node that count as a loop, because the second process
-had no time to be of use."""
-
-MemoryLosses = Mapping[str, tuple[int, float]]
-"""By Ray's id of a node: how often in a row its processes ran out of memory, each within LOOP_S of the one before, and
-the time of the newest loss in seconds since the epoch."""
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if a process raised this error because it, or its GPU, had too little memory."""
@@ -68,9 +60,3 @@ def advise_memory(told: list[RankError]) -> str:
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
         return "lower MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
     return "give the workers more memory (worker.memory in the profile), or have the task keep less"
-
-
-def count_losses(losses: MemoryLosses, nodes: set[str], now: float) -> MemoryLosses:
-    """Count one more loss on each of these nodes; `now` is in seconds since the epoch."""
-    recent = {node: (times, then) for node, (times, then) in losses.items() if now - then <= LOOP_S}
-    return {**recent, **{node: (recent.get(node, (0, now))[0] + 1, now) for node in nodes}}

@@ -3,6 +3,7 @@
 A killed process leaves nothing.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -72,7 +73,9 @@ def describe_failure(error: BaseException, attempt: int, rank: int | None, step:
     """
     kind, message, trace = type(error).__name__, without_secrets(str(error)), format_trace(error)
     place = find_place(trace)
-    if isinstance(error, SunspotError) and OURS.match(place[0]):
+    if not OURS.match(place[0]):  # the folder of an archive of code has the archive's hash in its name
+        place = (place[0].removeprefix(f"{os.getcwd()}/"), *place[1:])
+    elif isinstance(error, SunspotError):
         place = ("", 0, "")
     return Failure(attempt, rank, step, kind, message[-MAX_MESSAGE:], trace[-MAX_TRACEBACK:], *place)
 

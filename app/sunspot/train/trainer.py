@@ -303,7 +303,7 @@ def start_again(
     if told or (error and end.counts != start.counts):  # the judge of failures has counted
         return TrainerStart(incident, end.counts)
     # The error and the lack of memory that a judge has noted say what another trainer may do, too.
-    noted = replace(start.counts, error=end.counts.error, memory_losses=end.counts.memory_losses)
+    noted = replace(start.counts, error=end.counts.error, loops=end.counts.loops)
     counts = noted.since(end.progress.committed)
     if counts.charged >= max_failures:
         return None

@@ -19,7 +19,7 @@ from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
 from sunspot.submitter.doctor.training.diverged import find_not_finite, is_end_by_nan
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
-from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
+from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory, is_end_by_memory
 from sunspot.submitter.doctor.training.saving import find_storage
 from sunspot.submitter.doctor.unschedulable import waits_for_node
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
@@ -67,7 +67,9 @@ def examine(access: RunAccess) -> Report:
     state, reason = snapshot.state()
     findings = []
     unseen = _unseen(access, snapshot)
-    cluster_trouble = snapshot.cluster.trouble if _needs_cluster(access, snapshot, state) else ""
+    cluster_trouble = snapshot.cluster.trouble
+    if cluster_trouble and not _needs_cluster(access, snapshot, state):
+        cluster_trouble = ""
     if cluster_trouble:
         advice = "renew the credentials, or reach the API server, and ask again; the other findings are from storage"
         findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, cluster_trouble, advice, cost=1.0))
@@ -87,6 +89,8 @@ def examine(access: RunAccess) -> Report:
         of_training = [finding for check in CHECKS for finding in check(case)]
         if any(finding.finding is Diagnosis.NOT_FINITE for finding in of_training):
             of_training = [finding for finding in of_training if not is_end_by_nan(finding)]
+        if any(finding.finding is Diagnosis.OUT_OF_MEMORY for finding in of_training):
+            of_training = [finding for finding in of_training if not is_end_by_memory(finding)]
         findings += [finding for finding in of_training if not _explained(finding, findings)]
         seen = snapshot.in_cluster
         fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))

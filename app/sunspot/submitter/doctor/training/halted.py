@@ -29,7 +29,8 @@ def find_end(case: Case) -> Iterator[Finding]:
             advice = "it wrote nothing to storage; mend what it names, and submit again"
         if full := advise_full(case, case.reason):
             advice = f"{full}; then start the run again{_where_it_goes_on(case)}"
-        yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(case.reason), advice, cost=1.0)
+        said = case.reason.partition("\n")[0]  # the lines below say what to type on the driver's machine
+        yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(said), advice, cost=1.0)
     if case.state is RunState.LOST:
         advice = f"submit it again, or repeat the same command{_where_it_goes_on(case)}"
         yield Finding(Diagnosis.LOST, Severity.ERROR, cut(case.reason), advice, cost=0.9)
