@@ -550,7 +550,7 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
     assert control.channel.group_end().counts.final
     assert control.gave_up_for[0].endswith(
         "; 4 times in a row, each within 10 min of the one before (MAX_FAILURES=3): give the workers more memory "
-        "(worker.memory in the profile), or have the task keep less"
+        "(worker.memory in the profile), or change the task so that it needs less"
     )
 
 

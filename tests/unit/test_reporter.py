@@ -109,7 +109,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert len(run.storage.list(run.key("audit"))) == 1
 
 
-def test_a_step_has_one_loss_wherever_it_is_shown(
+def test_a_step_has_one_loss_and_a_failure_its_reason_wherever_they_are_shown(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A report after step 3 leaves one step to the window that ends with the epoch of four."""
@@ -123,7 +123,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     journals = Journals(run, 1)
     control = LocalControl()
-    control.channel.explain_start(Incident(Cause.BEGIN))
+    control.channel.explain_start(Incident(Cause.WORKER_FAILED, "rank 0: KeyError: 'weights'"))
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
     worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
     agree = MagicMock()
@@ -136,6 +136,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     status = read_status(run)
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
+    assert status.warning == "its workers were started again after worker failed (rank 0: KeyError: 'weights')"
     assert control.heard("log").count("  between nodes, NCCL takes Socket") == 1
 
 

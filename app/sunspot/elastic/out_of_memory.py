@@ -59,4 +59,4 @@ def advise_memory(told: list[RankError]) -> str:
     """Return advice for a run whose processes run out of memory; `told` are the errors that ranks have reported."""
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
         return "lower MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
-    return "give the workers more memory (worker.memory in the profile), or have the task keep less"
+    return "give the workers more memory (worker.memory in the profile), or change the task so that it needs less"

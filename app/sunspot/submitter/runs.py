@@ -60,7 +60,7 @@ def find_stream(run: Run, rank: int | None, previous: bool) -> str:
     who = "the driver" if rank is None else f"rank {rank}"
     what = f"one start of {who} only, so --previous has nothing" if streams else f"no output of {who}"
     every = list(list_streams(run))
-    there = f"; there are {', '.join(every[-10:])}" if every else "; no process of it has shipped any output"
+    there = f"; there are {', '.join(every[-10:])}" if every else ", because none of its processes has written any yet"
     raise NotFoundError(f"{run.storage.locate(run.key('logs'))}: {what}{there}")
 
 

@@ -99,8 +99,8 @@ class NanWatch:
             times = f"for {windows} windows of metrics in a row ({PREFIX}MAX_NAN_WINDOWS={self._limit})"
         return DivergedError(
             f"{what} not finite since step {self.state[NAN_SINCE]}, {times}: lower {PREFIX}LEARNING_RATE, set "
-            f"{PREFIX}CLIP_NORM, or mend the data. Started again, the run goes on from its newest checkpoint with "
-            "finite weights"
+            f"{PREFIX}CLIP_NORM, or fix the data. Started again, the run resumes from its newest checkpoint with "
+            "finite weights; if it has none, begin a run of another name"
         )
 
 

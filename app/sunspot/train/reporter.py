@@ -94,6 +94,10 @@ class Reporter:
         hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
         group = WorkerGroup(start.attempt.number, workers, start.nodes, hosts)
         self._incident = control.ask(ControlChannel.begin_group, group)
+        self._failed_before = ""
+        if self._incident.cause is Cause.WORKER_FAILED:
+            self._failed_before = f"its workers were started again after {self._incident.describe()}"
+        self._status = replace(self._status, warning=self._failed_before)
         for note in self._incident.notes:
             journals.events.note(note.event, start.attempt.step, note.detail, note.time)
 
@@ -149,7 +153,7 @@ class Reporter:
             save_s=self._checkpoints.commit_s,
             notice_s=self._settings.notice_s or None,
             memory_every=self._checkpoints.interval_steps,
-            warning=self._warn_of_notice(),
+            warning="; ".join(filter(None, (self._failed_before, self._warn_of_notice()))),
             nan_since=record.get(NAN_SINCE, 0),
         )
         steps = min(self._settings.checkpoint_every_steps or math.inf, self._status.steps_per_epoch)

@@ -231,7 +231,7 @@ def _explain_taint(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanat
 
 
 def _explain_nodes(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
-    evidence = f"{nodes} that take no pods now ({refusal.what}), and no other for {pods}"
+    evidence = f"{nodes} now closed to new pods ({refusal.what}), and no other node for {pods}"
     return evidence, "kubectl get nodes shows them; bring them back (kubectl uncordon), or add nodes", {}
 
 

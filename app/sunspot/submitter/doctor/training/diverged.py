@@ -44,7 +44,7 @@ def _advise(case: Case, good: Checkpoint | None) -> str:
     if good and limit:
         then = f"start it again: it resumes from step {good.step}, {good.name}"
     else:
-        finite = f"a checkpoint with a finite loss (`sunspot checkpoints ls {name}`)"
+        finite = f"a checkpoint with a finite loss, if `sunspot checkpoints ls {name}` shows one"
         then = f"begin a run of another name, with INIT_FROM set to model.pt of {finite}"
     return f"{first}{MEND}, and {then}"
 
