@@ -5,16 +5,16 @@ is imported only when that verb is used, so help and wrong usage answer at once.
 """
 
 import argparse
-import difflib
 import importlib
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from sunspot import __version__
 from sunspot.errors import SettingsError, run_and_exit
+from sunspot.spelling import NO_OTHER_NAMES, OTHER_CHECKPOINT_VERBS, OTHER_VERBS, find_meant
 
 VERBS = {
     "demo": "train here, kill a worker in the middle, and prove that no row was lost: two minutes, no cluster",
@@ -71,12 +71,12 @@ def make_parser(load: bool = True) -> argparse.ArgumentParser:
     parser = _Parser("sunspot", description="Ray Train on Kubernetes spot GPUs.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(parser=parser)
-    groups = {"": parser.add_verbs()}
+    groups = {"": parser.add_verbs(OTHER_VERBS)}
     for verb, about in VERBS.items():
         group, _, name = verb.rpartition(" ")
         child: _Parser = groups[group].add_parser(name, help=about, description=about, allow_abbrev=False)
         if any(other.startswith(f"{verb} ") for other in VERBS):
-            groups[verb] = child.add_verbs()
+            groups[verb] = child.add_verbs(OTHER_CHECKPOINT_VERBS)
         else:
             child.verb = verb
             if load:
@@ -91,8 +91,11 @@ class _Parser(argparse.ArgumentParser):
     "The verb whose arguments are not here yet."
     verbs: Any = None
     "The action that chooses among the verbs of a group."
+    other_verbs: Mapping[str, str] = NO_OTHER_NAMES
+    "The names that other programs have for the verbs of a group."
 
-    def add_verbs(self) -> Any:
+    def add_verbs(self, other_verbs: Mapping[str, str]) -> Any:
+        self.other_verbs = other_verbs
         self.verbs = self.add_subparsers(title="verbs", metavar="VERB", required=True)
         return self.verbs
 
@@ -114,19 +117,40 @@ class _Parser(argparse.ArgumentParser):
         if self.verb:
             self.load()
         if self.verbs:
-            _check(words[:1], self.verbs.choices, "verb")
-        else:
-            before = itertools.takewhile(lambda word: word != "--", words)
-            options = [word.partition("=")[0] for word in before if word.startswith("--")]
-            _check(options, self._option_string_actions, "option")
-        return super().parse_known_args(words, namespace)
+            if words and not words[0].startswith("-"):
+                self._check(words[:1], "verb", self.verbs.choices, self.other_verbs)
+            return super().parse_known_args(words, namespace)
+        before = itertools.takewhile(lambda word: word != "--", words)
+        options = [word.partition("=")[0] for word in before if word.startswith("--")]
+        self._check(options, "option", self._option_string_actions)
+        parsed, unknown = super().parse_known_args(self._positional_first(words), namespace)
+        if unknown and "=" in unknown[0] and "--set" in self._option_string_actions:
+            raise SettingsError(f"{unknown[0]}: write --set {unknown[0]}")
+        self._check(unknown, "argument")
+        return parsed, unknown
 
+    def _positional_first(self, words: list[str]) -> list[str]:
+        """Move positional arguments before the options, because argparse takes repeatable ones in one place only."""
+        positional: list[str] = []
+        options: list[str] = []
+        takes_value = False
+        for number, word in enumerate(words):
+            if word == "--":
+                return [*positional, *options, *words[number:]]
+            (options if takes_value or word.startswith("-") else positional).append(word)
+            action = None if takes_value else self._option_string_actions.get(word)
+            takes_value = action is not None and action.nargs is None
+        return positional + options
 
-def _check(words: Iterable[str], known: Iterable[str], what: str) -> None:
-    for word in words:
-        if word not in known and (what == "option" or not word.startswith("-")):
-            nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
-            raise SettingsError(f"{word}: no such {what}; did you mean {nearest}?")
+    def _check(
+        self, words: Iterable[str], what: str, known: Iterable[str] = (), other_names: Mapping[str, str] = NO_OTHER_NAMES
+    ) -> None:
+        """Raise `SettingsError` for the first word that is not known, with the name that is meant."""
+        for word in words:
+            if word not in known:
+                meant = find_meant(word, known, other_names)
+                hint = f"did you mean {meant}?" if meant else f"`{self.prog} --help` lists what there is"
+                raise SettingsError(f"{word}: no such {what}; {hint}")
 
 
 if __name__ == "__main__":

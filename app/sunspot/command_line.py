@@ -1,7 +1,6 @@
 """The arguments of a `python -m sunspot...`: one way to parse, refuse and explain them."""
 
 import argparse
-import difflib
 import itertools
 import sys
 import textwrap
@@ -9,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from sunspot.settings import PREFIX, describe_settings
+from sunspot.spelling import OTHER_SETTINGS, find_meant
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -45,8 +45,9 @@ class CommandParser(argparse.ArgumentParser):
         known = {option.strip("-").replace("-", "_"): option for option in options}
         known |= {name: f"the environment variable {PREFIX}{name.upper()}" for name in self._settings}
         stem = word.partition("=")[0].strip("-").replace("-", "_").lower().removeprefix(PREFIX.lower())
-        nearest = difflib.get_close_matches(stem, known, n=1)
-        hint = f"did you mean {known[nearest[0]]}?" if nearest else f"`{self.prog} --help` lists what there is"
+        others = {name.lower(): meant.lower() for name, meant in OTHER_SETTINGS.items()}
+        meant = known.get(find_meant(stem, known, others))
+        hint = f"did you mean {meant}?" if meant else f"`{self.prog} --help` lists what there is"
         return f"{word}: no such argument; {hint}"
 
 

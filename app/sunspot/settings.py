@@ -4,7 +4,6 @@ A setting is an environment variable with the prefix SUNSPOT_. The sentence belo
 `--help` and in the documentation; `takes` is the fix named when a value is wrong. Secrets are never settings.
 """
 
-import difflib
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from pydantic import (
 from sunspot.credentials import URL_PASSWORD, find_credential, find_credential_arguments
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
+from sunspot.spelling import OTHER_SETTINGS, SUBMIT_OPTIONS, find_meant
 from sunspot.task_arguments import TaskArguments, plain
 
 PREFIX = "SUNSPOT_"
@@ -453,9 +453,13 @@ def _find_credential(value: str) -> str:
 
 
 def _misspelt(variable: str) -> str:
-    known = [PREFIX + name.upper() for name in Settings.model_fields]
-    nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
-    return f"{cut(variable)}: no such setting; did you mean {nearest}?"
+    name = variable.removeprefix(PREFIX)
+    meant = find_meant(name, [field.upper() for field in Settings.model_fields], OTHER_SETTINGS)
+    if name in SUBMIT_OPTIONS:
+        hint = f"it is an option of `sunspot submit`: --{name.lower()}"
+    else:
+        hint = f"did you mean {PREFIX}{meant}?" if meant else "`python -m sunspot.train --help` lists all"
+    return f"{cut(variable)}: no such setting; {hint}"
 
 
 def _explain(problem: Any) -> str:

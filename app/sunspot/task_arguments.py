@@ -1,8 +1,9 @@
 """The arguments of a task, which record the keys that it reads: a key that is never read may be misspelt."""
 
-import difflib
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
+
+from sunspot.spelling import find_meant
 
 
 class TaskArguments(dict[str, Any]):
@@ -21,9 +22,9 @@ class TaskArguments(dict[str, Any]):
         if not unread:
             return ""
         asked = sorted(self._read)
-        nearest = difflib.get_close_matches(unread[0], asked, n=1)
+        nearest = find_meant(unread[0], asked)
         known = f"it reads {', '.join(asked)}" if asked else "it reads none"
-        meant = f"did you mean {nearest[0]}?" if nearest else known
+        meant = f"did you mean {nearest}?" if nearest else known
         return f"the task has not read {', '.join(unread)}; {meant}"
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -113,9 +113,17 @@ def test_status_without_a_cluster_imports_no_client_of_one(
         (["audit", "run", "--jsno"], "--jsno: no such option; did you mean --json?"),
         (["chaos", "run", "--knid", "kill"], "--knid: no such option; did you mean --kind?"),
         (["wait", "run", "--timout=5"], "--timout: no such option; did you mean --timeout?"),
+        (["ls"], "ls: no such verb; did you mean list?"),
+        (["ps"], "ps: no such verb; did you mean list?"),
+        (["version"], "version: no such verb; did you mean --version?"),
+        (["checkpoints", "list", "run"], "list: no such verb; did you mean ls?"),
+        (["xyzzy"], "xyzzy: no such verb; `sunspot --help` lists what there is"),
+        (["audit", "run", "--far"], "--far: no such option; `sunspot audit --help` lists what there is"),
+        (["cost", "mnist"], "mnist: no such argument; `sunspot cost --help` lists what there is"),
+        (["render", "--run", "a", "EPOCHS=3"], "EPOCHS=3: write --set EPOCHS=3"),
     ],
 )
-def test_a_misspelt_word_gets_the_nearest_right_one(
+def test_an_unknown_word_gets_the_right_one_if_one_is_likely(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

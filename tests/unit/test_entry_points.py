@@ -77,6 +77,7 @@ def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None
     [
         ("--epoch", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("SUNSPOT_EPOCHS=3", "did you mean the environment variable SUNSPOT_EPOCHS?"),
+        ("--num_epochs=3", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("xyz", "`python -m sunspot.some --help` lists what there is"),
     ],
 )

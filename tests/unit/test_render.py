@@ -962,7 +962,7 @@ rayjob:
         ),
         ("spec: {rayClusterSpec: {workerGroupSpecs: [{groupName: more}]}}", r"\[more\]: there is no such group"),
         ("spec: {rayClusterSpec: {workerGroupSpecs: [workers]}}", "workerGroupSpecs: an item without groupName"),
-        ("managedBy: a", "rayjob.managedBy: no such key; did you mean rayjob.metadata"),
+        ("managedBy: a", "rayjob.managedBy: no such key; there are metadata, spec"),
         ("spec: {managedBy: 2026-01-01}", "rayjob.spec=.*: set it to the spec of a RayJob"),
     ],
 )
@@ -1068,6 +1068,7 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker has no GPU here"),
         ("kind", {"RESOURCES_PER_WORKER": '{"CPU": 2}', "LOADER": "ray"}, {}, "LOADER=ray needs one to read with"),
         ("gke", {}, {}, "no profile 'gke'; did you mean gke-spot"),
+        ("xyzzy", {}, {}, "no profile 'xyzzy'; there are aks"),
         ("./nowhere.yaml", {}, {}, "nowhere.yaml: No such file"),
     ],
 )
@@ -1080,6 +1081,7 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
     [
         ("worker: {memry: 1Gi}", "worker.memry: no such key; did you mean worker.memory"),
         ("wroker: {}", "wroker: no such key; did you mean worker"),
+        ("worker: {xyzzy: 1}", "worker.xyzzy: no such key; there are .*memory"),
         ("notice_s: 4", "notice_s=4: set it to whole seconds from 5"),
         ("notice_s: 010", "notice_s='010': set it to whole seconds"),
         ("notice_s: 1:30", "notice_s='1:30': set it to whole seconds"),

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sunspot.cli import VERBS, make_parser
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings, WorkerRange, differences, load_settings
+from sunspot.spelling import OTHER_CHECKPOINT_VERBS, OTHER_SETTINGS, OTHER_VERBS, SUBMIT_OPTIONS
 from sunspot.submitter.manifest.render import JobRequest, render
 from tests.harness import REPOSITORY
 
@@ -82,6 +85,35 @@ def test_all_problems_at_once_without_torch_or_ray() -> None:
         assert line in answer.stderr
     assert "Traceback" not in answer.stderr
     assert answer.stdout == "imported []\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("EPOCS", "did you mean SUNSPOT_EPOCHS?"),
+        ("lr", "did you mean SUNSPOT_LEARNING_RATE?"),
+        ("BATCH_SIZE", "did you mean SUNSPOT_GLOBAL_BATCH_SIZE?"),
+        ("DEVICE", "did you mean SUNSPOT_USE_GPU?"),
+        ("EARLY", "did you mean SUNSPOT_EARLY_STOP_EVALUATIONS?"),
+        ("QUEUE", "it is an option of `sunspot submit`: --queue"),
+        ("XYZZY", "`python -m sunspot.train --help` lists all"),
+    ],
+)
+def test_an_unknown_setting_gets_the_right_one_if_one_is_likely(name: str, hint: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings({name: "1"})
+    assert str(refused.value).endswith(f"\n  SUNSPOT_{name.upper()}: no such setting; {hint}")
+
+
+def test_what_other_programs_say_leads_to_settings_options_and_verbs() -> None:
+    settings = {name.upper() for name in Settings.model_fields}
+    assert {*OTHER_SETTINGS.values()} <= settings
+    assert not (OTHER_SETTINGS.keys() | {*SUBMIT_OPTIONS}) & settings
+    assert {*OTHER_VERBS.values()} <= {*VERBS, "--help", "--version"}
+    assert {f"checkpoints {verb}" for verb in OTHER_CHECKPOINT_VERBS.values()} <= {*VERBS}
+    assert not OTHER_VERBS.keys() & VERBS.keys()
+    submit: Any = make_parser().verbs.choices["submit"]
+    assert {f"--{name.lower()}" for name in SUBMIT_OPTIONS} <= submit._option_string_actions.keys()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ that a run relies on; both are refused. Fields that no RayJob has are the API se
 `doctor` ask it before anything is sent.
 """
 
-import difflib
 import functools
 import importlib
 import re
@@ -15,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sunspot.credentials import is_credential
+from sunspot.formatting import some_of
 from sunspot.settings import cut
+from sunspot.spelling import find_meant
 from sunspot.submitter.manifest.profile import RESERVED
 
 MERGE_KEYS = {
@@ -252,8 +253,9 @@ def _find_unfit(value: Any, kind: str, path: str) -> Iterator[str]:
             if key in fields:
                 yield from _find_unfit(item, fields[key], f"{path}.{key}")
             else:
-                nearest = difflib.get_close_matches(str(key), list(fields), n=1, cutoff=0.0)[0]
-                yield f"{f'{path}.{key}'.lstrip('.')}: no such key; did you mean {f'{path}.{nearest}'.lstrip('.')}?"
+                meant = find_meant(str(key), fields)
+                hint = f"did you mean {f'{path}.{meant}'.lstrip('.')}?" if meant else f"there are {some_of(sorted(fields))}"
+                yield f"{f'{path}.{key}'.lstrip('.')}: no such key; {hint}"
 
 
 @functools.cache

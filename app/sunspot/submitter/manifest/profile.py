@@ -4,7 +4,6 @@ Those in k8s/profiles are given by name, a user's own by path; each may extend a
 documentation; what it takes is the fix named when a value is wrong.
 """
 
-import difflib
 import functools
 import json
 import os
@@ -25,6 +24,7 @@ from pydantic import (
 
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, cut, refuse
+from sunspot.spelling import find_meant
 from sunspot.submitter.manifest.quantities import format_quantity, parse_quantity
 from sunspot.submitter.manifest.yaml_files import read_yaml
 
@@ -392,8 +392,8 @@ def _find(name: str, folder: Path) -> Path:
         return folder / name
     shipped = {path.stem: path for path in sorted((manifests() / "profiles").glob("*.yaml"))}
     if name not in shipped:
-        nearest = difflib.get_close_matches(name, shipped, n=1, cutoff=0.0)[0]
-        known = f"did you mean {nearest}? There are {', '.join(shipped)}"
+        meant = find_meant(name, shipped)
+        known = f"{f'did you mean {meant}? There' if meant else 'there'} are {', '.join(shipped)}"
         raise SettingsError(f"no profile {cut(name)!r}; {known}; your own is given by its path, as ./mine.yaml")
     return shipped[name]
 
@@ -425,8 +425,9 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "invalid_key":
         return f"{where}: no such key; keys are words"
     if model and problem["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.0)[0]
-        return f"{where}: no such key; did you mean {'.'.join([*above, nearest])}?"
+        meant = find_meant(last, model.model_fields)
+        hint = f"did you mean {'.'.join([*above, meant])}?" if meant else f"there are {', '.join(model.model_fields)}"
+        return f"{where}: no such key; {hint}"
     if problem["type"] == "missing":
         return f"{where}: missing; set it to {takes}"
     return f"{where}={cut(repr(problem['input']))}: set it to {takes}"

@@ -1,0 +1,81 @@
+"""Finds the name that is meant by one that is not known: by likeness, or because other programs call it so."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+LIKENESS = 0.6
+"""Least likeness of a name that is suggested, as `difflib` measures it, and its own default: `ps` is not like `stop`."""
+
+MIN_BEGINNING = 3
+"""Characters of the shortest beginning of a name that stands for the whole name."""
+
+NO_OTHER_NAMES: Mapping[str, str] = {}
+
+OTHER_VERBS = {
+    **dict.fromkeys(("ls", "ps", "runs"), "list"),
+    **dict.fromkeys(("show", "info", "describe"), "status"),
+    **dict.fromkeys(("run", "start", "fit"), "train"),
+    **dict.fromkeys(("apply", "launch"), "submit"),
+    **dict.fromkeys(("cancel", "kill", "pause"), "stop"),
+    **dict.fromkeys(("continue", "restart"), "resume"),
+    **dict.fromkeys(("rm", "remove"), "delete"),
+    **dict.fromkeys(("new", "create"), "init"),
+    **dict.fromkeys(("test", "validate"), "check"),
+    **dict.fromkeys(("search", "sweep"), "tune"),
+    "infer": "predict",
+    "tail": "logs",
+    "price": "cost",
+    "help": "--help",
+    "version": "--version",
+}
+"""The verb of `sunspot`, or its option, by the name that it has in other programs."""
+
+OTHER_CHECKPOINT_VERBS = {
+    **dict.fromkeys(("list", "show"), "ls"),
+    **dict.fromkeys(("download", "fetch"), "get"),
+    **dict.fromkeys(("delete", "rm", "prune", "clean"), "gc"),
+    "check": "verify",
+}
+"""The same for the verbs of `sunspot checkpoints`."""
+
+OTHER_SETTINGS = {
+    "LR": "LEARNING_RATE",
+    **dict.fromkeys(("BATCH", "BATCH_SIZE", "BS"), "GLOBAL_BATCH_SIZE"),
+    **dict.fromkeys(("ACCUMULATE_GRAD_BATCHES", "GRADIENT_ACCUMULATION_STEPS", "GRAD_ACCUM"), "MICRO_BATCH_SIZE"),
+    **dict.fromkeys(("ACCELERATOR", "CUDA", "DEVICE", "GPU"), "USE_GPU"),
+    **dict.fromkeys(("DEVICES", "GPUS", "NPROC", "NUM_GPUS", "NUM_PROCESSES", "WORLD_SIZE"), "NUM_WORKERS"),
+    "STEPS": "MAX_STEPS",
+    **dict.fromkeys(("MODEL", "MODULE", "SCRIPT"), "TASK"),
+    **dict.fromkeys(("ARGS", "CONFIG", "HPARAMS", "PARAMS"), "TASK_ARGS"),
+    **dict.fromkeys(("NAME", "RUN"), "RUN_NAME"),
+    **dict.fromkeys(("BUCKET", "OUTPUT", "OUTPUT_DIR", "RUNS", "SAVE_DIR", "STORAGE"), "STORAGE_PATH"),
+    **dict.fromkeys(("DATA", "DATA_DIR", "DATA_PATH", "TRAIN_DATA"), "DATASET"),
+    **dict.fromkeys(("EVAL_DATASET", "TEST_DATA", "VAL_DATA", "VAL_DATASET"), "TEST_DATASET"),
+    **dict.fromkeys(("AMP", "BF16", "DTYPE", "FP16", "MIXED_PRECISION"), "PRECISION"),
+    **dict.fromkeys(("DDP", "FSDP", "STRATEGY"), "PARALLEL"),
+    **dict.fromkeys(("CLIP", "GRAD_CLIP", "GRADIENT_CLIP_VAL", "MAX_GRAD_NORM"), "CLIP_NORM"),
+    "WD": "WEIGHT_DECAY",
+    **dict.fromkeys(("LR_SCHEDULE", "LR_SCHEDULER", "SCHEDULER"), "SCHEDULE"),
+    **dict.fromkeys(("EARLY_STOPPING", "PATIENCE"), "EARLY_STOP_EVALUATIONS"),
+    "PRETRAINED": "INIT_FROM",
+    **dict.fromkeys(("LOGGER", "MLFLOW", "REPORT_TO", "TENSORBOARD", "WANDB"), "TRACKING"),
+}
+"""The setting by the name that it has in other programs."""
+
+SUBMIT_OPTIONS = ("CLUSTER", "CONTEXT", "GENERATION", "IMAGE", "NAMESPACE", "PROFILE", "QUEUE")
+"""Options of `sunspot submit` that are taken for settings."""
+
+
+def find_meant(word: str, known: Iterable[str], other_names: Mapping[str, str] = NO_OTHER_NAMES) -> str:
+    """Return the name that is meant by a `word` which is none of the `known`; empty if none is likely.
+
+    `other_names` are looked at first.
+    """
+    if word in other_names:
+        return other_names[word]
+    names = list(known)
+    nearest = difflib.get_close_matches(word, names, n=1, cutoff=LIKENESS)
+    if nearest:
+        return nearest[0]
+    whole = [name for name in names if len(word) >= MIN_BEGINNING and name.startswith(word)]
+    return min(whole, key=len, default="")
