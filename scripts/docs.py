@@ -41,6 +41,8 @@ KEPT = "**kept**"
 BY_MANIFEST = "Set by the manifest: "
 """How the meaning of a setting begins that is none of a user's business."""
 
+CONTEXT, NAMESPACE = "--context NAME", "--namespace NAME"
+
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "The file": (Profile, ""),
     "Every pod": (Machine, "The keys of `head`, `worker`, `workers` and `data_workers`."),
@@ -118,6 +120,8 @@ def commands_page() -> str:
     verbs = list(_verbs(make_parser()))
     common = set.intersection(*({_words(action) for action in _actions(parser)} for _, _, parser in verbs))
     shared = [action for action in _actions(verbs[0][2]) if _words(action) in common]
+    with_a_cluster = {name: parser for name, _, parser in verbs if CONTEXT in map(_words, _actions(parser))}
+    of_a_cluster = [action for action in _actions(with_a_cluster["list"]) if _words(action) in (CONTEXT, NAMESPACE)]
     [rendering] = [set(map(_words, _actions(parser))) for name, _, parser in verbs if name == "render"]
     lines = [
         """# Commands
@@ -128,9 +132,12 @@ codes are in [troubleshooting.md](troubleshooting.md#exit-codes).
 Every verb also takes:
 """,
         _arguments(shared),
+        f"Those that ask a cluster ({', '.join(f'`{name}`' for name in with_a_cluster)}) also take:\n",
+        _arguments(of_a_cluster),
     ]
     for name, about, parser in verbs:
-        own = [action for action in _actions(parser) if _words(action) not in common]
+        said = {*common, CONTEXT, NAMESPACE} if name in with_a_cluster else common
+        own = [action for action in _actions(parser) if _words(action) not in said]
         run = " RUN" if "RUN" in map(_words, own) else ""
         lines += [f"## {name}{run}", "", f"{about[0].upper()}{about[1:]}.", ""]
         if name == "submit":

@@ -106,8 +106,6 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument(
             "--storage", metavar="PATH", help="where runs are kept; default: SUNSPOT_STORAGE_PATH, or runs"
         )
-        self.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
-        self.add_argument("--namespace", metavar="NAME", help="default: the profile's, the context's own, or sunspot")
         self.add_argument("--json", action="store_true", help="JSON on stdout, everything else on stderr")
         self.set_defaults(begin=module.run)
         self.verb = ""

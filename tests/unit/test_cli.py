@@ -41,6 +41,20 @@ from tests.harness.runs import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
+WITH_A_CLUSTER = {
+    "submit",
+    "status",
+    "wait",
+    "stop",
+    "resume",
+    "list",
+    "logs",
+    "events",
+    "chaos",
+    "doctor",
+    "dashboard",
+    "delete",
+}
 HEAVY = ("boto3", "pyarrow", "rich", "pydantic", "kubernetes", "yaml")
 
 
@@ -131,20 +145,26 @@ def test_an_unknown_word_gets_the_right_one_if_one_is_likely(
     assert (ended.value.code, *capsys.readouterr()) == (2, "", f"error: {said}\n")
 
 
-def test_every_verb_takes_the_common_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_takes_storage_and_json_and_those_of_a_cluster_where_they_act(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parser = make_parser()
     for verb in VERBS:
         if verb != "checkpoints":
             with pytest.raises(SystemExit):
                 parser.parse_args([*verb.split(), "--help"])
             text = capsys.readouterr().out
-            for option in ("--storage PATH", "--context NAME", "--namespace NAME", "--json"):
+            for option in ("--storage PATH", "--json"):
                 assert option in text, verb
+            assert ("--context NAME" in text) is (verb in WITH_A_CLUSTER), verb
+            assert ("--namespace NAME" in text) is (verb in {*WITH_A_CLUSTER, "render"}), verb
             assert VERBS[verb].partition(" ")[0] in text
 
 
-def test_a_verb_that_needs_no_cluster_takes_its_options_all_the_same(sunspot: StorageCommand) -> None:
-    assert sunspot("metrics", "run", "--context", "nowhere", "--namespace", "vision").code == 0
+def test_a_verb_that_asks_no_cluster_takes_no_options_of_one(sunspot: StorageCommand) -> None:
+    answer = sunspot("metrics", "run", "--context", "nowhere")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == "error: --context: no such option; `sunspot metrics --help` lists what there is\n"
 
 
 def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,25 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="name of the run")
 
 
+def add_run_and_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the run, and where its cluster is, for verbs that ask the cluster, too."""
+    add_run(parser)
+    add_cluster(parser)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    add_context(parser)
+    add_namespace(parser)
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+
+
+def add_namespace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--namespace", metavar="NAME", help="default: the profile's, the context's own, or sunspot")
+
+
 def add_limit(parser: argparse.ArgumentParser) -> None:
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--limit", metavar="N", type=count, default=ROWS, help=f"the newest N; default: {ROWS}")
@@ -44,7 +63,7 @@ def seconds(text: str) -> float:
 
 
 def add_render_options(parser: argparse.ArgumentParser) -> None:
-    """Add everything a manifest depends on, besides --storage, --namespace and the SUNSPOT_ variables."""
+    """Add everything a manifest depends on, besides --storage and the SUNSPOT_ variables."""
     parser.add_argument(
         "--profile", metavar="NAME", default="kind", help="one of k8s/profiles, or a path; default: kind"
     )
@@ -54,6 +73,7 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--code", metavar="CODE", help="your own code: a folder, for submit, or an archive's URL@sha256:HASH"
     )
+    add_namespace(parser)
     parser.add_argument("--queue", metavar="NAME", help="a LocalQueue of Kueue")
     parser.add_argument("--cluster", metavar="NAME", help="run in this RayCluster instead of one of the job's own")
     parser.add_argument(

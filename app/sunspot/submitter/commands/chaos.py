@@ -6,14 +6,14 @@ import time
 from sunspot.errors import SettingsError
 from sunspot.submitter.cluster.faults import FaultInjector, make_plan
 from sunspot.submitter.cluster.observation import reach_run
-from sunspot.submitter.commands.arguments import add_run, count, run_target
+from sunspot.submitter.commands.arguments import add_run_and_cluster, count, run_target
 from sunspot.submitter.commands.audit import print_epochs
 from sunspot.submitter.printing import print_json_line, warn
 from sunspot.submitter.proof import NO_ROWS, conclude, prove
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_run_and_cluster(parser)
     parser.add_argument(
         "--kind",
         metavar="KIND",

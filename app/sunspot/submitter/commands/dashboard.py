@@ -12,7 +12,7 @@ from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableErro
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, stored_arguments
 from sunspot.submitter.cluster.port_forward import LocalPort
 from sunspot.submitter.cluster.views import pod_view
-from sunspot.submitter.commands.arguments import add_run, count, run_target
+from sunspot.submitter.commands.arguments import add_run_and_cluster, count, run_target
 from sunspot.submitter.printing import print_json_line, print_text, progress_note, warn
 
 PORT = 8265
@@ -23,7 +23,7 @@ LOOK_EVERY_S = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_run_and_cluster(parser)
     parser.add_argument("--port", metavar="N", type=count, default=PORT, help=f"of this machine; default: {PORT}")
 
 

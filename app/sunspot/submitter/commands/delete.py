@@ -8,12 +8,12 @@ from sunspot.errors import SettingsError, SunspotError
 from sunspot.formatting import as_bytes, plural
 from sunspot.submitter.cluster.deletion import RunContents, delete_run, find_contents, find_left
 from sunspot.submitter.cluster.observation import RunAccess, reach_run
-from sunspot.submitter.commands.arguments import add_run, run_target
+from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import print_json, print_table, print_text, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_run_and_cluster(parser)
     parser.add_argument("--yes", action="store_true", help="remove it without asking")
 
 

@@ -10,7 +10,7 @@ from sunspot.settings import with_place
 from sunspot.storage.prove import Check, Result, failure, probe_path
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
-from sunspot.submitter.commands.arguments import run_target
+from sunspot.submitter.commands.arguments import add_cluster, run_target
 from sunspot.submitter.doctor.cluster_checks import check_cluster
 from sunspot.submitter.doctor.diagnose import Report, examine
 from sunspot.submitter.doctor.probe_pods import try_from_pods
@@ -20,6 +20,7 @@ from sunspot.submitter.printing import print_json, print_text, warn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help="name of the run; without, cluster and storage are tried")
+    add_cluster(parser)
     parser.add_argument("--stacks", action="store_true", help="below, whole stacks and tracebacks")
     parser.add_argument("--profile", metavar="NAME", help="without RUN: what a run would be made by; default: kind")
     parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's")

@@ -7,13 +7,13 @@ from typing import Any
 from sunspot.formatting import as_time
 from sunspot.run.history import read_events
 from sunspot.run.incidents import describe, read_receipts
-from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.commands.arguments import add_run_and_cluster
 from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_run_and_cluster(parser)
     parser.add_argument("--stacks", action="store_true", help="below, where each rank stood that hung")
 
 

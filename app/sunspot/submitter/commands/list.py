@@ -10,11 +10,14 @@ from sunspot.run.owner import Owner
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster, try_connect
 from sunspot.submitter.cluster.records import describe_runs
-from sunspot.submitter.commands.arguments import add_limit
+from sunspot.submitter.commands.arguments import add_cluster, add_limit
 from sunspot.submitter.printing import print_json, print_table, warn
 from sunspot.submitter.runs import find_storage
 
-add_arguments = add_limit
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_limit(parser)
+    add_cluster(parser)
 
 
 def run(args: argparse.Namespace) -> None:

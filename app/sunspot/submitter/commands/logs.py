@@ -12,7 +12,7 @@ from sunspot.run import Run
 from sunspot.run.logs import list_streams, read_pieces
 from sunspot.run.overview import read_state
 from sunspot.run.status import RunState
-from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.commands.arguments import add_run_and_cluster
 from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_run, find_stream, streams_of
 
@@ -30,7 +30,7 @@ QUIET_READS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_run_and_cluster(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
     parser.add_argument("--rank", metavar="N", type=int, help="of this worker, from 0; default: the driver")
     parser.add_argument("--previous", action="store_true", help="of the start before the newest")

@@ -5,9 +5,9 @@ import argparse
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import print_state, print_submission
 from sunspot.submitter.cluster.start import resume_run
-from sunspot.submitter.commands.arguments import add_run, run_target
+from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 
-add_arguments = add_run
+add_arguments = add_run_and_cluster
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from sunspot.run.owner import Owner
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
 from sunspot.submitter.cluster.records import gather, summarize
 from sunspot.submitter.cluster.state import asked_workers
-from sunspot.submitter.commands.arguments import add_run, run_target
+from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
 
 WATCH_EVERY_S = 5.0
@@ -19,7 +19,7 @@ WATCH_EVERY_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_run_and_cluster(parser)
     parser.add_argument("--watch", action="store_true", help="look again every 5 s, until the run has ended")
 
 

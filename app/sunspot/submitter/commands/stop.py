@@ -5,11 +5,11 @@ import argparse
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import print_state
 from sunspot.submitter.cluster.stopping import stop_run
-from sunspot.submitter.commands.arguments import add_run, run_target, seconds
+from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target, seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_run_and_cluster(parser)
     parser.add_argument(
         "--timeout", metavar="S", type=seconds, default=600, help="seconds to wait for it; default: 600"
     )

@@ -6,11 +6,12 @@ from sunspot.errors import SettingsError
 from sunspot.submitter.cluster.progress_lines import ProgressLines, print_pods, print_submission
 from sunspot.submitter.cluster.start import render_for_cluster, submit
 from sunspot.submitter.cluster.waiting import wait_for_end
-from sunspot.submitter.commands.arguments import add_render_options, job_request, seconds
+from sunspot.submitter.commands.arguments import add_context, add_render_options, job_request, seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_render_options(parser)
+    add_context(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
     parser.add_argument("--take-over", action="store_true", help="take the run over if it is alive elsewhere")
     parser.add_argument("--wait", action="store_true", help="then wait until the run ends; the exit code says how")

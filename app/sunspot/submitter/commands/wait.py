@@ -9,12 +9,13 @@ from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.waiting import RECONCILE_EVERY_S, Reconciler, wait_for_end
-from sunspot.submitter.commands.arguments import run_target, seconds
+from sunspot.submitter.commands.arguments import add_cluster, run_target, seconds
 from sunspot.submitter.printing import print_json_line, print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help="name of the run")
+    add_cluster(parser)
     parser.add_argument(
         "--all",
         action="store_true",

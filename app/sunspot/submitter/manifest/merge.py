@@ -254,7 +254,11 @@ def _find_unfit(value: Any, kind: str, path: str) -> Iterator[str]:
                 yield from _find_unfit(item, fields[key], f"{path}.{key}")
             else:
                 meant = find_meant(str(key), fields)
-                hint = f"did you mean {f'{path}.{meant}'.lstrip('.')}?" if meant else f"there are {some_of(sorted(fields))}"
+                hint = (
+                    f"did you mean {f'{path}.{meant}'.lstrip('.')}?"
+                    if meant
+                    else f"there are {some_of(sorted(fields))}"
+                )
                 yield f"{f'{path}.{key}'.lstrip('.')}: no such key; {hint}"
 
 
