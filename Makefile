@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SETTINGS = $(foreach name,$(filter-out PYTHON $(OWN),$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(SETTING)))
 SETTING = SUNSPOT_$(name:SUNSPOT_%=%)='$(subst ','\'',$($(name)))'
 train tune: OWN = EXTRAS
-submit render: OWN = BASE IMAGE PROFILE RUN OUTPUT GENERATION KUBE_CONTEXT
+submit render: OWN = BASE IMAGE PROFILE RUN OUTPUT GENERATION CODE QUEUE KUBE_CONTEXT
 recovery soak bench-failures: OWN = KUBE_CONTEXT PROFILE IMAGE RECLAIM KILL ADD ADD_HEAD OPTIONS
 
 # For a cluster: make submit PROFILE=gke-spot RUN=mnist
@@ -26,9 +26,11 @@ PLATFORM ?= linux/amd64
 PROFILE ?= kind
 RUN ?= mnist
 OUTPUT ?= rendered/$(RUN)
-# An IMAGE that was given goes before the profile's, the default above does not.
+# An IMAGE that was given goes before the profile's, the default above does not. CODE and QUEUE are given to make only:
+# variables of an environment may have these names, too.
 RENDER = --profile '$(PROFILE)' --run '$(RUN)' $(if $(filter-out file,$(origin IMAGE)),--image '$(IMAGE)') \
-  $(if $(GENERATION),--generation $(GENERATION))
+  $(if $(GENERATION),--generation $(GENERATION)) $(call GIVEN,CODE,code) $(call GIVEN,QUEUE,queue)
+GIVEN = $(if $(filter command,$(origin $1)),--$2 '$($1)')
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -99,7 +101,7 @@ soak: .venv/dev  ## half an hour of incidents: make soak RECLAIM='COMMAND {node}
 bench-failures: .venv/dev  ## one schedule of losses for Sunspot and others: make bench-failures KILL='...' OPTIONS='--nodes a,b,c'
 	@$(SETTINGS) $(STRIKE) $(BIN)/python -m scripts.failures $(OPTIONS)
 
-submit: .venv/submitter  ## render and submit to the current cluster: make submit PROFILE=gke-spot RUN=mnist
+submit: .venv/submitter  ## render and submit to the current cluster: make submit PROFILE=gke-spot RUN=mnist; own code: TASK=my_task CODE=.
 	@$(SETTINGS) $(BIN)/sunspot submit $(RENDER) $(if $(KUBE_CONTEXT),--context '$(KUBE_CONTEXT)')
 
 render: .venv/submitter  ## write the manifest that submit would apply, for GitOps: make render OUTPUT=rendered/mnist

@@ -433,10 +433,24 @@ def test_a_task_that_is_not_in_the_code_is_told_of(cluster: FakeCluster, sunspot
     assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
     assert "SUNSPOT_TASK=other.task: the code has no other.py; pods do not have it, unless the image" in sunspot.err
+    assert "brings no code" not in sunspot.err
     end(cluster, sunspot.run, RunState.FAILED)
     assert sunspot("delete", "run", "--yes") == 0, sunspot.err
     assert "code" in sunspot.out
     assert sunspot.run.storage.list("") == []
+
+
+@pytest.mark.parametrize("verb", ["render", "submit"])
+def test_a_task_without_code_is_told_of(verb: str, cluster: FakeCluster, sunspot: Command) -> None:
+    here = [*("--storage", "s3://bucket/runs"), "--dry-run"] if verb == "submit" else []
+    warned = "only if the image does; `sunspot submit --code FOLDER` brings it, or `make submit CODE=FOLDER`"
+    for task, top in [("mine", "mine"), ("mine.task", "mine"), ("choice(mine,sunspot.tasks.gan)", "mine")]:
+        assert sunspot(verb, "--run", "run", "--set", f"TASK={task}", *here) == 0, sunspot.err
+        assert sunspot.err.count(f"the job brings no code, so pods have {top}.py {warned}") == 1
+    named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
+    for words in (["--set", "TASK=sunspot.tasks.gan"], ["--set", "TASK=mine", "--code", named], []):
+        assert sunspot(verb, "--run", "run", *words, *here) == 0, sunspot.err
+        assert "brings no code" not in sunspot.err
 
 
 # ----------------------------------------------------------------------------------------------------------- the run

@@ -64,8 +64,17 @@ def test_the_demonstration_takes_a_storage_path() -> None:
 
 def test_what_a_target_takes_itself_is_no_setting() -> None:
     done = make("submit", "RUN=x", "PROFILE=kind", "EPOCHS=3")
-    assert "SUNSPOT_EPOCHS='3' .venv/bin/sunspot submit --profile 'kind' --run 'x'" in done
-    assert "SUNSPOT_RUN" not in done
+    assert done.endswith("SUNSPOT_EPOCHS='3' .venv/bin/sunspot submit --profile 'kind' --run 'x'")
+    done = make("submit", "RUN=x", "TASK=my_task", "CODE=my code", "QUEUE=team")
+    assert done.endswith(
+        "SUNSPOT_TASK='my_task' .venv/bin/sunspot submit --profile 'kind' --run 'x' --code 'my code' --queue 'team'"
+    )
+
+
+def test_variables_of_the_environment_are_no_code_or_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODE", "1")
+    monkeypatch.setenv("QUEUE", "2")
+    assert make("submit", "RUN=x").endswith(".venv/bin/sunspot submit --profile 'kind' --run 'x'")
 
 
 @pytest.mark.parametrize(("clone", "said"), [(True, "EXTRAS=trees"), (False, "pip install 'sunspot-train[trees]'")])

@@ -1,10 +1,9 @@
 """Starts a run's RayJob, or says why it need not or must not start."""
 
-import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.owner import Owner
 from sunspot.run.requests import SubmissionRecord, clear_stop, newest_submission, record_submission
 from sunspot.run.status import SILENT_S, RunState, is_alive
-from sunspot.settings import PREFIX, Settings, differences
+from sunspot.settings import PREFIX, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
 from sunspot.submitter.cluster.image_digests import pin_images
@@ -34,6 +33,7 @@ from sunspot.submitter.cluster.state import owns
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, LOOK_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
+from sunspot.submitter.manifest.absent_code import find_absent
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import JOB_ID, JobRequest, Rendered, choose_profile, render, settings_of
 from sunspot.submitter.printing import progress_note, warn
@@ -97,23 +97,11 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
     with progress_note("checking the cluster and the storage"):
         pinned, images = pin_images(rendered.manifest)
         expected, warnings = check(cluster, access.run, pinned)
-    for text in [*images, *(f"warning: {text}" for text in [*warnings, *find_absent(settings, archive)])]:
+    for text in [*images, *(f"warning: {text}" for text in [*warnings, *find_absent(rendered)])]:
         warn(text)
     check_identity(access.run, settings_of(rendered.manifest))
     arguments = (*rendered.request.arguments(), *cluster.options.split())
     return start_job(access, PreparedJob(as_submission(pinned), arguments, expected, archive), dry_run, take_over)
-
-
-def find_absent(settings: Settings, archive: CodeArchive | None) -> Iterator[str]:
-    """Find what pods have only with the code, and is not in it: the task, and files that its arguments name."""
-    top = settings.task.partition(".")[0]
-    if archive and top != "sunspot" and not (archive.holds(top) or archive.holds(f"{top}.py")):
-        yield f"{PREFIX}TASK={settings.task}: the code has no {top}.py; pods do not have it, unless the image does"
-    for name, value in settings.task_args.items():
-        here = isinstance(value, str) and value and not value.startswith("/") and os.path.exists(value)
-        if here and not (archive and archive.holds(value)):
-            given = f"{PREFIX}TASK_ARGS: {name}={value!r}"
-            yield f"{given} is here on this machine; pods do not have it, unless the image does"
 
 
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
+    from sunspot.submitter.manifest.absent_code import find_absent
     from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
     from sunspot.submitter.manifest.render import render, write_directory
 
@@ -24,6 +25,8 @@ def run(args: argparse.Namespace) -> None:
     rendered = render(job_request(args))
     for split in find_split_nodes(rendered.manifest):
         warn("; ".join(split))
+    for text in find_absent(rendered):
+        warn(f"warning: {text}")
     if args.output is not None:
         for path in write_directory(rendered, args.output):
             warn(f"wrote {path}")
