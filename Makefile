@@ -42,7 +42,7 @@ train: .venv/train extras  ## train ResNet-18 on real digits with two workers; a
 	@exec env $(SETTINGS) $(BIN)/sunspot train
 
 tune: .venv/train extras  ## train a run for each of several settings: make tune LEARNING_RATE='loguniform(1e-4,1e-2)'
-	@exec env $(SETTINGS) $(BIN)/python -m sunspot.tune
+	@exec env $(SETTINGS) $(BIN)/sunspot tune
 
 test: .venv/dev  ## the tests that need no cluster, without the slow ones
 	$(PYTEST) --durations=15 -m 'not slow'

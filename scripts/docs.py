@@ -89,14 +89,16 @@ def settings_page() -> str:
 
 Written by `python -m scripts.docs` from `app/sunspot/settings.py`.
 
-A setting is an environment variable, or a word after make (`make train EPOCHS=3`), or `--set EPOCHS=3` of `sunspot
-train`, `submit` and `render`, or a key below `settings` in a [profile](profiles.md). All wrong names and values are
-refused at once, each with its fix (exit code 2). A run keeps its settings marked {KEPT} to its last step: a change is
-refused (exit code 6). All others may change between starts.
+A setting is an environment variable with the prefix `{PREFIX}`, or a word after make or after `sunspot train`,
+`check` and `tune` (`sunspot train EPOCHS=3`), or `--set EPOCHS=3` of these, of `submit` and of `render`, or a key below
+`settings` in a [profile](profiles.md). Only the environment needs the prefix. All wrong names and values are refused at
+once, each with its fix (exit code 2). A run keeps its settings marked {KEPT} to its last step: a change is refused
+(exit code 6). All others may change between starts.
 
-`sunspot train`, and so `make train`, also reads `sunspot.toml` in the folder where it is called, by the same keys.
-The environment goes before that file, and `--set` before both; `python -m sunspot.train`, as in a cluster's job, does
-not read it.
+`sunspot train`, `check` and `tune`, and so `make train` and `make tune`, also read `sunspot.toml` in the folder where
+they are called, by the same keys. The environment goes before that file, and the command line before both;
+`python -m sunspot.train`, as in a cluster's job, does not read it. These verbs take the path of a task's file, too
+(`sunspot train tasks/my_task.py`): it stands for `TASK=my_task`, with the file's folder on `PYTHONPATH`.
 
 ```toml
 TASK = "my_task"
@@ -185,7 +187,7 @@ def _words(action: argparse.Action) -> str:
     value = str(action.metavar or action.dest.upper())
     if action.option_strings:
         return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
-    return f"[{value}]" if action.nargs == "?" else value
+    return {"?": f"[{value}]", "*": f"[{value} ...]"}.get(str(action.nargs), value)
 
 
 def _arguments(actions: Sequence[argparse.Action]) -> str:

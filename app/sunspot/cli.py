@@ -18,9 +18,11 @@ from sunspot.spelling import NO_OTHER_NAMES, OTHER_CHECKPOINT_VERBS, OTHER_VERBS
 
 VERBS = {
     "demo": "train here, kill a worker in the middle, and prove that no row was lost: two minutes, no cluster",
-    "init": "write a task to begin with, its settings, and three commands",
+    "init": "write a task to begin with, its settings, and the commands to type",
     "check": "whether a task trains, evaluates, saves and restores: here, in seconds",
     "train": "train here, with the settings of sunspot.toml below the environment; the exit code says how",
+    "predict": "predict files, a dataset or prompts with a run's model",
+    "tune": "train a run for each of several settings, here, and keep the best one's checkpoint",
     "render": "print the manifest that submit would apply; no cluster needed",
     "submit": "check everything, then have the cluster run what render prints",
     "status": "where the run stands: cluster and storage in one view",
@@ -141,7 +143,11 @@ class _Parser(argparse.ArgumentParser):
         return positional + options
 
     def _check(
-        self, words: Iterable[str], what: str, known: Iterable[str] = (), other_names: Mapping[str, str] = NO_OTHER_NAMES
+        self,
+        words: Iterable[str],
+        what: str,
+        known: Iterable[str] = (),
+        other_names: Mapping[str, str] = NO_OTHER_NAMES,
     ) -> None:
         """Raise `SettingsError` for the first word that is not known, with the name that is meant."""
         for word in words:

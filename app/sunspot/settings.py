@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -99,6 +100,12 @@ def _parse_workers(value: Any) -> WorkerRange:
     return WorkerRange(least, most)
 
 
+def _check_task(value: str) -> str:
+    if value.endswith(".py"):
+        raise ValueError("a file, not a module")
+    return value
+
+
 def _check_origin(value: str) -> str:
     if value.startswith("run:") and not re.fullmatch(RUN_NAME, value.removeprefix("run:")):
         raise ValueError("not the name of a run")
@@ -152,6 +159,8 @@ Labels = Annotated[dict[str, str], PARSED, DUMPED]
 
 NodePrices = Annotated[dict[str, NodePrice], PARSED, DUMPED]
 
+TaskName = Annotated[str, AfterValidator(_check_task)]
+
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
 NodeGroups = Annotated[
@@ -183,7 +192,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    task: str = _setting(
+    task: TaskName = _setting(
         "sunspot.tasks.mnist",
         "an importable module, e.g. sunspot.tasks.mnist",
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
@@ -470,6 +479,9 @@ def _explain(problem: Any) -> str:
         fix = "use other characters, or set LC_ALL=C.UTF-8 if the name is in UTF-8"
         seen = f"{PREFIX}{field.upper()}={cut(problem['input'])}"
         return f"{seen}: it has bytes that are not valid {sys.getfilesystemencoding()}, this process's encoding; {fix}"
+    if field == "task" and str(problem["input"]).endswith(".py"):
+        module = PurePath(problem["input"]).stem
+        return f"{PREFIX}TASK={cut(problem['input'])}: it takes a module, without .py: {PREFIX}TASK={cut(module)}"
     return f"{PREFIX}{field.upper()}={cut(problem['input'])}: set it to {takes(field)}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, setting_text, variable_of
+from sunspot.task_file import SUFFIX, extend_path, find_module, import_as_module_run
 
 FILE = Path("sunspot.toml")
 
@@ -32,6 +33,15 @@ def as_variables(settings: Mapping[str, str]) -> dict[str, str]:
     return {variable_of(name): value for name, value in settings.items()}
 
 
-def find_task() -> str:
-    """Return the task that SUNSPOT_TASK, or else FILE in this folder, names; empty if neither does."""
-    return os.environ.get(f"{PREFIX}TASK") or as_variables(read_settings_file(FILE)).get(f"{PREFIX}TASK", "")
+def find_task(given: str = "") -> str:
+    """Return the module of the task that is given, or that SUNSPOT_TASK, or else FILE in this folder, names.
+
+    If the task is named by its file, the file's folder is put on the path of this process and of its children. Returns
+    an empty text if no task is named. Raises `SettingsError`.
+    """
+    task = given or os.environ.get(f"{PREFIX}TASK") or as_variables(read_settings_file(FILE)).get(f"{PREFIX}TASK", "")
+    if task.endswith(SUFFIX):
+        task, folder = find_module(task)
+        os.environ.update(extend_path(os.environ, folder))
+        import_as_module_run(os.environ)
+    return task

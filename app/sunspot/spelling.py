@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 LIKENESS = 0.6
-"""Least likeness of a name that is suggested, as `difflib` measures it, and its own default: `ps` is not like `stop`."""
+"""Least likeness of a name that is suggested, by the measure and the default of `difflib`: `ps` is not like `stop`."""
 
 MIN_BEGINNING = 3
 """Characters of the shortest beginning of a name that stands for the whole name."""

@@ -28,7 +28,7 @@ DEMO = "make demo"  # test_demo.py
 TRAIN = "make train"
 TESTS = "make test"  # runs this file, too
 
-QUICK = re.compile(r"\.venv/bin/sunspot (?!delete)|make render ")
+QUICK = re.compile(r"\.venv/bin/sunspot (?!delete|predict|train|tune)|make render ")
 """Commands that look at the run that TRAIN leaves, or render."""
 
 CONTEXT = SHELL.get("KUBE_CONTEXT", "")
@@ -86,11 +86,11 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
         del short["SUNSPOT_GLOBAL_BATCH_SIZE"]  # a round takes all rows
     if "keras" in command:
         skip_without("keras", "tensorflow")
-    if " -m sunspot.predict " in command:
+    if re.search(r"\bsunspot[. ]predict ", command):
         short = {"RAY_ADDRESS": ray_address}
-    elif command.startswith("make tune"):
+    elif re.search(r"\b(make|sunspot) tune ", command):
         short |= {"SUNSPOT_TRIALS": "2"}
-    elif "make train" not in command:
+    elif not re.search(r"\b(make|sunspot) train\b", command):
         short = {}
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     answer = subprocess.run(

@@ -104,7 +104,17 @@ def imported_by(*words: str, code: int) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["metrics", "--help"], ["checkpoints"], ["metrics"], ["audit", "run", "--jso"], ["no-verb"]]
+    "words",
+    [
+        ["--help"],
+        ["metrics", "--help"],
+        ["predict", "--help"],
+        ["tune", "--help"],
+        ["checkpoints"],
+        ["metrics"],
+        ["audit", "run", "--jso"],
+        ["no-verb"],
+    ],
 )
 def test_help_and_wrong_usage_import_nothing_heavy(words: list[str]) -> None:
     assert not imported_by(*words, code=0 if "--help" in words else 2) & {*HEAVY, "torch", "ray", "numpy"}

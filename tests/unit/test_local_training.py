@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -12,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from sunspot.cli import make_parser
 from sunspot.errors import SettingsError
 from sunspot.run.overview import list_runs
 from sunspot.settings_file import as_variables, read_settings_file
 from sunspot.storage.local import LocalStorage
+from sunspot.submitter.commands.arguments import given_settings
 from sunspot.submitter.commands.train import train_and_print
+from sunspot.submitter.local_training import training_environment
+from sunspot.task_file import find_module
 from sunspot.train.__main__ import main
 from tests.harness.commands import Answer, process
 
@@ -37,6 +42,79 @@ def test_the_file_is_below_the_environment_and_that_below_the_command_line(
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith("sunspot.toml sets EPOCHS, SEED, TRIALS\n")
     assert re.findall(r"SUNSPOT_(\w+=\S+):", answer.err) == ["EPOCHS=0", "SEED=-2", "TRIALS=-3"]
+
+
+@pytest.mark.parametrize("verb", ["train", "check", "tune"])
+def test_settings_may_stand_among_the_options(verb: str) -> None:
+    words = [verb, "EPOCHS=3", "--storage", "elsewhere", "my_task.py", "--json", "seed=-1", "--set", "TRIALS=2"]
+    arguments = make_parser().parse_args(words)
+    assert given_settings(arguments) == {"TRIALS": "2", "EPOCHS": "3", "TASK": "my_task.py", "seed": "-1"}
+    assert (arguments.storage, arguments.json) == ("elsewhere", True)
+
+
+@pytest.mark.parametrize("word", ["mnist", "=3"])
+def test_a_word_that_is_neither_a_setting_nor_a_file_is_refused(word: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{word}: write VAR=VALUE, such as RUN_NAME={word}, or the path of a"):
+        given_settings(make_parser().parse_args(["train", word]))
+
+
+@pytest.mark.parametrize(
+    ("path", "module", "folder"),
+    [
+        ("here.py", "here", ""),
+        ("./here.py", "here", ""),
+        ("tasks/there.py", "there", "tasks"),
+        ("vision/tasks/cats.py", "vision.tasks.cats", ""),
+        ("tasks/pets/dogs.py", "pets.dogs", "tasks"),
+        ("tasks/pets/__init__.py", "pets", "tasks"),
+    ],
+)
+@pytest.mark.parametrize("given_by", ["word", "file of settings", "environment"])
+def test_the_path_of_a_file_stands_for_its_module_and_puts_its_folder_on_the_path(
+    path: str, module: str, folder: str, given_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["here.py", "tasks/there.py", "vision/__init__.py", "vision/tasks/__init__.py", "vision/tasks/cats.py"]
+    for file in [*files, "tasks/pets/__init__.py", "tasks/pets/dogs.py"]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/others")
+    words = []
+    if given_by == "word":
+        words = [path]
+    elif given_by == "environment":
+        monkeypatch.setenv("SUNSPOT_TASK", path)
+    else:
+        (tmp_path / "sunspot.toml").write_text(f'TASK = "{path}"\n')
+    environment = training_environment(given_settings(argparse.Namespace(settings=[], words=words)))
+    assert environment["SUNSPOT_TASK"] == module
+    assert environment["PYTHONPATH"] == (f"{tmp_path / folder}{os.pathsep}/others" if folder else "/others")
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {module} as found; print(found.__file__)"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == f"{tmp_path / path}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere.py", "no such file; give the path of the task's file, or its module as TASK=MODULE"),
+        ("my-task.py", "'my-task' cannot be imported; rename it to letters, digits and '_'"),
+        ("tasks/task.py", "the task of this folder would be imported instead; rename one, or run the command in "),
+    ],
+)
+def test_a_file_that_an_import_would_not_find_is_refused(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks").mkdir()
+    for name in ("my-task.py", "task.py", "tasks/task.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(SettingsError, match=f"^{path}: {said}"):
+        find_module(path)
 
 
 def test_a_start_that_never_began_is_no_run(
@@ -120,8 +198,9 @@ def test_a_file_that_cannot_be_used_is_one_message(tmp_path: Path, content: byte
         read_settings_file(tmp_path / "sunspot.toml")
 
 
-@pytest.mark.parametrize("verb", ["train", "demo"])
-def test_the_command_alone_says_what_to_install(verb: str, tmp_path: Path) -> None:
-    answer = process(verb, "--storage", str(tmp_path))
-    said = "error: training here needs ray and torch; `make .venv/train` installs it\n"
+@pytest.mark.parametrize("words", [["train"], ["tune"], ["demo"], ["predict", "run", __file__]])
+def test_the_command_alone_says_what_to_install(words: list[str], tmp_path: Path) -> None:
+    answer = process(*words, "--storage", str(tmp_path))
+    what = "predicting" if "predict" in words else "training"
+    said = f"error: {what} here needs ray and torch; `make .venv/train` installs it\n"
     assert (answer.code, answer.out, answer.err) == (2, "", said)

@@ -105,6 +105,13 @@ def test_an_unknown_setting_gets_the_right_one_if_one_is_likely(name: str, hint:
     assert str(refused.value).endswith(f"\n  SUNSPOT_{name.upper()}: no such setting; {hint}")
 
 
+@pytest.mark.parametrize("file", ["my_task.py", "tasks/my_task.py"])
+def test_a_file_as_the_task_is_answered_with_its_module(file: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings({"TASK": file})
+    assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: it takes a module, without .py: SUNSPOT_TASK=my_task")
+
+
 def test_what_other_programs_say_leads_to_settings_options_and_verbs() -> None:
     settings = {name.upper() for name in Settings.model_fields}
     assert {*OTHER_SETTINGS.values()} <= settings

@@ -1,4 +1,4 @@
-"""`python -m sunspot.predict`: images, or a whole dataset, predicted by a run's model; or prompts, answered by it."""
+"""`python -m sunspot.predict` and `sunspot predict`: predict images or datasets by a run's model, or answer prompts."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.formatting import columns, visible
 from sunspot.log import print_logs
+from sunspot.predict.command_arguments import add_arguments, refuse_wrong
 from sunspot.settings import load_settings
 
 if TYPE_CHECKING:
@@ -26,9 +27,20 @@ python -m sunspot.predict lora --prompt "The with statement"           how a lan
 
 
 def main() -> int:
-    """Predict files, or a dataset; print a table or, with --json, one document."""
-    arguments = _parse()
+    """Parse the command line, and predict."""
+    parser = CommandParser("sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu"))
+    add_arguments(parser)
+    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    arguments = parser.parse()
     print_logs("stderr")
+    predict(arguments)
+    return 0
+
+
+def predict(arguments: argparse.Namespace) -> None:
+    """Predict files, or a dataset; print a table or, with --json, one document."""
+    refuse_wrong(arguments)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset}
     settings = load_settings({name: value for name, value in given.items() if value})
 
@@ -58,7 +70,6 @@ def main() -> int:
         classifier = Classifier(*chosen, settings.use_gpu, task=arguments.task)
         result = predict_files(classifier, [Path(file) for file in arguments.file])
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(show(result)))
-    return 0
 
 
 def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
@@ -114,39 +125,6 @@ def show_answers(result: dict[str, Any]) -> Iterator[str]:
     """Yield each prompt with its answer."""
     for each in result["answers"]:
         yield visible(f"{each['prompt']}: {each['answer']}")
-
-
-def _parse() -> argparse.Namespace:
-    parser = CommandParser("sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu"))
-    parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
-    parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
-    parser.add_argument("--checkpoint", default="newest", help="newest (default), best, a name, or a directory's path")
-    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
-    parser.add_argument(
-        "--task",
-        default="",
-        help="your module that the run trained, which is imported (default: SUNSPOT_TASK, or TASK in sunspot.toml); "
-        "Sunspot's own tasks need none",
-    )
-    parser.add_argument("--dataset", help="what SUNSPOT_DATASET takes: predict all its rows")
-    parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
-    parser.add_argument("--output", help="folder or URL of a bucket for the predictions of --dataset")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a text to answer; several: once for each")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (default: 64)")
-    parser.add_argument("--workers", type=int, default=0, help="model workers for --dataset; default: what Ray has")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    arguments = parser.parse()
-    if bool(arguments.dataset) != bool(arguments.output):
-        parser.error("--dataset and --output go together")
-    if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
-        parser.error("give either files, or --dataset and --output, or --prompt")
-    if missing := [file for file in arguments.file if not Path(file).exists()]:
-        raise SettingsError(f"{missing[0]}: no such file")  # before torch is imported, which takes seconds
-    if arguments.tokens < 1:
-        parser.error(f"--tokens {arguments.tokens}: a whole number from 1")
-    if arguments.workers < 0:
-        parser.error(f"--workers {arguments.workers}: a whole number from 0 (0: what Ray has)")
-    return arguments
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def model_worker(
             absolute_path(storage, name=False),
             "true" if gpu else "false",
             os.getcwd(),
-            task or find_task(),
+            find_task(task),
         )
         try:
             print_warnings(get_result(worker.describe.remote(), START_S, "a worker with the model")["warnings"])

@@ -188,7 +188,7 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
     """
     if task.startswith(OWN_TASKS):
         return
-    own = own or find_task()
+    own = find_task(own)
     if task != own:
         yours = f"SUNSPOT_TASK is {own}" if own else "SUNSPOT_TASK is not set"
         raise SettingsError(

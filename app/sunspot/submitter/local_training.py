@@ -10,23 +10,34 @@ from sunspot.extras import how_to_install
 from sunspot.settings import PREFIX, Settings, load_settings
 from sunspot.settings_file import FILE, as_variables, read_settings_file
 from sunspot.submitter.printing import warn
+from sunspot.task_file import SUFFIX, extend_path, find_module
 
 COMMAND = (sys.executable, "-m", "sunspot.train")
 
+TASK = f"{PREFIX}TASK"
 
-def refuse_without_training() -> None:
-    """Raise `SettingsError` where only the command is installed."""
+
+def refuse_without_training(what: str = "training") -> None:
+    """Raise `SettingsError`, in which `what` is the act that is refused, where only the command is installed."""
     if missing := [package for package in ("ray", "torch") if not find_spec(package)]:
-        raise SettingsError(f"training here needs {' and '.join(missing)}; {how_to_install('train')}")
+        raise SettingsError(f"{what} here needs {' and '.join(missing)}; {how_to_install('train')}")
 
 
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a training: FILE below this process's below what is `given`. Raises `SettingsError`."""
+    """Return the environment of a training: FILE below this process's below what is `given`.
+
+    A task that is the path of a file becomes its module, and its folder is put on PYTHONPATH. Raises `SettingsError`.
+    """
     os.getcwd()  # raises FileNotFoundError if it was deleted, where torch would abort the process
     kept = as_variables(read_settings_file(FILE))
     if kept:
         warn(f"{FILE} sets {', '.join(name.removeprefix(PREFIX) for name in kept)}")
-    return {**kept, **os.environ, **as_variables(given)}
+    environment = {**kept, **os.environ, **as_variables(given)}
+    task = environment.get(TASK, "")
+    if task.endswith(SUFFIX):
+        module, folder = find_module(task)
+        environment |= {TASK: module, **extend_path(environment, folder)}
+    return environment
 
 
 def settings_in(environment: Mapping[str, str]) -> Settings:

@@ -20,9 +20,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ).parse(words)
     if space := find_dimensions(os.environ):
         given = ", ".join(f"{PREFIX}{dimension.name}={dimension.text}" for dimension in space)
-        raise SettingsError(
-            f"{given}: one run takes one value; `python -m sunspot.tune` trains a run for each of several"
-        )
+        raise SettingsError(f"{given}: one run takes one value; `sunspot tune` trains a run for each of several")
     settings = load_settings()
     print_logs()
     refuse_unusable(settings)

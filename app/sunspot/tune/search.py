@@ -47,7 +47,7 @@ def main() -> int:
     if not search.dimensions:
         raise SettingsError(
             "there is nothing to search: no setting is an expression, such as "
-            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2); `python -m sunspot.train` trains one run"
+            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2); `sunspot train` trains one run"
         )
     refuse_unusable(search.settings)
 

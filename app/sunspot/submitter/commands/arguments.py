@@ -6,10 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 from sunspot.errors import SettingsError
+from sunspot.task_file import SUFFIX
 
 if TYPE_CHECKING:
     from sunspot.submitter.manifest.render import JobRequest
     from sunspot.submitter.runs import Target
+
+SETTING = "a setting, of those that `python -m sunspot.train --help` lists; repeatable"
 
 ROWS = 50
 """Rows of a listing, unless more are asked for: each costs a request."""
@@ -82,18 +85,28 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help=SETTING)
+
+
+def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
+    """Add settings as make takes them, and the task by its file, for verbs that train here."""
     parser.add_argument(
-        "--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help="a setting; repeatable"
+        "words", metavar="WORD", nargs="*", help="a setting, as VAR=VALUE, or the task, as the path of its file"
     )
+    add_settings(parser)
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, str]:
-    """Return what `add_settings` took, by variable."""
+    """Return what `add_settings` or `add_settings_and_words` took, by variable."""
+    words = [
+        f"TASK={word}" if word.endswith(SUFFIX) and "=" not in word else word for word in vars(args).get("words", ())
+    ]
     overrides: dict[str, str] = {}
-    for word in args.settings:
+    for word in [*args.settings, *words]:
         name, equals, value = word.partition("=")
         if not name or not equals:
-            raise SettingsError(f"--set {word}: write VAR=VALUE")
+            file = f", such as RUN_NAME={word}, or the path of a task's file" if word in words else ""
+            raise SettingsError(f"{word}: write VAR=VALUE{file}")
         overrides[name] = value
     return overrides
 

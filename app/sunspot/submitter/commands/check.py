@@ -10,18 +10,19 @@ from typing import Any
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.extras import how_to_install
 from sunspot.settings import with_place
-from sunspot.submitter.commands.arguments import add_settings, given_settings
+from sunspot.submitter.commands.arguments import add_settings_and_words, given_settings
 from sunspot.submitter.local_training import settings_in, training_environment
 from sunspot.submitter.printing import print_json, print_text
+from sunspot.task_file import import_as_module_run
 
-add_arguments = add_settings
+add_arguments = add_settings_and_words
 
 
 def run(args: argparse.Namespace) -> None:
     """Print what was checked; raises what fails. With `--json`, a document of either."""
-    if "" not in sys.path:  # as for `python -m`, a task may lie here
-        sys.path.insert(0, "")
-    settings = settings_in(training_environment(with_place(given_settings(args), None, args.storage)))
+    environment = training_environment(with_place(given_settings(args), None, args.storage))
+    import_as_module_run(environment)
+    settings = settings_in(environment)
     try:
         # By its name: the command does without torch, and this verb alone runs what trains.
         library: Any = importlib.import_module("sunspot.train.task_check")

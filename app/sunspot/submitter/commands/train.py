@@ -1,4 +1,7 @@
-"""`sunspot train`: trains here, with the settings of sunspot.toml, the environment and the command line."""
+"""`sunspot train`: trains here, with the settings of sunspot.toml, the environment and the command line.
+
+`sunspot tune` begins a search in the same way.
+"""
 
 import argparse
 import os
@@ -6,24 +9,30 @@ import signal
 import subprocess
 import sys
 
-from sunspot.submitter.commands.arguments import add_settings, given_settings
+from sunspot.submitter.commands.arguments import add_settings_and_words, given_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings_and_words(parser)
     parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
-    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Become `python -m sunspot.train`, whose exit code is the answer; with `--json`, print how it ended after it."""
+    """Become `python -m sunspot.train`."""
+    become("sunspot.train", args)
+
+
+def become(module: str, args: argparse.Namespace) -> None:
+    """Become `python -m MODULE`, whose exit code is the answer; with `--json`, print how it ended after it."""
     from sunspot.settings import with_place
-    from sunspot.submitter.local_training import COMMAND, refuse_without_training, training_environment
+    from sunspot.submitter.local_training import refuse_without_training, training_environment
 
     refuse_without_training()
     environment = training_environment(with_place(given_settings(args), args.run, args.storage))
+    command = (sys.executable, "-m", module)
     if args.json:
-        raise SystemExit(train_and_print(COMMAND, environment))
-    os.execve(COMMAND[0], COMMAND, environment)
+        raise SystemExit(train_and_print(command, environment))
+    os.execve(command[0], command, environment)
 
 
 def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> int:
@@ -31,10 +40,10 @@ def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> in
     from sunspot.run import open_run
     from sunspot.run.overview import read_state, run_exists
     from sunspot.run.status import read_status
-    from sunspot.submitter.local_training import settings_in
+    from sunspot.search_space import load_common
     from sunspot.submitter.printing import print_json
 
-    settings = settings_in(environment)
+    settings, _, _ = load_common(environment)
     training = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, **environment})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both, and the training saves
     signal.signal(signal.SIGTERM, lambda *_: training.terminate())

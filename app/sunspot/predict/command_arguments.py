@@ -1,0 +1,44 @@
+"""The arguments of `sunspot predict` and of `python -m sunspot.predict`."""
+
+import argparse
+from pathlib import Path
+
+from sunspot.errors import SettingsError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all but --storage and --json."""
+    parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
+    parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", default="newest", help="newest (default), best, a name, or a directory's path"
+    )
+    parser.add_argument(
+        "--task",
+        metavar="MODULE",
+        default="",
+        help="your module that the run trained, or its file, which is imported (default: SUNSPOT_TASK, or TASK in "
+        "sunspot.toml); Sunspot's own tasks need none",
+    )
+    parser.add_argument("--dataset", metavar="PATH", help="what SUNSPOT_DATASET takes: predict all its rows")
+    parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
+    parser.add_argument("--output", metavar="DIR", help="folder or URL of a bucket for the predictions of --dataset")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a text to answer; several: once for each")
+    parser.add_argument("--tokens", metavar="N", type=int, default=64, help="most tokens of an answer (default: 64)")
+    parser.add_argument(
+        "--workers", metavar="N", type=int, default=0, help="model workers for --dataset; default: what Ray has"
+    )
+
+
+def refuse_wrong(arguments: argparse.Namespace) -> None:
+    """Raise `SettingsError` for arguments that do not go together, before torch is imported, which takes seconds."""
+    if bool(arguments.dataset) != bool(arguments.output):
+        raise SettingsError("--dataset and --output go together")
+    if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
+        raise SettingsError("give either files, or --dataset and --output, or --prompt")
+    if missing := [file for file in arguments.file if not Path(file).exists()]:
+        raise SettingsError(f"{missing[0]}: no such file")
+    if arguments.tokens < 1:
+        raise SettingsError(f"--tokens {arguments.tokens}: a whole number from 1")
+    if arguments.workers < 0:
+        raise SettingsError(f"--workers {arguments.workers}: a whole number from 0 (0: what Ray has)")

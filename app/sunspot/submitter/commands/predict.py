@@ -1,0 +1,19 @@
+"""`sunspot predict`: predicts with a run's model, as `python -m sunspot.predict` does."""
+
+import argparse
+import importlib
+import os
+from typing import Any
+
+from sunspot.predict.command_arguments import add_arguments as add_arguments
+
+
+def run(args: argparse.Namespace) -> None:
+    """Predict in this process. The module is imported by its name, as `sunspot check` does it: it needs torch."""
+    from sunspot.submitter.local_training import refuse_without_training
+    from sunspot.task_file import import_as_module_run
+
+    refuse_without_training("predicting")
+    import_as_module_run(os.environ)
+    library: Any = importlib.import_module("sunspot.predict.__main__")
+    library.predict(args)

@@ -1,0 +1,12 @@
+"""`sunspot tune`: trains a run for each of several settings, as `python -m sunspot.tune` does."""
+
+import argparse
+
+from sunspot.submitter.commands import train
+
+add_arguments = train.add_arguments
+
+
+def run(args: argparse.Namespace) -> None:
+    """Become `python -m sunspot.tune`, with the settings that `sunspot train` would have."""
+    train.become("sunspot.tune", args)

@@ -1,0 +1,51 @@
+"""A task that is named by the path of its file, such as tasks/my_task.py, where a setting has the name of a module."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from sunspot.errors import SettingsError
+
+SUFFIX = ".py"
+"""The end of a path, which no name of a module has."""
+
+PATH = "PYTHONPATH"
+
+
+def find_module(path: str) -> tuple[str, str]:
+    """Return the name of the module in a file, and the folder to import it from; empty for the working directory.
+
+    The module of a file in a package has the package's name, too. Raises `SettingsError` if there is no such file, or
+    if an import would not find it.
+    """
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise SettingsError(f"{path}: no such file; give the path of the task's file, or its module as TASK=MODULE")
+    names = [] if file.stem == "__init__" else [file.stem]
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if wrong := [name for name in names if not name.isidentifier()]:
+        raise SettingsError(f"{path}: {wrong[0]!r} cannot be imported; rename it to letters, digits and '_'")
+    if folder == Path.cwd():
+        return ".".join(names), ""
+    first = Path(names[0])
+    if first.with_suffix(SUFFIX).exists() or (first / "__init__.py").exists():
+        raise SettingsError(
+            f"{path}: the {first} of this folder would be imported instead; rename one, or run the command in {folder}"
+        )
+    return ".".join(names), str(folder)
+
+
+def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return the variable that lets processes of an environment import from a folder, too; none for an empty one."""
+    before = environment.get(PATH)
+    return {PATH: f"{folder}{os.pathsep}{before}" if before else folder} if folder else {}
+
+
+def import_as_module_run(environment: Mapping[str, str]) -> None:
+    """Import as `python -m` would in an environment: from the working directory, and from the folders in PYTHONPATH."""
+    places = ["", *filter(None, environment.get(PATH, "").split(os.pathsep))]
+    sys.path[:0] = [place for place in places if place not in sys.path]
