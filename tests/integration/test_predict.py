@@ -101,7 +101,7 @@ def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: FinishedRun,
     ):
         pytest.fail("it has a model")
     assert raised.value.exit_code == 7
-    with pytest.raises(SunspotError, match="no checkpoint yet"):
+    with pytest.raises(SunspotError, match=r"no run nothing in .*; there are run"):
         get_result(ModelWorker.remote("nothing", "newest", copied_run.storage).describe.remote(), 60, "it")
 
 

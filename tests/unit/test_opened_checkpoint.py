@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 import torch
 
 from sunspot.data.source import ModelData
-from sunspot.errors import DamageError, SettingsError
+from sunspot.elastic.restore import choose_init
+from sunspot.errors import DamageError, NotFoundError, SettingsError
 from sunspot.predict.classifier import Classifier, open_checkpoint
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint, write_manifest
 from sunspot.settings import Settings
-from tests.harness.runs import start
+from sunspot.tasks import load_task
+from tests.harness.runs import begin, start
 
 DATA = ModelData((1, 8, 8), 3).record()
 
@@ -69,18 +72,64 @@ def test_the_task_that_a_run_names_is_not_imported(run: Run, module: str, monkey
     assert not Path("ran").exists()
 
 
+@pytest.mark.parametrize("by_file", [False, True])
 @pytest.mark.parametrize("named_by", ["option", "environment", "sunspot.toml"])
 def test_the_readers_own_task_is_imported(
-    run: Run, module: str, named_by: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, module: str, named_by: str, by_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})
+    own = f"{module}.py" if by_file else module
     if named_by == "environment":
-        monkeypatch.setenv("SUNSPOT_TASK", module)
+        monkeypatch.setenv("SUNSPOT_TASK", own)
     elif named_by == "sunspot.toml":
-        Path("sunspot.toml").write_text(f'task = "{module}"\n')
+        Path("sunspot.toml").write_text(f'task = "{own}"\n')
     with pytest.raises(SettingsError, match=f"SUNSPOT_TASK={module}: .* does not define build_model"):
-        Classifier("run", storage=run.storage.locate(""), task=module if named_by == "option" else "")
+        Classifier("run", storage=run.storage.locate(""), task=own if named_by == "option" else "")
     assert Path("ran").exists()
+
+
+def test_a_file_in_another_folder_is_found_here_and_in_child_processes(
+    run: Run, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("tasks").mkdir()
+    Path("tasks/elsewhere.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/others")
+    keep(run, {"settings": settings_with("elsewhere"), "data": DATA})
+    here = Path.cwd()
+    with pytest.raises(SettingsError, match=f"{here}/tasks/elsewhere.py does not define build_model"):
+        Classifier("run", storage=run.storage.locate(""), task="tasks/elsewhere.py")
+    assert os.environ["PYTHONPATH"] == f"{here}/tasks{os.pathsep}/others"
+
+
+@pytest.mark.parametrize(
+    ("job_id", "fix"),
+    [
+        (
+            "",
+            "did you mean bystander? Or run the command in the folder of bystandr.py, or put that folder on PYTHONPATH",
+        ),
+        (
+            "run-1",
+            "`sunspot submit --code FOLDER` brings the folder that has bystandr.py, or name an image that has it",
+        ),
+    ],
+)
+def test_a_task_that_is_not_found_is_said_with_what_to_do(job_id: str, fix: str, module: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_task(Settings(task="bystandr", job_id=job_id))
+    assert str(refused.value) == f"SUNSPOT_TASK=bystandr: cannot be imported: No module named 'bystandr'; {fix}"
+
+
+def test_a_run_that_does_not_exist_is_said_with_those_that_do(run: Run) -> None:
+    begin(run)
+    storage = run.storage.locate("")
+    with pytest.raises(NotFoundError, match=f"^no run rum in {storage.rstrip('/')}; there are run$"):
+        open_checkpoint("rum", "newest", storage)
+    with pytest.raises(NotFoundError, match=r"/runs/run: no checkpoint yet$"):
+        open_checkpoint("run", "newest", storage)
+    with pytest.raises(SettingsError, match=r"^SUNSPOT_INIT_FROM=run:rum: no run rum in .*; there are run$"):
+        choose_init(Settings(init_from="run:rum", storage_path=storage))
 
 
 def test_the_tasks_that_come_with_sunspot_need_no_name(run: Run) -> None:

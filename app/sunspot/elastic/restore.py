@@ -23,6 +23,7 @@ from sunspot.parallel.collectives import WorkerPlace, broadcast_from_rank0, gath
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import IN_PLACE, read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
+from sunspot.run.overview import describe_absence
 from sunspot.settings import Settings
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.limits import retry_storage
@@ -192,7 +193,8 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
     other = _init_run(settings)
     checkpoint, _ = find_newest_good(other, read_attempts(other))
     if not checkpoint:
-        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
+        absence = describe_absence(other) or f"{other.location} has no good checkpoint"
+        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {absence}")
     return checkpoint, None if "model.pt" in checkpoint.files else read_contents(other, checkpoint)
 
 

@@ -14,10 +14,11 @@ from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
 from sunspot.data.source import Batch, EmptySource, ModelData, model_inputs
-from sunspot.errors import DamageError, SettingsError, shorten
+from sunspot.errors import DamageError, NotFoundError, SettingsError, shorten
 from sunspot.ray_session import enter_folder
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
+from sunspot.run.overview import describe_absence
 from sunspot.settings import PREFIX, Settings, recorded_settings
 from sunspot.settings_file import find_task
 from sunspot.tasks import load_predict, load_task
@@ -159,7 +160,10 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
         place, chosen = open_directory(location)
     else:
         place = open_run(storage, run)
-        chosen, warnings = choose(place, checkpoint)
+        try:
+            chosen, warnings = choose(place, checkpoint)
+        except NotFoundError as error:
+            raise NotFoundError(describe_absence(place) or str(error)) from error
     where = place.storage.locate(place.key("checkpoints", chosen.name)).rstrip("/")
     faults = find_faults(place, chosen)
     needed = ["extra_state.pt"] if is_sharded(chosen) else ["model.pt", "extra_state.pt"]

@@ -4,6 +4,7 @@ A listing has name, size and time of every object, which is most of what the lis
 """
 
 import contextlib
+import difflib
 import logging
 import time
 from collections import Counter
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
 
+MAX_NAMED = 5
+"""Other runs named when the one asked for does not exist, the nearest names first."""
+
 LOST_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 """A run that is silent for this long is lost: two status writes may fail, and a request to slow storage takes long."""
 
@@ -80,6 +84,19 @@ def run_exists(run: Run) -> bool:
     """Return whether the run was begun or submitted, or something is left of its deletion."""
     begun = run.storage.exists(run.key("run.json")) or list_statuses(run) or list_submissions(run)
     return bool(begun) or deletion_begun(run)
+
+
+def describe_absence(run: Run) -> str:
+    """Say that the run does not exist, and which others are in its storage; returns an empty text if it exists."""
+    if run_exists(run):
+        return ""
+    runs: list[str] = []
+    with contextlib.suppress(StorageError):  # a folder that may not be listed: the run does not exist all the same
+        runs = [summary.name for summary in list_runs(run.storage)]
+    nearest = difflib.get_close_matches(run.name, runs, n=MAX_NAMED, cutoff=0.0)
+    more = f" and {len(runs) - len(nearest)} more" if len(runs) > len(nearest) else ""
+    others = f"there are {', '.join(nearest)}{more}" if runs else "no run is there"
+    return f"no run {run.name} in {run.storage.locate('').rstrip('/')}; {others}"
 
 
 def list_runs(storage: Storage) -> list[RunSummary]:

@@ -1,7 +1,5 @@
 """Finds the run that a command names, the storage of all runs, or what a process of a run has printed."""
 
-import contextlib
-import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -10,13 +8,10 @@ from dataclasses import dataclass
 from sunspot.errors import NotFoundError, StorageError
 from sunspot.run import Run
 from sunspot.run.logs import list_streams
-from sunspot.run.overview import list_runs, run_exists
+from sunspot.run.overview import describe_absence
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Unfinished
 from sunspot.submitter.printing import warn
-
-MAX_NAMED = 5
-"""Other runs named when the one asked for does not exist, the nearest names first."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +30,8 @@ class Target:
 def find_run(name: str, storage_path: str | None = None) -> Run:
     """Find the run in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
     run = named_run(name, storage_path)
-    if not run_exists(run):
-        place = run.storage.locate("").rstrip("/")
-        raise NotFoundError(f"no run {run.name} in {place}{_name_others(run.storage, run.name)}")
+    if absence := describe_absence(run):
+        raise NotFoundError(absence)
     return run
 
 
@@ -87,12 +81,3 @@ def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
     given = {PREFIX + setting: value for setting, value in with_place({}, name, storage_path).items()}
     settings, _, _ = load_common({**os.environ, **given})  # the environment may be that of a search
     return settings.storage_path, settings.run_name
-
-
-def _name_others(storage: Storage, name: str) -> str:
-    runs: list[str] = []
-    with contextlib.suppress(StorageError):  # a folder that may not be listed: the run does not exist all the same
-        runs = [summary.name for summary in list_runs(storage)]
-    nearest = difflib.get_close_matches(name, runs, n=MAX_NAMED, cutoff=0.0)
-    more = f" and {len(runs) - len(nearest)} more" if len(runs) > len(nearest) else ""
-    return f"; there are {', '.join(nearest)}{more}" if runs else "; no run is there"

@@ -6,6 +6,7 @@ import pkgutil
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from sunspot.data.source import Batch, Source
 from sunspot.errors import SettingsError, shorten
 from sunspot.extras import how_to_install
 from sunspot.settings import Settings
+from sunspot.spelling import find_meant
 from sunspot.tasks.defaults import fill_in
 from sunspot.tasks.signatures import refuse_other_arguments
 
@@ -185,6 +187,15 @@ def place_of(error: Exception) -> str:
     return f"{place.filename}:{place.lineno}"
 
 
+def _how_to_find(package: str, settings: Settings) -> str:
+    """Say how a task's top module can be found that is not here."""
+    if settings.job_id:
+        return f"`sunspot submit --code FOLDER` brings the folder that has {package}.py, or name an image that has it"
+    meant = find_meant(package, [path.stem for path in Path.cwd().glob("*.py")])
+    hint = f"did you mean {meant}? Or " if meant else ""
+    return f"{hint}run the command in the folder of {package}.py, or put that folder on PYTHONPATH"
+
+
 def load_task(settings: Settings) -> Task:
     """Import the task, with defaults for what it leaves out; raises `SettingsError` if it cannot be used."""
     try:
@@ -197,7 +208,7 @@ def load_task(settings: Settings) -> Task:
             fix = how_to_install(EXTRAS[package])
         else:
             absent = package == settings.task.partition(".")[0]
-            fix = "set it to a module on PYTHONPATH" if absent else f"mend {place_of(error)}"
+            fix = _how_to_find(package, settings) if absent else f"mend {place_of(error)}"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
     if function in UNCALLED and (own := [name for name in HOOKS if hasattr(module, name)]):
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {UNCALLED[function]}")
