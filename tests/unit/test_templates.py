@@ -16,7 +16,7 @@ from sunspot.plan import make_plan
 from sunspot.settings import Settings, load_settings
 from sunspot.settings_file import read_settings_file
 from sunspot.submitter.commands.init import KINDS
-from sunspot.tasks import load_task
+from sunspot.tasks import load_predict, load_task
 from sunspot.train.task_check import check
 from tests.harness.commands import Command
 from tests.harness.commands import run as run
@@ -29,17 +29,22 @@ def test_what_is_written_learns(kind: str, sunspot: Command, tmp_path: Path, mon
     assert sunspot("init", kind, str(folder), "--json") == 0
     name = f"my_{kind}"
     assert {f"{folder}/{name}.py", f"{folder}/sunspot.toml"} <= {*sunspot.json["files"]}
-    assert [line.partition(" ")[2] for line in sunspot.json["commands"]] == [*("check", "train", f"report my-{kind}")]
+    *others, predict = [line.partition(" ")[2] for line in sunspot.json["commands"]]
+    assert others == ["check", "train", f"report my-{kind}"]
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, name, raising=False)  # of another test
     settings = load_settings(read_settings_file(Path("sunspot.toml")))
     assert settings.run_name == f"my-{kind}"
+    assert predict == f"predict my-{kind} --dataset {settings.dataset} --output predictions"
     task: Any = load_task(settings)
     assert Path(vars(__import__(name))["__file__"]).parent == folder
-    means = train(task, settings, make_plan(settings, task).source)
+    source = make_plan(settings, task).source
+    means = train(task, settings, source)
     assert means[-1] < 0.9 * means[0]
     check(settings)  # its own loop, if it has one
+    rows = {name: torch.from_numpy(column) for name, column in read_rows(source, 0, 5).items() if name != "label"}
+    assert load_predict(settings)(task.build_model(settings, source), rows).shape == (5, source.classes)
 
 
 def train(task: Any, settings: Settings, source: Source) -> list[float]:

@@ -20,8 +20,12 @@ def build_model(settings, source):
     return nn.Sequential(nn.Linear(len(COLUMNS), width), nn.ReLU(), nn.Linear(width, source.classes))
 
 
-def loss(model, batch):
+def predict(model, batch):
     numbers = torch.stack([batch[name] / size for name, size in COLUMNS.items()], dim=1)
-    scores = model(numbers)
+    return model(numbers)  # a score for each class
+
+
+def loss(model, batch):
+    scores = predict(model, batch)
     losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

@@ -35,7 +35,11 @@ def build_model(settings, source):
     return Words(settings.task_args.get("width", 32), source.classes)
 
 
+def predict(model, batch):
+    return model(batch["words"])  # a score for each class
+
+
 def loss(model, batch):
-    scores = model(batch["words"])
+    scores = predict(model, batch)
     losses = functional.cross_entropy(scores, batch["label"], reduction="none")  # of each row, [B]
     return losses, {"accuracy": scores.argmax(1) == batch["label"]}

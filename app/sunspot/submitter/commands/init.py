@@ -8,7 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from sunspot.errors import SettingsError, StorageError
-from sunspot.settings_file import FILE
+from sunspot.settings import PREFIX
+from sunspot.settings_file import FILE, as_variables, read_settings_file
 from sunspot.submitter.printing import print_json, print_text
 
 KINDS = {
@@ -41,7 +42,10 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written: {error.strerror or error}") from error
     command = "sunspot" if shutil.which("sunspot") else str(Path(sys.executable).with_name("sunspot"))
-    commands = [f"{shlex.quote(command)} {words}" for words in ("check", "train", f"report my-{args.kind}")]
+    run = f"my-{args.kind}"
+    dataset = as_variables(read_settings_file(folder / FILE))[f"{PREFIX}DATASET"]
+    verbs = ("check", "train", f"report {run}", f"predict {run} --dataset {dataset} --output predictions")
+    commands = [f"{shlex.quote(command)} {words}" for words in verbs]
     if args.json:
         print_json({"files": [str(path) for path in targets], "commands": commands})
         return
