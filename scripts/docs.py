@@ -78,10 +78,12 @@ def settings_page() -> str:
     """Every setting: variable, default, what it takes, what it means."""
     kept = {PREFIX + name.upper() for name in IDENTITY}
     described = describe_settings()
-    by_manifest = [f"`{setting.variable}`" for setting in described if setting.meaning.startswith(BY_MANIFEST)]
+    by_manifest = [
+        f"`{setting.variable.removeprefix(PREFIX)}`" for setting in described if setting.meaning.startswith(BY_MANIFEST)
+    ]
     lines = [
         f"- `{setting.variable}` ({setting.default or 'empty'}{f', {KEPT}' if setting.variable in kept else ''}): "
-        f"{setting.meaning} *{setting.takes}*"
+        f"{setting.meaning} *{setting.takes}*".replace(PREFIX, "")
         for setting in described
         if not setting.meaning.startswith(BY_MANIFEST)
     ]
@@ -109,7 +111,8 @@ TASK_ARGS = {{hidden = 32}}
 Secrets are never settings: credentials come from each service's own usual environment. A setting that holds a token, a
 key or a password in a URL is refused, because settings are stored with the run.
 
-Each with its default, what it means, and what it takes:
+Each with its default, what it means, and what it takes. Messages and help name settings with the prefix, which is
+right everywhere:
 
 {chr(10).join(lines)}
 

@@ -108,10 +108,11 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     elif unrated:
         evaluated = "no loss, so no evaluation"
     else:
-        evaluated = "no held-out rows, so no evaluation (put them into test/ beside train/, or set TEST_DATASET)"
+        how = "put them into test/ beside train/, or set SUNSPOT_TEST_DATASET"
+        evaluated = f"no held-out rows, so no evaluation ({how})"
     length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
     if total < by_epochs:
-        length = f"MAX_STEPS, of {by_epochs} by EPOCHS"
+        length = f"SUNSPOT_MAX_STEPS, of {by_epochs} by SUNSPOT_EPOCHS"
     reasons = [f"data: {rows} training rows of {shape}{scaled}, {classes}; {evaluated}"]
     reasons += [*notes_on(source, test), f"steps: {total} = {length}"]
     if settings.parallel == "fsdp":
@@ -128,7 +129,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     if settings.num_workers.most * MIN_ROWS > settings.global_batch_size:
         reasons.append(
             f"of {settings.num_workers.most} workers only {settings.global_batch_size // MIN_ROWS} get rows: "
-            f"GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {MIN_ROWS} each"
+            f"SUNSPOT_GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {MIN_ROWS} each"
         )
     plan = Plan(settings, source, test, steps, total, reasons)
     return replace(plan, order=plan.find_order())
@@ -159,7 +160,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     if given:
         per_worker, because = {name: float(amount) for name, amount in given.items()}, "RESOURCES_PER_WORKER"
     elif nodes > 1:
-        per_worker, because = {"CPU": 1.0}, "one core on a cluster; RESOURCES_PER_WORKER says otherwise"
+        per_worker, because = {"CPU": 1.0}, "one core on a cluster; SUNSPOT_RESOURCES_PER_WORKER says otherwise"
     else:
         reading = max(1, math.floor(cores * READING_SHARE)) if settings.loader == "ray" else 0
         cpus = max(cores - reading, cores * READING_SHARE) / workers
@@ -171,7 +172,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     if settings.loader == "ray" and nodes == 1 and left <= 0:
         raise SettingsError(
             f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores and "
-            "leave none to LOADER=ray, which would wait for ever; give each fewer, or leave the setting empty"
+            "leave none to SUNSPOT_LOADER=ray, which would wait for ever; give each fewer, or leave the setting empty"
         )
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))

@@ -222,8 +222,8 @@ class Settings(BaseModel):
         min_length=1,
     )
     "What to train on."
-    test_dataset: str = _setting("", "a path or URL as DATASET, or empty")
-    "Held-out rows when DATASET is a path; empty: its folder test/ beside train/, if there is one."
+    test_dataset: str = _setting("", "a path or URL as SUNSPOT_DATASET, or empty")
+    "Held-out rows when SUNSPOT_DATASET is a path; empty: its folder test/ beside train/, if there is one."
     image_size: int = _setting(0, "a whole number from 0 (0: their own, or 64 where that differs)", ge=0, le=4096)
     "Height and width that pictures are scaled to, from their middle."
     data_root: str = _setting("data", "a directory", min_length=1)
@@ -282,7 +282,7 @@ class Settings(BaseModel):
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more is better."
     early_stop_evaluations: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
-    "Evaluations in a row that do not improve CHECKPOINT_METRIC, after which the run ends."
+    "Evaluations in a row that do not improve SUNSPOT_CHECKPOINT_METRIC, after which the run ends."
 
     trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
     "Runs of a search."

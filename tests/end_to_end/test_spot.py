@@ -109,7 +109,7 @@ def test_a_node_whose_gpu_breaks_is_left_out_and_the_rest_trains(
         output = process.communicate(timeout=240)[0]
         left_out = f"node {broken.node_id[:12]} left out: its GPU had an uncorrectable error of its memory (ECC)"
         assert process.returncode == 0, output
-        assert f"{left_out}; starting again, 2 of 3 MAX_FAILURES left" in output
+        assert f"{left_out}; starting again, 2 of 3 SUNSPOT_MAX_FAILURES left" in output
     begin, lost = receipts_of(run)
     assert (begin.world_after, lost.world_after, lost.cause) == (2, 1, Cause.WORKER_FAILED)
     assert [event["detail"] for event in read_journal(run, "events") if event["event"] == "node left out"] == [left_out]

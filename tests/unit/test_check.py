@@ -133,7 +133,7 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     checked = check_task(tmp_path, (of_batch if loop else TASK) + loop, monkeypatch, **given)
     assert {"loss at first", "hits", "test_loss", "test_hits"} <= checked.metrics.keys()
     assert checked.checkpoint_bytes > 10_000
-    assert checked.not_checked == ["AUDIT=True", "USE_GPU=true, because torch sees no GPU here"]
+    assert checked.not_checked == ["AUDIT=True", "SUNSPOT_USE_GPU=true, because torch sees no GPU here"]
 
 
 def test_weights_that_change_before_the_optimizers_step_are_named(

@@ -828,7 +828,7 @@ def test_a_directory_that_refuses_is_reported_once_and_training_continues(
     assert newest(run).step == 4
     failed, regained = events()
     assert (failed["event"], failed["step"], regained["event"]) == ("commit failed", 1, "commits go on")
-    fix = "free space" if number == errno.ENOSPC else "check that STORAGE_PATH can be read and written"
+    fix = "free space" if number == errno.ENOSPC else "check that SUNSPOT_STORAGE_PATH can be read and written"
     assert f"model.pt: {os.strerror(number)}; {fix}" in failed["detail"]
 
 

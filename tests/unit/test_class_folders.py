@@ -123,7 +123,9 @@ def test_folders_of_training_and_held_out_rows_are_paired_without_case(tmp_path:
 def test_a_validation_folder_beside_test_is_said_to_be_left_out(tmp_path: Path) -> None:
     location = put_files(tmp_path, "train/cat/a.png", "train/dog/a.png", "test/cat/a.png", "val/dog/a.png")
     rows, held_out = open_rows(location)
-    assert notes_on(rows, held_out) == [f"{location}: not read: val/; TEST_DATASET may name it instead of test/"]
+    assert notes_on(rows, held_out) == [
+        f"{location}: not read: val/; SUNSPOT_TEST_DATASET may name it instead of test/"
+    ]
     rows, held_out = open_rows(location, f"{location}/val")
     assert held_out
     assert held_out.where(0, 0) == f"{location}/val/dog/a.png"
@@ -148,7 +150,7 @@ def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None
     task = type("Task", (), {"predict": None})
     [data, note, steps] = make_plan(Settings(dataset=location), task).reasons
     assert "2 training rows" in data
-    assert "put them into test/ beside train/, or set TEST_DATASET" in data
+    assert "put them into test/ beside train/, or set SUNSPOT_TEST_DATASET" in data
     assert note == (
         f"{location}: not read: 8 .heic files, such as cat/0.heic; 2 files in hidden folders, such as "
         ".thumbs/a.png; 1 .txt file, such as dog/n.txt; 1 broken link or the like, such as cat/c.png; 1 file without "

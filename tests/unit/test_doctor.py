@@ -588,7 +588,9 @@ def test_a_loss_that_is_not_finite_comes_first(run: Run, sunspot: Command) -> No
     told = found["not finite"]
     assert (told["severity"], told["since"], told["checkpoint"]) == ("error", 5, good.name)
     assert told["evidence"] == "the loss is NaN or infinite since step 5; the newest step is 7"
-    assert told["advice"].startswith("it ends after 3 windows of metrics (MAX_NAN_WINDOWS); then lower LEARNING_RATE")
+    assert told["advice"].startswith(
+        "it ends after 3 windows of metrics (SUNSPOT_MAX_NAN_WINDOWS); then lower SUNSPOT_LEARNING_RATE"
+    )
     assert told["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
@@ -611,7 +613,7 @@ def test_an_old_run_with_a_nan_loss_is_told_where_to_begin(run: Run, sunspot: Co
     told = findings(sunspot)["not finite"]
     assert (told["since"], told["checkpoint"]) == (None, None)
     assert told["evidence"] == "the loss is NaN or infinite at step 7"
-    assert "with INIT_FROM set to model.pt of a checkpoint with a finite loss" in told["advice"]
+    assert "with SUNSPOT_INIT_FROM set to model.pt of a checkpoint with a finite loss" in told["advice"]
 
 
 def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
@@ -767,7 +769,7 @@ def test_a_full_disk(run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
             run.storage.write("x", b"x")
     failed(run, str(full.value))
     found = findings(sunspot)["failed"]
-    assert "STORAGE_PATH can be read and written" not in found["evidence"]
+    assert "SUNSPOT_STORAGE_PATH can be read and written" not in found["evidence"]
     assert found["advice"].startswith("free space: `sunspot checkpoints gc run`")
     record_failure(run, describe_failure(full.value, 1, 0, 7))
     assert findings(sunspot)["failed"]["advice"] == found["advice"]

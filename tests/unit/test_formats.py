@@ -309,7 +309,7 @@ def test_saved_pictures_and_class_names_are_read_as_they_are(tmp_path: Path) -> 
     (tmp_path / "dictionary").mkdir()
     (tmp_path / "saved").rename(tmp_path / "dictionary" / "all")
     (tmp_path / "dictionary" / "dataset_dict.json").write_text("{}")
-    with refusal(DataError, "saved as all; set DATASET to one such as", "/dictionary/all"):
+    with refusal(DataError, "saved as all; set SUNSPOT_DATASET to one such as", "/dictionary/all"):
         find_sources(Settings(dataset=str(tmp_path / "dictionary")))
     pq.write_table(table.set_column(1, "label", pa.array([1, 3])), tmp_path / "a.parquet")
     with refusal(DataError, "a.parquet: label 3, but its metadata names 3 classes"):

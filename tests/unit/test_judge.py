@@ -111,7 +111,7 @@ def test_other_errors_are_tried_again(control: Control, errors: list[RankError])
     assert judge({0: NameError()})
     [line] = control.said
     assert "NameError" in line or "RuntimeError" in line
-    assert line.endswith("; starting again, 2 of 3 MAX_FAILURES left")
+    assert line.endswith("; starting again, 2 of 3 SUNSPOT_MAX_FAILURES left")
 
 
 def test_a_bug_that_comes_again_at_the_same_step_ends_the_run(control: Control) -> None:
@@ -159,7 +159,7 @@ def test_an_error_of_all_ranks_that_moves_on_with_each_start_ends_the_run(
     assert fail(720, 60)
     assert not fail(780, 60)
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (MAX_FAILURES=3): all ranks ended so; `sunspot "
+        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks ended so; `sunspot "
         "check` tries the task in seconds"
     )
     assert control.channel.group_end().counts.final
@@ -213,7 +213,7 @@ def test_losses_before_a_trainer_are_forgotten_once_it_has_taken_a_step(control:
     control.tell(ControlChannel.set_counts, start.counts)
     assert start_again(control, start, 2) is None, "a third time, without a new checkpoint"
     assert FailureJudge(control, 2, outlive=True)({1: LOST})
-    assert control.heard("log")[-1].endswith("; starting again, 1 of 2 MAX_FAILURES left")
+    assert control.heard("log")[-1].endswith("; starting again, 1 of 2 SUNSPOT_MAX_FAILURES left")
 
 
 def test_a_lack_of_memory_is_known_to_the_next_trainer_if_no_worker_was_left(control: Control) -> None:
@@ -236,7 +236,7 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
         assert judge({1: LOST})
     assert not judge({1: LOST}), "no checkpoint has come since"
     what = "rank 1: lost after step 53: The actor died because its node has died"
-    assert control.said == [f"{what}; starting again, 0 of 1 MAX_FAILURES left"] * 4
+    assert control.said == [f"{what}; starting again, 0 of 1 SUNSPOT_MAX_FAILURES left"] * 4
     assert "MAX_FAILURES=1" in control.gave_up_for[0]
 
 
@@ -254,7 +254,7 @@ def test_the_loss_of_a_zone_within_a_step_does_not_end_the_workers_that_train_on
     nodes = {rank: f"node-{rank}" for rank in range(16)}
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=nodes)
     assert all(judge({rank: LOST}) for rank in range(12))
-    assert control.heard("log")[-1].endswith("; starting again, 0 of 3 MAX_FAILURES left")
+    assert control.heard("log")[-1].endswith("; starting again, 0 of 3 SUNSPOT_MAX_FAILURES left")
     control.end = replace(control.end, nodes=dict.fromkeys(range(4), "other"))
     assert judge({12: LOST, 13: LOST, 14: LOST}), "one that took the step may still live"
     assert not judge({0: LOST}), "as many were lost in one step as there were workers"
@@ -290,7 +290,7 @@ def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> 
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
     assert control.said == [
         "rank 1: no step for 300 s, after step 53 (stacks: `sunspot events --stacks`); starting again, 2 of 3 "
-        "MAX_FAILURES left"
+        "SUNSPOT_MAX_FAILURES left"
     ]
 
 
@@ -310,12 +310,12 @@ def test_groups_without_rows_are_counted_apart(control: Control) -> None:
             assert control.said[-1].startswith("rank 1: no step for 300 s, after step 53")
             assert "Ray Data brought no rows" in control.said[-1]
             assert control.said[-1].endswith(
-                f"{left} of {MAX_STARVED} such times left, and MAX_FAILURES is not charged"
+                f"{left} of {MAX_STARVED} such times left, and SUNSPOT_MAX_FAILURES is not charged"
             )
     assert not judge({0: LOST, 1: LOST})
     assert "Ray Data brought no rows" in control.gave_up_for[0]
     control.end = told([], 200)
-    assert not judge({1: LOST}), "another loss is charged, and MAX_FAILURES is 0"
+    assert not judge({1: LOST}), "another loss is charged, and SUNSPOT_MAX_FAILURES is 0"
 
 
 def test_a_copy_in_memory_that_no_group_gets_going_from_costs_no_failure(control: Control) -> None:
@@ -506,7 +506,7 @@ def test_a_worker_killed_for_memory_is_replaced_alone_where_others_outlive_it(co
         policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
         lost = WorkerGroupPollStatus({1: WorkerStatus(running=False, error=killed_for_memory())})
         assert policy.make_decision(lost.get_worker_group_error()) is FailureDecision.RETRY
-    assert control.heard("log") == [f"1 worker lost: {FIGURES}; starting again, 2 of 3 MAX_FAILURES left"]
+    assert control.heard("log") == [f"1 worker lost: {FIGURES}; starting again, 2 of 3 SUNSPOT_MAX_FAILURES left"]
 
 
 @pytest.mark.parametrize("known", ["before the next group begins", "before it takes a step", "later"])
@@ -549,7 +549,7 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
     assert not lose(40)
     assert control.channel.group_end().counts.final
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (MAX_FAILURES=3): give the workers more memory "
+        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): give the workers more memory "
         "(worker.memory in the profile), or change the task so that it needs less"
     )
 
@@ -573,7 +573,7 @@ def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Contro
         assert explain_error(end).cause is Cause.OUT_OF_MEMORY
         control.end = GroupEnd([end], Progress(1, step=step, committed=step))
         assert judge({0: error}) is (step < 30)
-    assert "lower MICRO_BATCH_SIZE" in control.gave_up_for[0]
+    assert "lower SUNSPOT_MICRO_BATCH_SIZE" in control.gave_up_for[0]
 
 
 @pytest.mark.parametrize(
@@ -624,7 +624,7 @@ def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
     assert FailureJudge(control, 3, leave_out)({1: LOST, 2: RuntimeError(), 3: LOST})
     assert asked == {"node 1": 719, "node 3": None}
     assert control.heard("add_left_out") == [["node a left out: GPU 3 cannot be used"]]
-    end = "; node a left out: GPU 3 cannot be used; starting again, 2 of 3 MAX_FAILURES left"
+    end = "; node a left out: GPU 3 cannot be used; starting again, 2 of 3 SUNSPOT_MAX_FAILURES left"
     assert control.said[0].endswith(end)
 
 

@@ -30,7 +30,7 @@ def test_workers_and_reading_fit_any_number_of_cores(cores: int, workers: int, l
 
 def test_what_leaves_no_core_for_reading_is_refused() -> None:
     settings = load_settings({"LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 1}'})
-    with pytest.raises(SettingsError, match="to LOADER=ray, which would wait"):
+    with pytest.raises(SettingsError, match="to SUNSPOT_LOADER=ray, which would wait"):
         choose_resources(settings, {"CPU": 2}, nodes=1)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 
 from sunspot.cli import VERBS, make_parser
 from sunspot.errors import SettingsError
-from sunspot.settings import PREFIX, Settings, WorkerRange, differences, load_settings
+from sunspot.settings import PREFIX, Settings, WorkerRange, describe_settings, differences, load_settings
 from sunspot.spelling import OTHER_CHECKPOINT_VERBS, OTHER_SETTINGS, OTHER_VERBS, SUBMIT_OPTIONS
 from sunspot.submitter.manifest.render import JobRequest, render
 from tests.harness import REPOSITORY
@@ -110,6 +114,52 @@ def test_a_file_as_the_task_is_answered_with_its_module(file: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"TASK": file})
     assert str(refused.value).endswith(f"SUNSPOT_TASK={file}: it takes a module, without .py: SUNSPOT_TASK=my_task")
+
+
+BARE = re.compile(rf"(?<![\w.])(?:{'|'.join(name.upper() for name in Settings.model_fields)})(?!\w)")
+
+TYPED_BARE = {
+    "settings_file.py",
+    "profile.py",
+    "arguments.py",
+    "command_arguments.py",
+    "task_file.py",
+    "absent_code.py",
+}
+"""Files whose messages show what to type where no prefix is needed."""
+
+
+def find_bare_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the texts of a module, but its docstrings, that name a setting without the prefix."""
+    nodes = [*ast.walk(tree)]
+    documentation = {
+        id(node.value)
+        for owner in nodes
+        if isinstance(owner, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        for node in owner.body
+        if isinstance(node, ast.Expr)
+    }
+    prefixed = set()
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            prefixed |= {id(after) for before, after in pairwise(node.values) if isinstance(before, ast.FormattedValue)}
+        if isinstance(node, ast.BinOp):
+            prefixed.add(id(node.right))
+    for node in nodes:
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in documentation:
+            continue
+        text = BARE.sub("", node.value, count=1) if BARE.match(node.value) and id(node) in prefixed else node.value
+        if BARE.search(text) and not BARE.fullmatch(text):
+            yield f"line {node.lineno}: {text}"
+
+
+def test_messages_and_help_name_settings_by_their_variables() -> None:
+    for path in sorted((REPOSITORY / "app").rglob("*.py")):
+        text = path.read_text()
+        if path.name not in TYPED_BARE and BARE.search(text):
+            assert [*find_bare_names(ast.parse(text))] == [], path
+    described = [f"{setting.meaning} {setting.takes}" for setting in describe_settings()]
+    assert [text for text in described if BARE.search(text)] == []
 
 
 def test_what_other_programs_say_leads_to_settings_options_and_verbs() -> None:

@@ -477,7 +477,7 @@ def below_a_file(tmp_path: Path) -> LocalStorage:
     ],
 )
 def test_local_errors_name_the_file(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
-    with pytest.raises(StorageError, match=r"/file/runs/run/a.*: Not a directory; check that STORAGE_PATH"):
+    with pytest.raises(StorageError, match=r"/file/runs/run/a.*: Not a directory; check that SUNSPOT_STORAGE_PATH"):
         act(below_a_file)
 
 

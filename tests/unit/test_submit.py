@@ -318,7 +318,7 @@ def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -
         "no permission to list pods",
         "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
         "ServiceAccount sunspot-train is not in namespace sunspot; `kubectl apply -k k8s/base`",
-        "create the bucket, or correct STORAGE_PATH",
+        "create the bucket, or correct SUNSPOT_STORAGE_PATH",
     ):
         assert part in sunspot.err
     assert writes(cluster) == []

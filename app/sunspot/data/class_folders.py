@@ -66,7 +66,7 @@ class ClassFolders:
         if len({self.class_of(name) for name in self.pictures}) == 1 and common not in folders:
             raise DataError(
                 f"{self.location}: all pictures would be of one class, {self.class_of(next(iter(self.pictures)))}; set "
-                f"DATASET to {join(self.location, common)}, which contains the class folders"
+                f"SUNSPOT_DATASET to {join(self.location, common)}, which contains the class folders"
             )
 
 
@@ -109,7 +109,7 @@ def _find_root(location: str, folders: set[str]) -> str:
     others = [name for name in outermost if name != train]
     if train and others:
         raise DataError(
-            f"{location}: {train}/ contains the class folders, but {others[0]}/ is beside it; set DATASET to "
+            f"{location}: {train}/ contains the class folders, but {others[0]}/ is beside it; set SUNSPOT_DATASET to "
             f"{join(location, train)}"
         )
     return f"{train}/" if train else ""

@@ -91,7 +91,7 @@ def list_files(location: str) -> DatasetFiles:
             _refuse_compressed([location])
             return DatasetFiles([""])
         if kind == fs.FileType.NotFound:
-            raise DataError(f"{location}: not found; set DATASET to sample, mnist, or what exists: {TAKEN}")
+            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or what exists: {TAKEN}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
@@ -99,7 +99,8 @@ def list_files(location: str) -> DatasetFiles:
         return DatasetFiles(_list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES)))
     if DICTIONARY in names:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE)})
-        raise DataError(f"{location}: saved as {', '.join(splits)}; set DATASET to one such as {location}/{splits[0]}")
+        fix = f"set SUNSPOT_DATASET to one such as {location}/{splits[0]}"
+        raise DataError(f"{location}: saved as {', '.join(splits)}; {fix}")
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     if kinds["Parquet"]:
         refuse_mixed_splits(location, kinds["Parquet"])
@@ -119,7 +120,7 @@ def list_files(location: str) -> DatasetFiles:
         outside = f" ({picture} is not in one)" if picture else ""
         raise DataError(
             f"{location}: no *.parquet, *.csv or *.jsonl in it (names that begin with '_' or '.' are skipped), and no "
-            f"folders of pictures{outside}; DATASET takes {TAKEN}"
+            f"folders of pictures{outside}; SUNSPOT_DATASET takes {TAKEN}"
         )
     [chosen] = found
     if chosen == "pictures":
@@ -255,13 +256,13 @@ def parquet_errors(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: not found; check DATASET and TEST_DATASET") from error
+        raise DataError(f"{path}: not found; check SUNSPOT_DATASET and SUNSPOT_TEST_DATASET") from error
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
         if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in OF_CLIENTS)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
         kind = _kind_of(path)
         known = kind or path.endswith(".arrow")
-        also = "" if known else f"; DATASET takes {TAKEN}"
+        also = "" if known else f"; SUNSPOT_DATASET takes {TAKEN}"
         raise DataError(f"{path}: not a {kind or 'Parquet'} file, or damaged: {shorten(error)}{also}") from error
 
 
@@ -286,7 +287,9 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
         return fs.LocalFileSystem(), location
     scheme, _, path = location.partition("://")
     if scheme not in CLIENTS or not path:
-        raise DataError(f"{location}: set DATASET to a local path or to s3://bucket/prefix, gs://... or az://...")
+        raise DataError(
+            f"{location}: set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, gs://... or az://..."
+        )
     connect, names = CLIENTS[scheme]
     return connect(*(os.environ.get(name, "") for name in names)), path
 

@@ -58,8 +58,8 @@ def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] =
                 shown = [f"{path.rpartition('/')[2]}{'/' * (path in children or path in classes)}" for path in both]
                 raise DataError(
                     f"{location}{'/' * bool(folder)}{folder}: has {' and '.join(shown)}, and both would be trained on; "
-                    f"set DATASET to {location}/{both[0]} and TEST_DATASET to {location}/{both[1]}, or move the rows "
-                    "of each into a folder train/ or test/"
+                    f"set SUNSPOT_DATASET to {location}/{both[0]} and SUNSPOT_TEST_DATASET to {location}/{both[1]}, or "
+                    "move the rows of each into a folder train/ or test/"
                 )
 
 

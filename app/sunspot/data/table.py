@@ -231,8 +231,8 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
     if not pair:
         return SplitLocations(train, "", ())
     unread = ", ".join(f"{name}/" for name in pair.others)
-    notes = (f"{location}: not read: {unread}; TEST_DATASET may name it instead of {pair.test}/",) if unread else ()
-    return SplitLocations(train, join(location, pair.test), notes)
+    note = f"{location}: not read: {unread}; SUNSPOT_TEST_DATASET may name it instead of {pair.test}/"
+    return SplitLocations(train, join(location, pair.test), (note,) if unread else ())
 
 
 def check_training_rows(train: TableSource, locations: SplitLocations) -> TableSource:

@@ -181,31 +181,31 @@ class FailureJudge:
         if times > max(self._max, 1):
             row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
             fix = advise_memory(end.errors) if short else f"all ranks ended so; {CHECK}"
-            return False, f"; {row} (MAX_FAILURES={self._max}): {fix}", replace(counts, final=True)
+            return False, f"; {row} (SUNSPOT_MAX_FAILURES={self._max}): {fix}", replace(counts, final=True)
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             counts = replace(counts, starved=counts.starved + 1)
             if counts.starved > MAX_STARVED:
                 since = f"since {MAX_STARVED} groups before got none either"
                 return False, f". {BRING_ROWS}; no new checkpoint {since}", counts
             left = f"{MAX_STARVED - counts.starved} of {MAX_STARVED} such times left"
-            return True, f". {BRING_ROWS}; starting again, {left}, and MAX_FAILURES is not charged", counts
+            return True, f". {BRING_ROWS}; starting again, {left}, and SUNSPOT_MAX_FAILURES is not charged", counts
         stepless = bool(end.errors) and all(one.from_memory and not one.taken for one in end.errors)
         if stepless and not lost and counts.restores < RESTORES:
             counts = replace(counts, restores=counts.restores + 1)
             whence = "once more from that copy" if counts.restores < RESTORES else "from storage"
             return True, f"; it came to no step from a copy in memory, so another starts {whence}, at no charge", counts
         if alone and not lost:
-            why = "; MAX_FAILURES is not charged for replacements that could not train, and others start"
+            why = "; SUNSPOT_MAX_FAILURES is not charged for replacements that could not train, and others start"
             return True, why, counts
         counts = replace(counts, charged=counts.charged + 1)
         if alone:
             counts = replace(counts, lost=counts.lost + lost, workers=counts.workers or len(end.nodes))
         some_left = self._max > 0 and counts.lost < counts.workers
         if counts.charged > self._max and not (alone and some_left):
-            since = f"since the MAX_FAILURES={self._max} losses before"
+            since = f"since the SUNSPOT_MAX_FAILURES={self._max} losses before"
             return False, f"; no new {'step' if alone else 'checkpoint'} {since}", counts
         remaining = max(0, self._max - counts.charged)
-        return True, f"; starting again, {remaining} of {self._max} MAX_FAILURES left", counts
+        return True, f"; starting again, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
         """Leave out the nodes whose GPU is broken; returns whether another group starts, and what to say."""

@@ -58,5 +58,5 @@ def find_short_of_memory(errors: Mapping[int, Exception], told: list[RankError])
 def advise_memory(told: list[RankError]) -> str:
     """Return advice for a run whose processes run out of memory; `told` are the errors that ranks have reported."""
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
-        return "lower MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
+        return "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
     return "give the workers more memory (worker.memory in the profile), or change the task so that it needs less"

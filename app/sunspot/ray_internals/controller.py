@@ -170,7 +170,8 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
 
         own = data_parallel_trainer.create_failure_policy
     except (ImportError, AttributeError) as error:
-        warn_once(log, f"MAX_FAILURES counts all failures of a start, whatever came of it in between: {shorten(error)}")
+        counted = "SUNSPOT_MAX_FAILURES counts all failures of a start, whatever came of it in between"
+        warn_once(log, f"{counted}: {shorten(error)}")
         yield
         return
 

@@ -26,7 +26,7 @@ def describe(run: Run, report: Report) -> Iterator[str]:
     rows = [["", "newest", f"best: {by}"], *_compare(newest, best)]
     if best is None:
         known = ", ".join(sorted(newest.metrics))
-        yield f"  warning: CHECKPOINT_METRIC={metric} is not among {known}; the newest were kept"
+        yield f"  warning: SUNSPOT_CHECKPOINT_METRIC={metric} is not among {known}; the newest were kept"
     if best is None or best.name == newest.name:
         rows = [row[:2] for row in rows]
         rows[0][1] += "" if best is None else f", and best: {by}"

@@ -111,7 +111,7 @@ HUNG = "hung"
 BRING_ROWS = (
     "Ray Data brought no rows: the pods that read them are gone or busy, or its object store is full (see `kubectl get "
     "pods` and the dashboard); what helps is CPUs that are not reclaimed (data_workers in the profile), or a longer "
-    "HANG_TIMEOUT_S"
+    "SUNSPOT_HANG_TIMEOUT_S"
 )
 """Why ranks got no rows, and what helps."""
 

@@ -32,7 +32,7 @@ class AzureStorage(Bucket):
 
     SCHEME = "az"
     FIXES: ClassVar[dict[str, str]] = {
-        "ContainerNotFound": "create the container, or correct STORAGE_PATH",
+        "ContainerNotFound": "create the container, or correct SUNSPOT_STORAGE_PATH",
         "AuthorizationPermissionMismatch": "give the identity the role Storage Blob Data Contributor on the container",
         "AuthorizationFailure": "allow this network in the storage account's firewall, and the identity the role "
         "Storage Blob Data Contributor",

@@ -53,7 +53,7 @@ class GoogleStorage(Bucket):
 
     SCHEME = "gs"
     FIXES: ClassVar[dict[str, str]] = {
-        "NotFound": "create the bucket, or correct STORAGE_PATH",
+        "NotFound": "create the bucket, or correct SUNSPOT_STORAGE_PATH",
         "Forbidden": "give the identity the role Storage Object User (roles/storage.objectUser) on the bucket",
         "Unauthorized": "renew the credentials: gcloud auth application-default login, or check Workload Identity",
         "DefaultCredentialsError": "run gcloud auth application-default login, or bind the pod's service account by "

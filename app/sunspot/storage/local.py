@@ -420,7 +420,7 @@ def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_
 
 
 def _as_storage_error(error: OSError, location: str) -> StorageError:
-    fix = "check that STORAGE_PATH can be read and written"
+    fix = "check that SUNSPOT_STORAGE_PATH can be read and written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free space: `sunspot checkpoints gc RUN` shows what of a run is of no use"
     kind = RefusedStorageError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError

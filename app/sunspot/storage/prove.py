@@ -77,10 +77,12 @@ def prove(storage: Storage, prefix: str) -> None:
         storage.delete(key)
     if not created or not found:
         raise StorageError(
-            f"{storage.locate(key)}: written, but not found again; check that STORAGE_PATH is one consistent store"
+            f"{storage.locate(key)}: written, but not found again; "
+            "check that SUNSPOT_STORAGE_PATH is one consistent store"
         )
     if storage.exists(key):
-        raise StorageError(f"{storage.locate(key)}: deleted, but still there; allow deleting below STORAGE_PATH")
+        fix = "allow deleting below SUNSPOT_STORAGE_PATH"
+        raise StorageError(f"{storage.locate(key)}: deleted, but still there; {fix}")
     if again:
         raise RefusedStorageError(
             f"{storage.locate(key)}: created twice; this store ignores 'If-None-Match: *', without which two "

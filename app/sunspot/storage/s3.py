@@ -47,7 +47,7 @@ class S3Storage(Bucket):
 
     SCHEME = "s3"
     FIXES: ClassVar[dict[str, str]] = {
-        "NoSuchBucket": "create the bucket, or correct STORAGE_PATH",
+        "NoSuchBucket": "create the bucket, or correct SUNSPOT_STORAGE_PATH",
         "AccessDenied": "allow s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject, s3:DeleteObject and "
         "s3:AbortMultipartUpload on its objects",
         "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID",

@@ -348,8 +348,8 @@ def describe_new_length(learner: Learner, step: int, before: int) -> str:
     for was, will in zip(old, new, strict=True):
         if not math.isclose(was["lr"], will["lr"]):
             return (
-                f"{now} steps by EPOCHS and MAX_STEPS, {before} before: the learning rate goes on at {will['lr']:.3g}, "
-                f"not at {was['lr']:.3g}"
+                f"{now} steps by SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS, {before} before: "
+                f"the learning rate goes on at {will['lr']:.3g}, not at {was['lr']:.3g}"
             )
     return ""
 

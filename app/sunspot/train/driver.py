@@ -157,7 +157,7 @@ def train(
     checkpoint = origin.checkpoint
     if checkpoint and checkpoint.completes(plan.total_steps, patience):
         if checkpoint.step >= plan.total_steps:
-            print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
+            print(f"  already finished at step {checkpoint.step}; more SUNSPOT_EPOCHS would train it further")
         return finish(checkpoint)
     for reason in plan.reasons:
         print(f"  {reason}")

@@ -133,7 +133,7 @@ def check(settings: Settings) -> Check:
     left_out = [name for name, instead in NOT_CHECKED.items() if getattr(settings, name) != instead]
     checked = Check(settings.task, [f"{name.upper()}={getattr(settings, name)}" for name in left_out])
     if settings.use_gpu == "true" and not torch.cuda.is_available():
-        checked.not_checked.append("USE_GPU=true, because torch sees no GPU here")
+        checked.not_checked.append("SUNSPOT_USE_GPU=true, because torch sees no GPU here")
     quiet_ray_train()
     os.environ.update({name: value for name, value in RAY_ENVIRONMENT.items() if name not in os.environ})
     with checked.part("import and data"):

@@ -34,7 +34,7 @@ def train(worker: Worker) -> None:
     if run.position < run.total_steps and not run.stopped:
         raise SettingsError(
             f"{PREFIX}TASK={run.settings.task}: its Trainer ended at step {run.position} of {run.total_steps}, as a "
-            f"callback of its own does; {PREFIX}MAX_STEPS, EPOCHS and EARLY_STOP_EVALUATIONS end a run"
+            f"callback of its own does; {PREFIX}MAX_STEPS, SUNSPOT_EPOCHS and SUNSPOT_EARLY_STOP_EVALUATIONS end a run"
         )
 
 

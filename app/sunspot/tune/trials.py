@@ -106,7 +106,7 @@ def allocate(trials: tuple[Settings, ...], cluster: dict[str, float], nodes: int
     each = ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.per_worker.items()))
     reason = f"{at_once} at a time, each with {plural(workers, 'worker')} of {each}"
     if at_once < min(wanted, len(trials)):
-        reason += f" (no room for CONCURRENT_TRIALS={wanted})"
+        reason += f" (no room for SUNSPOT_CONCURRENT_TRIALS={wanted})"
     return at_once, tuple(trial.model_copy(update=given) for trial in trials), reason
 
 

@@ -148,7 +148,7 @@ def explain_refusal(error: ClusterError) -> str:
     if "workload slicing" not in str(error):
         return str(error)
     needs = "Kueue 0.18 or later (or its feature gate ElasticJobsViaWorkloadSlices)"
-    advice = "give NUM_WORKERS one number, or leave the queue out"
+    advice = "give SUNSPOT_NUM_WORKERS one number, or leave the queue out"
     return f"{error}. A number of pods that changes needs {needs}: {advice}"
 
 

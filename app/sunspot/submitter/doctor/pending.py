@@ -76,7 +76,7 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
         advice = "whoever set it has to take it back"
         if job.queue:
             evidence = f"{job.name} is suspended: the queue {job.queue} has not admitted it"
-            less = "lower NUM_WORKERS, end other runs of the queue, or have its quota raised"
+            less = "lower SUNSPOT_NUM_WORKERS, end other runs of the queue, or have its quota raised"
             advice = f"kubectl describe workload says what it waits for; {less}"
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 

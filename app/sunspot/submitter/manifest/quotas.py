@@ -16,7 +16,7 @@ from sunspot.submitter.manifest.requirements import Pod, PodSet, pod_sets, reque
 CPU_LIMIT = "set cpu_limit of head, worker and data_workers in the profile"
 """Fix for a quota that counts CPU limits, and for a default limit below the request."""
 
-ASK_FOR_LESS = "ask for less (NUM_WORKERS, or what each pod gets in the profile)"
+ASK_FOR_LESS = "ask for less (SUNSPOT_NUM_WORKERS, or what each pod gets in the profile)"
 
 JOBS = "count/rayjobs.ray.io"
 

@@ -483,7 +483,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         most = shape.data.max
         add("data pods", f"{shape.data.min}..{most}", source(most, "data_workers", "max"))
     elif profile.data_workers:
-        add("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods")
+        add("data pods", "none", "only SUNSPOT_LOADER=ray with GPUs reads beside the training pods")
     return found
 
 

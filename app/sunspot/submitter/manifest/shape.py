@@ -144,6 +144,6 @@ def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
     if cpu * per_pod > shape.cpus:
         problems.append(f"{asked}: a pod has {shape.cpus} CPUs for {per_pod}; ask for fewer, or raise worker.cpu")
     elif settings.loader == "ray" and (cpu <= 0 or (not shape.data and shape.cpus - cpu * per_pod < 1)):
-        needs = f"of a pod's {shape.cpus} CPUs, LOADER=ray needs one to read with"
+        needs = f"of a pod's {shape.cpus} CPUs, SUNSPOT_LOADER=ray needs one to read with"
         problems.append(f"{asked}: {needs}; ask for fewer, or raise worker.cpu")
     return problems

@@ -37,7 +37,9 @@ LOW_GOODPUT = 0.8
 """Below this, incidents cost more than a start does."""
 
 PREVENTION = {
-    Cause.HUNG: "look at the call in which the ranks hung (--stacks); a lower HANG_TIMEOUT_S ends a hang sooner",
+    Cause.HUNG: (
+        "look at the call in which the ranks hung (--stacks); a lower SUNSPOT_HANG_TIMEOUT_S ends a hang sooner"
+    ),
     Cause.NO_ROWS: BRING_ROWS,
     Cause.OUT_OF_MEMORY: "give the workers enough memory (worker.memory in the profile)",
     Cause.WORKER_FAILED: "fix the error that ends the workers",
@@ -128,7 +130,8 @@ def find_slow(case: Case) -> Iterator[Finding]:
     yield from _straggler(case, speed)
     if speed.data_share >= DATA_SHARE:
         wait_s = statistics.median(speed.waits)
-        rows = "LOADER=torch, where the rows fit into memory" if case.setting("loader") == "ray" else "LOADER=ray"
+        streamed = case.setting("loader") == "ray"
+        rows = "SUNSPOT_LOADER=torch, where the rows fit into memory" if streamed else "SUNSPOT_LOADER=ray"
         of_step = f"{in_ms(wait_s)} of {in_ms(speed.step_s)}"
         evidence = f"{speed.data_share:.0%} of the step time all ranks wait for rows: {of_step}"
         cpus = "more CPUs that read (data_workers, or worker.cpu in the profile)"
@@ -275,7 +278,7 @@ def _prevent(cause: Cause, replayed: int) -> str:
         return PREVENTION[cause]
     if replayed:
         again = f"{plural(replayed, 'step')} taken again"
-        return f"{again}: more frequent checkpoints or a higher SNAPSHOT_COST reduce that"
+        return f"{again}: more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST reduce that"
     return "more stable nodes, or fewer that are reclaimed at once, help"
 
 

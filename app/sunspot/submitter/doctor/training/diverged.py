@@ -9,7 +9,7 @@ from sunspot.run.checkpoints import Checkpoint
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
-MEND = "lower LEARNING_RATE, set CLIP_NORM, or check the rows of the steps before"
+MEND = "lower SUNSPOT_LEARNING_RATE, set SUNSPOT_CLIP_NORM, or check the rows of the steps before"
 
 
 def find_not_finite(case: Case) -> Iterator[Finding]:
@@ -38,14 +38,14 @@ def _advise(case: Case, good: Checkpoint | None) -> str:
     if case.state.terminal:
         first = ""
     elif limit:
-        first = f"it ends after {limit:.0f} windows of metrics (MAX_NAN_WINDOWS); then "
+        first = f"it ends after {limit:.0f} windows of metrics (SUNSPOT_MAX_NAN_WINDOWS); then "
     else:
-        first = "stop it, because it never ends by itself (MAX_NAN_WINDOWS=0); then "
+        first = "stop it, because it never ends by itself (SUNSPOT_MAX_NAN_WINDOWS=0); then "
     if good and limit:
         then = f"start it again: it resumes from step {good.step}, {good.name}"
     else:
         finite = f"a checkpoint with a finite loss, if `sunspot checkpoints ls {name}` shows one"
-        then = f"begin a run of another name, with INIT_FROM set to model.pt of {finite}"
+        then = f"begin a run of another name, with SUNSPOT_INIT_FROM set to model.pt of {finite}"
     return f"{first}{MEND}, and {then}"
 
 

@@ -70,9 +70,9 @@ def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> F
     mend = advise_full(case, first.message) or "mend what it names"
     advice = f"{mend}; then start the run again{_where_it_goes_on(case)}"
     if "OutOfMemory" in first.type or "out of memory" in first.message:
-        advice = "lower MICRO_BATCH_SIZE, which leaves the result as it is, or give the workers more memory"
+        advice = "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or give the workers more memory"
     elif severity is not Severity.ERROR:
-        advice = f"its workers were started again; {mend}, as MAX_FAILURES is counted down"
+        advice = f"its workers were started again; {mend}, as SUNSPOT_MAX_FAILURES is counted down"
     details = {
         "type": first.type,
         "message": first.message,
@@ -142,7 +142,8 @@ def find_stall(case: Case) -> Iterator[Finding]:
         waited_s = case.now - max(status.heartbeat or 0.0, status.began or status.time)  # they may have trained before
         severity, advice = Severity.NOTE, "wait: Ray places the workers, and these import and read"
         if waited_s > FIRST_STEP_S:
-            severity, advice = Severity.WARNING, "Ray finds no room for the workers: compare NUM_WORKERS with the pods"
+            severity = Severity.WARNING
+            advice = "Ray finds no room for the workers: compare SUNSPOT_NUM_WORKERS with the pods"
         evidence = f"{case.reason}, for {in_words(waited_s)}"
         yield Finding(Diagnosis.STARTING, severity, evidence, advice, {"waited_s": round(waited_s)})
         return
@@ -156,10 +157,10 @@ def find_stall(case: Case) -> Iterator[Finding]:
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
         evidence = f"no step for {in_words(still_s)}, after step {status.step} or a little later{usual}"
         rows = ", or for Ray Data, whose reading pods are gone or pending" if case.setting("loader") == "ray" else ""
-        then = "HANG_TIMEOUT_S is 0, so nothing ends that; stop the run, and set it"
+        then = "SUNSPOT_HANG_TIMEOUT_S is 0, so nothing ends that; stop the run, and set it"
         if timeout_s:
             then = f"when none goes on for {timeout_s:.0f} s, all leave their stacks, and those that hang are replaced"
-            then += " (HANG_TIMEOUT_S)"
+            then += " (SUNSPOT_HANG_TIMEOUT_S)"
         advice = f"it may wait for storage{rows}; otherwise a rank hangs: {then}"
         details = {"still_s": round(still_s), "step": status.step, "hang_timeout_s": timeout_s}
         yield Finding(Diagnosis.NO_STEP, Severity.ERROR, evidence, advice, details, cost=0.8)

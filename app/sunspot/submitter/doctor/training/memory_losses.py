@@ -12,7 +12,10 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 FIGURES = re.compile(r"(?P<used>[\d.]+) of (?P<limit>[\d.]+) GiB in use")
 """Matches the figures in a run's record of such a loss (sunspot/elastic/out_of_memory.py)."""
 
-LESS = "save memory: a lower MICRO_BATCH_SIZE, fewer processes that load data, or SNAPSHOT_COST=0 (no copies)"
+LESS = (
+    "save memory: a lower SUNSPOT_MICRO_BATCH_SIZE, fewer processes that load data, or SUNSPOT_SNAPSHOT_COST=0 (no "
+    "copies)"
+)
 
 
 def find_out_of_memory(case: Case) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ def find_storage(case: Case) -> Iterator[Finding]:
         evidence += str(failed[-1].get("detail", ""))
         patience_s = case.number("storage_timeout_s")
         advice = advise_full(case, evidence) or "mend the storage"
-        advice += f", within {patience_s:.0f} s (STORAGE_TIMEOUT_S), or the run ends"
+        advice += f", within {patience_s:.0f} s (SUNSPOT_STORAGE_TIMEOUT_S), or the run ends"
         yield Finding(Diagnosis.STORAGE, Severity.WARNING, cut(evidence), advice, {"tries": len(failed)}, cost=0.5)
     every_s = case.number("checkpoint_every_s")
     age_s = case.now - max(committed, newest.time)
