@@ -19,7 +19,7 @@ def find_module(path: str) -> tuple[str, str]:
     The module of a file in a package has the package's name, too. Raises `SettingsError` if there is no such file, or
     if an import would not find it.
     """
-    file = Path(path).expanduser().absolute()
+    file = Path(os.path.abspath(os.path.expanduser(path)))
     if not file.is_file():
         raise SettingsError(f"{path}: no such file; give the path of the task's file, or its module as TASK=MODULE")
     names = [] if file.stem == "__init__" else [file.stem]
@@ -29,18 +29,18 @@ def find_module(path: str) -> tuple[str, str]:
         folder = folder.parent
     if wrong := [name for name in names if not name.isidentifier()]:
         raise SettingsError(f"{path}: {wrong[0]!r} cannot be imported; rename it to letters, digits and '_'")
-    if folder == Path.cwd():
+    if folder.samefile("."):
         return ".".join(names), ""
     first = Path(names[0])
     if first.with_suffix(SUFFIX).exists() or (first / "__init__.py").exists():
         raise SettingsError(
-            f"{path}: the {first} of this folder would be imported instead; rename one, or run the command in {folder}"
+            f"{path}: {first} in this folder would be imported instead; rename one, or run the command in {folder}"
         )
     return ".".join(names), str(folder)
 
 
 def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variable that lets processes of an environment import from a folder, too; none for an empty one."""
+    """Return the PYTHONPATH of an environment with a folder before the others; no variable if the folder is empty."""
     before = environment.get(PATH)
     return {PATH: f"{folder}{os.pathsep}{before}" if before else folder} if folder else {}
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sunspot.cli import make_parser
 from sunspot.data.source import ModelData
 from sunspot.elastic.restore import choose_init
 from sunspot.errors import DamageError, NotFoundError, SettingsError
@@ -86,6 +87,21 @@ def test_the_readers_own_task_is_imported(
     with pytest.raises(SettingsError, match=f"SUNSPOT_TASK={module}: .* does not define build_model"):
         Classifier("run", storage=run.storage.locate(""), task=own if named_by == "option" else "")
     assert Path("ran").exists()
+
+
+@pytest.mark.parametrize("named_by", ["option", "environment"])
+def test_the_command_takes_the_task_by_its_file(
+    run: Run, module: str, named_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(run, {"settings": settings_with(module), "data": DATA})
+    words = ["predict", "run", f"{module}.py", "--storage", run.storage.locate("")]
+    if named_by == "option":
+        words += ["--task", f"{module}.py"]
+    else:
+        monkeypatch.setenv("SUNSPOT_TASK", f"{module}.py")
+    arguments = make_parser().parse_args(words)
+    with pytest.raises(SettingsError, match=f"SUNSPOT_TASK={module}: .* does not define build_model"):
+        arguments.begin(arguments)
 
 
 def test_a_file_in_another_folder_is_found_here_and_in_child_processes(

@@ -14,6 +14,7 @@ from sunspot.formatting import columns, visible
 from sunspot.log import print_logs
 from sunspot.predict.command_arguments import add_arguments, refuse_wrong
 from sunspot.settings import load_settings
+from sunspot.settings_file import find_task
 
 if TYPE_CHECKING:
     from sunspot.predict.classifier import Classifier
@@ -41,7 +42,8 @@ def main() -> int:
 def predict(arguments: argparse.Namespace) -> None:
     """Predict files, or a dataset; print a table or, with --json, one document."""
     refuse_wrong(arguments)
-    given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset}
+    task = find_task(arguments.task)
+    given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}
     settings = load_settings({name: value for name, value in given.items() if value})
 
     from sunspot.plan import with_absolute_paths
@@ -54,20 +56,20 @@ def predict(arguments: argparse.Namespace) -> None:
         from sunspot.predict.classifier import answer_prompts, open_checkpoint
 
         show = show_answers
-        model = open_checkpoint(*chosen, arguments.task)
+        model = open_checkpoint(*chosen, task)
         result = answer_prompts(model, arguments.prompt, arguments.tokens, settings.use_gpu)
     elif arguments.output:
         from sunspot.predict.batch import predict_dataset
         from sunspot.predict.classifier import open_checkpoint
 
         show = show_summary
-        model = open_checkpoint(*chosen, arguments.task)
+        model = open_checkpoint(*chosen, task)
         result = predict_dataset(settings, model, arguments.split, arguments.output, arguments.workers)
     else:
         from sunspot.predict.classifier import Classifier
 
         show = show_table
-        classifier = Classifier(*chosen, settings.use_gpu, task=arguments.task)
+        classifier = Classifier(*chosen, settings.use_gpu, task=task)
         result = predict_files(classifier, [Path(file) for file in arguments.file])
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(show(result)))
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from sunspot.submitter.manifest.render import JobRequest
     from sunspot.submitter.runs import Target
 
-SETTING = "a setting, of those that `python -m sunspot.train --help` lists; repeatable"
-
 ROWS = 50
 """Rows of a listing, unless more are asked for: each costs a request."""
 
@@ -85,7 +83,8 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help=SETTING)
+    about = "a setting, of those that `python -m sunspot.train --help` lists; repeatable"
+    parser.add_argument("--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help=about)
 
 
 def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
