@@ -77,13 +77,13 @@ def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None
     [
         ("--epoch", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("SUNSPOT_EPOCHS=3", "did you mean the environment variable SUNSPOT_EPOCHS?"),
-        ("--num_epochs=3", "did you mean the environment variable SUNSPOT_EPOCHS?"),
+        ("LR=0.1", "did you mean the environment variable SUNSPOT_LEARNING_RATE?"),
         ("xyz", "`python -m sunspot.some --help` lists what there is"),
     ],
 )
 def test_a_setting_given_as_an_argument_is_named(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        CommandParser("sunspot.some", "", ["epochs"]).parse([word])
+        CommandParser("sunspot.some", "", ["epochs", "learning_rate"]).parse([word])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {word}: no such argument; {hint}\n"
 
