@@ -159,8 +159,8 @@ def test_an_error_of_all_ranks_that_moves_on_with_each_start_ends_the_run(
     assert fail(720, 60)
     assert not fail(780, 60)
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks ended so; `sunspot "
-        "check` tries the task in seconds"
+        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks ended so; "
+        "`sunspot check` tries the task in seconds"
     )
     assert control.channel.group_end().counts.final
 
@@ -549,8 +549,8 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
     assert not lose(40)
     assert control.channel.group_end().counts.final
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): give the workers more memory "
-        "(worker.memory in the profile), or change the task so that it needs less"
+        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): give the workers more "
+        "memory (worker.memory in the profile), or change the task so that it needs less"
     )
 
 
