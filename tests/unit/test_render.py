@@ -1253,12 +1253,12 @@ def sunspot(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, 
 def test_render_prints_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = sunspot(capsys)
     assert (code, out, err) == (0, (GOLDEN / "kind.yaml").read_text(), "")
-    words = ["--profile", "gke-spot", "--run", "mine", "--storage", "s3://b/p", "--set", "EPOCHS=3", "--image", IMAGE]
+    words = ["--profile", "gke-spot", "--run", "mine", "--storage", "gs://b/p", "--set", "EPOCHS=3", "--image", IMAGE]
     words += ["--set", "SUNSPOT_TASK_ARGS={}", "--namespace", "other", "--queue", "q", "--generation", "2", "--json"]
     code, out, err = sunspot(capsys, *words)
     expected = render(
         "gke-spot",
-        {"RUN_NAME": "mine", "STORAGE_PATH": "s3://b/p", "EPOCHS": "3", "TASK_ARGS": "{}"},
+        {"RUN_NAME": "mine", "STORAGE_PATH": "gs://b/p", "EPOCHS": "3", "TASK_ARGS": "{}"},
         image=IMAGE,
         namespace="other",
         queue="q",
@@ -1266,6 +1266,28 @@ def test_render_prints_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert (code, json.loads(out), err) == (0, expected.manifest, "")
     assert "clusterSelector" in sunspot(capsys, "--cluster", "shared")[1]
+
+
+@pytest.mark.parametrize(
+    ("profile", "storage", "own"),
+    [
+        ("gke-spot", "s3://b/runs", "gs://b/runs"),
+        ("gke-a3-8gpu", "az://b/runs", "gs://b/runs"),
+        ("eks-spot", "gs://b/runs", "s3://b/runs"),
+        ("aks-spot", "s3://b/runs", "az://b/runs"),
+    ],
+)
+def test_render_warns_of_storage_that_the_pods_have_no_credentials_for(
+    profile: str, storage: str, own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--run", "mine", "--image", IMAGE]
+    code, _, err = sunspot(capsys, "--profile", profile, *words, "--storage", storage)
+    assert code == 0
+    assert err.startswith(f"{storage} is ")
+    assert f"; set STORAGE_PATH to {own}, or name the Secret with keys: `env_from_secrets: [NAME]`" in err
+    assert sunspot(capsys, "--profile", profile, *words, "--storage", own)[2] == ""
+    with_keys = own_profile(tmp_path, f"extends: {profile}\nenv_from_secrets: [sunspot-storage]")
+    assert sunspot(capsys, "--profile", with_keys, *words, "--storage", storage)[2] == ""
 
 
 def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
     from sunspot.submitter.manifest.absent_code import find_absent
+    from sunspot.submitter.manifest.foreign_storage import find_foreign_storage
     from sunspot.submitter.manifest.gpu_nodes import find_split_nodes
     from sunspot.submitter.manifest.render import render, write_directory
 
@@ -27,6 +28,8 @@ def run(args: argparse.Namespace) -> None:
         warn("; ".join(split))
     for text in find_absent(rendered):
         warn(f"warning: {text}")
+    for problem in find_foreign_storage(rendered.manifest):
+        warn(problem)
     if args.output is not None:
         for path in write_directory(rendered, args.output):
             warn(f"wrote {path}")

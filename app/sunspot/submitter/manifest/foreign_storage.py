@@ -1,0 +1,45 @@
+"""Storage of a cloud other than the nodes', for which the pods get no keys. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sunspot.submitter.manifest.pods import head_group, ray_container
+from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
+
+CLOUDS = {
+    "cloud.google.com/": ("gs", "Google's"),
+    "eks.amazonaws.com/": ("s3", "AWS's"),
+    "karpenter.k8s.aws/": ("s3", "AWS's"),
+    "kubernetes.azure.com/": ("az", "Azure's"),
+}
+"""Scheme of a cloud's own storage, and whose nodes they are, by the prefix of labels that only these nodes have."""
+
+SCHEMES = {"gs": "Google's storage", "s3": "S3", "az": "Azure's storage", "abfs": "Azure's storage"}
+"""Storage that needs credentials, by its scheme."""
+
+
+def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Find storage that the pods' identity does not open, with two ways to mend that.
+
+    Pods without a Secret have only the identity that the cloud of their nodes gives them, and that opens only the
+    storage of this cloud.
+    """
+    path = settings_of(manifest).get(STORAGE_PATH, "")
+    scheme, separator, place = path.partition("://")
+    cluster = manifest["spec"].get("rayClusterSpec")
+    if not separator or not cluster or _has_secrets(ray_container(head_group(manifest))):
+        return
+    pods = [group["template"]["spec"] for group in cluster["workerGroupSpecs"]]
+    labels = [label for pod in pods for label in pod.get("nodeSelector", {})]
+    for own, whose in {cloud for prefix, cloud in CLOUDS.items() for label in labels if label.startswith(prefix)}:
+        if SCHEMES[scheme] != SCHEMES[own]:
+            yield (
+                f"{path} is {SCHEMES[scheme]}, which the identity of pods on {whose} nodes does not open; set "
+                f"STORAGE_PATH to {own}://{place}, or name the Secret with keys: `env_from_secrets: [NAME]`"
+            )
+
+
+def _has_secrets(container: Mapping[str, Any]) -> bool:
+    """Return True if a container gets variables from a Secret."""
+    entries = container.get("env", ())
+    return bool(container.get("envFrom")) or any("secretKeyRef" in entry.get("valueFrom", {}) for entry in entries)
