@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from scripts.docs import pages
+from sunspot.cli import main, make_parser
 from sunspot.settings import PREFIX, Settings
 from tests.harness import REPOSITORY
+from tests.harness.documentation import find_commands, find_example
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
@@ -59,6 +62,33 @@ def test_files_modules_and_functions_are_there(page: Path) -> None:
 def test_settings_are_settings(page: Path) -> None:
     for name in re.findall(rf"{PREFIX}([A-Z_]*[A-Z])\b", page.read_text()):
         assert name.lower() in Settings.model_fields, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_spell_settings_without_the_prefix(page: Path) -> None:
+    own = set(" ".join(re.findall(r"OWN = (.*)", (REPOSITORY / "Makefile").read_text())).split())
+    for command in re.findall(r"\bmake (?:train|tune|submit|render)\b[^`\n]*|--set [^`\s]+", page.read_text()):
+        for name in re.findall(r"(?<= )([A-Z_]+)=", command):
+            assert name in own or name.lower() in Settings.model_fields, command
+
+
+def test_no_page_names_a_repository_that_is_not_there() -> None:
+    for page in PAGES:
+        assert "github.com/sunspot-train" not in page.read_text(), page
+
+
+@pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
+def test_the_steps_of_a_cloud_end_with_a_run(cloud: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / f"{cloud}.yaml"
+    profile.write_text(find_example("yaml", f"# {cloud}.yaml"))
+    assert profile.read_text().count("\n") <= 5
+    with pytest.raises(SystemExit) as ended:
+        main(["render", "--profile", str(profile), "--run", "digits"])
+    assert (ended.value.code, capsys.readouterr().err) == (0, "")
+    commands = [shlex.split(line) for line in find_commands("sh clouds") if line.startswith(".venv/bin/sunspot ")]
+    assert {words[1] for words in commands} >= {"doctor", "wait"}
+    for words in commands:
+        make_parser().parse_args(words[1:])
 
 
 def test_messages_are_those_of_the_program() -> None:
