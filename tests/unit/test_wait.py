@@ -21,14 +21,15 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import request_stop
-from sunspot.run.status import RunState
+from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
+from sunspot.submitter.cluster.state import StoragePart
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, submitted, timestamp
-from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
+from tests.harness.runs import age, begin, commit, report, set_status, start, write_receipt
 
 JOB = "run-1"
 
@@ -133,6 +134,31 @@ def test_a_failure_is_not_believed_without_the_cluster(
 
     later(finish, pause=1.0)
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
+
+
+def test_a_line_is_printed_when_more_than_an_age_changes(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show, now = ProgressLines(run), 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def count_lines(state: RunState, reason: str, step: int = 0, later_s: float = 0.0) -> int:
+        nonlocal now
+        now += later_s
+        status = Status(state, "job", step=step, total_steps=1000)
+        show(RunSnapshot(storage=StoragePart(status)), state, reason)
+        return len(capsys.readouterr().out.splitlines())
+
+    assert count_lines(RunState.SILENT, "no sign of life since 12:00:00, 26 s ago: it is frozen") == 1
+    assert count_lines(RunState.SILENT, "no sign of life since 12:00:00, 119 s ago: it is frozen", later_s=93) == 0
+    assert count_lines(RunState.SILENT, "no sign of life since 12:00:00, 2 min ago: it is frozen", later_s=3) == 0
+    assert count_lines(RunState.RUNNING, "2 workers train", step=3) == 1
+    assert count_lines(RunState.RUNNING, "1 worker trains", step=3) == 1
+    assert count_lines(RunState.RUNNING, "1 worker trains", step=13, later_s=9) == 0
+    assert count_lines(RunState.RUNNING, "1 worker trains", step=13, later_s=1) == 1
+    assert count_lines(RunState.RUNNING, "1 worker trains", step=14, later_s=59) == 0
+    assert count_lines(RunState.RUNNING, "1 worker trains", step=14, later_s=1) == 1
+    assert count_lines(RunState.RUNNING, "1 worker trains", step=14, later_s=600) == 0, "no step was taken"
 
 
 def test_an_outage_of_the_api_server_is_waited_out(
@@ -535,7 +561,7 @@ def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, suns
 def test_status_works_when_the_cluster_is_gone(
     cluster: FakeCluster, run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
-    set_status(run, RunState.SUCCEEDED, step=10)
+    set_status(run, RunState.SUCCEEDED, step=10, owner="run-1@sunspot")
     if how == "unreachable":
         cluster.down()
     if how == "none":
@@ -543,6 +569,26 @@ def test_status_works_when_the_cluster_is_gone(
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["state"], sunspot.json["step"], sunspot.json["job"]) == ("succeeded", 10, None)
     assert ("from storage alone" in sunspot.err) == (how != "gone")
+
+
+def test_nothing_is_said_of_what_is_not_there(run: Run, sunspot: Command) -> None:
+    set_status(run, RunState.STOPPED, step=10, owner="laptop-4242-1a2b3c4d")
+    for words in (["status"], ["doctor"], ["wait"], ["resume"], ["delete", "--yes"]):
+        assert sunspot(words[0], "run", *words[1:]) == 0, sunspot.err
+        assert "cluster" not in sunspot.out + sunspot.err
+    assert sunspot("list") == 0
+    assert sunspot.err == ""
+    set_status(run, RunState.STOPPED, step=10)
+    assert sunspot("status", "walk") == 3
+    assert sunspot.err == f"error: no run walk in {run.storage.locate('').rstrip('/')}; there are run\n"
+
+
+def test_a_run_that_is_submitted_is_not_taken_for_one_of_this_machine(run: Run, sunspot: Command) -> None:
+    set_status(run, RunState.STOPPED, step=10, owner="laptop-4242-1a2b3c4d")
+    age(run, 100)
+    run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
+    assert sunspot("status", "run") == 0
+    assert "from storage alone, without the cluster: no cluster" in sunspot.err
 
 
 def test_status_works_when_storage_is_out_of_reach(

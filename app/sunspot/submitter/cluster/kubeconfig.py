@@ -29,9 +29,9 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
 
     Raises `ClusterError` when there is no such context or no credential, or no configuration at all.
     """
-    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
-    has_file = any(Path(os.path.expanduser(file)).is_file() for file in files.split(os.pathsep))
-    if not has_file and (context or not os.environ.get("KUBERNETES_SERVICE_HOST")):
+    files = _kubeconfig()
+    has_file = _has_file(files)
+    if not has_file and (context or not _is_pod()):
         advice = "set KUBECONFIG to the file that your cluster's administrator or cloud gave you"
         raise ClusterError(f"no cluster: {files} is not there; {advice}")
     import urllib3
@@ -58,6 +58,23 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
     except Exception as error:  # whatever the client's parser, and those that it calls, make of a damaged file
         unusable = f"{files} cannot be used ({type(error).__name__}: {shorten(error)})"
         raise ClusterError(f"no cluster: {unusable}; correct it: `kubectl version` must work with it, too") from error
+
+
+def is_configured() -> bool:
+    """Return True if there is a cluster to ask: a kubeconfig is there, or this runs in a pod."""
+    return _has_file(_kubeconfig()) or _is_pod()
+
+
+def _kubeconfig() -> str:
+    return os.environ.get("KUBECONFIG") or "~/.kube/config"
+
+
+def _has_file(files: str) -> bool:
+    return any(Path(os.path.expanduser(file)).is_file() for file in files.split(os.pathsep))
+
+
+def _is_pod() -> bool:
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
 
 
 def _load_context(files: str, context: str | None, configuration: Configuration) -> str:

@@ -16,6 +16,7 @@ from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
+from sunspot.submitter.cluster.kubeconfig import is_configured
 from sunspot.submitter.cluster.state import (
     JobInCluster,
     StoragePart,
@@ -27,7 +28,7 @@ from sunspot.submitter.cluster.state import (
 from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
-from sunspot.submitter.runs import Target, named_run
+from sunspot.submitter.runs import Target, describe_absence, named_run
 
 LOOK_EVERY_S = 3.0
 """Between two looks at a run that is followed."""
@@ -139,6 +140,8 @@ class RunAccess:
             except ClusterError as error:
                 seen = ClusterPart(trouble=str(error))
         storage = read_storage(self.run, next(iter(seen.jobs), None))
+        if storage.outside_clusters and not self.cluster and not is_configured():
+            seen = ClusterPart()  # there is no cluster, and the run needs none
         return RunSnapshot(self.with_gone_job(seen, storage), storage, time.time())
 
     def with_gone_job(self, seen: ClusterPart, storage: StoragePart) -> ClusterPart:
@@ -182,6 +185,8 @@ class RunAccess:
         trouble, place = snapshot.cluster.trouble, self.run.storage.locate("").rstrip("/")
         if self.cluster and trouble:
             raise ClusterError(trouble)
+        if not self.cluster and not is_configured():
+            raise NotFoundError(describe_absence(self.run))
         nor = f" (the cluster was not asked: {trouble})" if trouble else ""
         if self.cluster:
             nor = f", nor in namespace {self.cluster.namespace} of {self.cluster.server}"

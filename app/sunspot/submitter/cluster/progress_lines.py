@@ -1,5 +1,6 @@
 """Prints where a run stands, and how it goes on."""
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -7,14 +8,20 @@ from typing import Any
 
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.status import RunState
+from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster.observation import RunSnapshot, stored_arguments
 from sunspot.submitter.cluster.start import Submission
 from sunspot.submitter.manifest.pods import PodPrice
 from sunspot.submitter.printing import print_json, print_json_line, print_table, print_text
 
-PROGRESS_EVERY_S = 10.0
-"""How often progress is printed when nothing else changes."""
+PROGRESS_EVERY_S, PROGRESS_SHARE = 10.0, 0.01
+"""Shortest time between two lines about steps, and the share of all steps after which one is worth a line."""
+
+SOME_PROGRESS_EVERY_S = 60.0
+"""Time after which any step is worth a line."""
+
+AGES = re.compile(r"\b\d+ (s|min|h|days)\b")
+"""Matches durations in reasons (`in_words`), which change from one look to the next."""
 
 
 def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
@@ -75,19 +82,24 @@ class ProgressLines:
             self._live.start()
             waited = f"{state}, {in_words(time.monotonic() - self._began)}"
             self._live.update(describe(snapshot, state, "") if state is RunState.RUNNING else waited)
-        step = snapshot.storage.status.step if snapshot.storage.status else 0
-        goes_on = not self._live and state is RunState.RUNNING and step != self._step
-        due = goes_on and time.monotonic() - self._at >= PROGRESS_EVERY_S
-        if (state, reason) == self._before and not due:
+        known, status = (state, AGES.sub("", reason)), snapshot.storage.status
+        if known == self._before and not self._steps_are_news(state, status):
             return
-        self._before = (state, reason)
-        self._step = step
+        self._before = known
+        self._step = status.step if status else 0
         self._at = time.monotonic()
         if self._as_json:
             record = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
             print_json_line({**record, **progress(snapshot)})
         else:
             print_text(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
+
+    def _steps_are_news(self, state: RunState, status: Status | None) -> bool:
+        """Return True if a line off a terminal is due for the steps alone, because nothing else has changed."""
+        if self._live or state is not RunState.RUNNING or not status or status.step == self._step:
+            return False
+        far = abs(status.step - self._step) >= PROGRESS_SHARE * status.total_steps
+        return time.monotonic() - self._at >= (PROGRESS_EVERY_S if far else SOME_PROGRESS_EVERY_S)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -86,6 +86,14 @@ class StoragePart:
     refused: bool = False
     "Whether storage refuses this reader, which says nothing about the run's own access."
 
+    @property
+    def outside_clusters(self) -> bool:
+        """Whether a process outside any cluster was the last to train the run, and no RayJob is to follow it."""
+        if not self.status or (self.state and self.state[0] is RunState.PENDING):
+            return False
+        owner = Owner.parse(self.status.owner)
+        return owner == Owner(owner.job)
+
 
 def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
     """Judge the state of a run by its newest RayJob and by storage; also returns a sentence that says why."""
