@@ -244,7 +244,7 @@ def test_ranks_that_get_no_rows_of_ray_data_are_started_again_at_no_charge(
     [_, restart] = read_receipts(read_journal(run, "events"))
     assert restart.cause is Cause.NO_ROWS
     assert "waits for rows of Ray Data in" in restart.detail
-    assert "Ray Data brought no rows: the pods" in capfd.readouterr().out
+    assert "Ray Data brought no rows: the processes" in capfd.readouterr().out
     [found] = [finding for finding in examine(RunAccess(run)).findings if finding.finding is Diagnosis.NO_ROWS]
     assert "waits for rows of Ray Data in" in found.evidence
     assert_audit_clean(program)

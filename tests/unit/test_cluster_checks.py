@@ -136,10 +136,25 @@ def test_no_cluster_still_tries_the_bucket(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    found = checks(sunspot, code=4)
+    found = checks(sunspot, "--profile", "kind", code=4)
     assert found["API server"]["result"] == "failed"
     assert "set KUBECONFIG" in found["API server"]["fix"]
     assert found["storage access"]["result"] == "ok"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_this_machine_is_checked_where_no_cluster_is_meant(
+    installed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not installed:
+        monkeypatch.setattr("sunspot.submitter.local_training.find_spec", lambda package: None)
+    sunspot = Command(open_run(str(tmp_path / "runs"), "run"), capsys)
+    found = checks(sunspot, code=0 if installed else 2)
+    assert list(found) == ["training here", "storage access", "storage latency", "clock", "storage throughput"]
+    assert f"{tmp_path}/runs" in found["storage access"]["seen"]
+    assert found["training here"]["result"] == ("ok" if installed else "failed")
+    assert sunspot("doctor") == (0 if installed else 2)
+    assert "cluster" not in sunspot.out + sunspot.err
 
 
 def test_a_cluster_that_is_down(sunspot: Command, fit: FakeCluster) -> None:

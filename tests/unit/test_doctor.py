@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +31,11 @@ from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, me
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp
-from tests.harness.runs import age, begin, commit, report, start, to_columns, write_receipt
+from tests.harness.runs import age, begin, commit, damage, report, start, to_columns, write_receipt
 
 JOB, CLUSTER = "run-1", "run-1-x"
+LOCAL, IN_CLUSTER = "job", "run-1@sunspot"
+"""Owners of a run: a process of this machine, and a RayJob."""
 
 MASTER = "1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }"
 PREEMPTION = (
@@ -287,7 +290,7 @@ def test_a_run_that_trains_with_fewer_pods_than_it_may_have(
 SETTINGS = {"SUNSPOT_CHECKPOINT_EVERY_S": "60", "SUNSPOT_HANG_TIMEOUT_S": "300"}
 
 
-def trains(run: Run, owner: str = "job", age: float = 0.0, **more: Any) -> Attempt:
+def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attempt:
     """A run of two ranks that trains: step 7 was taken just now, and `age` seconds ago it said so."""
     begin(run)
     metadata = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
@@ -312,7 +315,7 @@ def windows(count: int, **ranks: list[float]) -> list[dict[str, Any]]:
 
 
 def test_a_healthy_run_says_what_was_looked_at(run: Run, sunspot: Command) -> None:
-    attempt = trains(run)
+    attempt = trains(run, owner=IN_CLUSTER)
     report(run, attempt, *windows(5))
     found = findings(sunspot)
     assert list(found) == ["healthy"]
@@ -320,6 +323,47 @@ def test_a_healthy_run_says_what_was_looked_at(run: Run, sunspot: Command) -> No
     assert sunspot.json["state"] == "running"
     [text] = sunspot.json["unseen"]
     assert text.startswith("the cluster: no cluster"), "it was not asked, and that is not said"
+    trains(run)
+    findings(sunspot)
+    assert sunspot.json["unseen"] == [], "a run of this machine has no part in a cluster"
+
+
+def lost(run: Run, cause: Cause, **fields: Any) -> None:
+    """Make the run's second attempt one that began after a loss."""
+    first = trains(run)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    second = start(run, LOCAL, commit(run, first, 5).name, world_size=2, tier="storage", driver="00000000")
+    write_receipt(run, second, 1, cause, worker_seconds_lost=20.0, **fields)
+    events = Journal(run, "events", second.number)
+    events.note(cause, 5, FIGURES)
+    events.flush()
+
+
+def silent(run: Run, seconds: float) -> None:
+    trains(run, age=seconds)
+    age(run, seconds)
+
+
+LOCAL_CASES: dict[str, Callable[[Run], Any]] = {
+    "silent": lambda run: silent(run, 60),
+    "lost": lambda run: silent(run, 1000),
+    "starting": lambda run: trains(run, state=RunState.STARTING, heartbeat=None, reason="it waits"),
+    "fewer workers": lambda run: trains(run, world_size=1),
+    "throttled": lambda run: report(run, trains(run), *windows(5, throttled_share=[0.1, 0.9])),
+    "straggler": lambda run: report(run, trains(run), *windows(5, forward_s=[2.0, 3.5])),
+    "data-bound": lambda run: report(run, trains(run), *windows(5, data_wait_s=[4.0, 4.2])),
+    "out of memory": lambda run: lost(run, Cause.OUT_OF_MEMORY),
+    "low goodput": lambda run: lost(run, Cause.WORKER_LOST),
+    "checkpoint damaged": lambda run: damage(run, ended(run, 8, 10)[1]),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL_CASES)
+def test_advice_on_a_run_of_this_machine_names_nothing_of_a_cluster(run: Run, sunspot: Command, name: str) -> None:
+    LOCAL_CASES[name](run)
+    assert name in findings(sunspot)
+    assert sunspot("doctor", "run") == 0
+    assert not re.search(r"cluster|kubectl|RayJob|\bpods?\b|profile|submit", sunspot.out + sunspot.err), sunspot.out
 
 
 def test_a_run_that_has_taken_all_steps_is_finishing(run: Run, sunspot: Command) -> None:
@@ -835,7 +879,7 @@ def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
 def test_advice_on_low_goodput_follows_from_the_costliest_cause(
     cause: Cause, advice: str, run: Run, sunspot: Command
 ) -> None:
-    first = trains(run)
+    first = trains(run, owner=IN_CLUSTER)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
     write_receipt(run, second, 1, cause, worker_seconds_lost=20.0)
@@ -848,7 +892,7 @@ FIGURES = "out of memory: 2.90 of 3.00 GiB in use on run-1-x-worker-2, 2.70 GiB 
 
 
 def test_workers_that_ran_out_of_memory_come_first(run: Run, sunspot: Command) -> None:
-    first = trains(run)
+    first = trains(run, owner=IN_CLUSTER)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage", driver="00000000")
     write_receipt(run, second, 1, Cause.OUT_OF_MEMORY, worker_seconds_lost=20.0, last_step=7, detail=FIGURES)

@@ -144,7 +144,7 @@ def test_without_a_cluster_a_run_with_fewer_workers_is_not_healthy_either(run: R
     train(run, 1)
     found = findings(sunspot)
     assert list(found) == ["fewer workers"]
-    assert "no cluster shows its pods" in found["fewer workers"]["waits_for"]
+    assert found["fewer workers"]["waits_for"] == "room on this machine"
 
 
 def test_only_pods_whose_nodes_are_known_to_be_lost_are_marked() -> None:

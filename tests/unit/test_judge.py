@@ -550,7 +550,8 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
     assert control.channel.group_end().counts.final
     assert control.gave_up_for[0].endswith(
         "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): give the workers more "
-        "memory (worker.memory in the profile), or change the task so that it needs less"
+        "memory (by a lower SUNSPOT_NUM_WORKERS on this machine, or worker.memory in a profile), or change the task so "
+        "that it needs less"
     )
 
 

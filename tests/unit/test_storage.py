@@ -838,9 +838,15 @@ def test_prove_refuses_a_server_without_conditional_writes(
     s3_proxy: FaultProxy,
 ) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
-    with pytest.raises(StorageError, match=r"/runs/run/probe-\w+: created twice; this store ignores 'If-None-Match"):
+    with pytest.raises(StorageError, match=r"/runs/run: created twice; this store ignores 'If-None-Match"):
         prove(s3_storage, "run")
     assert s3_storage.list("") == []
+
+
+def test_prove_names_the_folder_and_not_its_probe(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"/file/run: Not a directory; check that STORAGE_PATH can"):
+        prove(open_storage(str(tmp_path / "file")), "run")
 
 
 def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:

@@ -58,7 +58,7 @@ class Failure:
         first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
         if by_name(self.type).__name__ == self.type:
             return first
-        return f"{self.type}: {first}"
+        return f"{self.type}: {first}" if first else self.type
 
     @property
     def consequence(self) -> bool:
@@ -109,9 +109,9 @@ HUNG = "hung"
 """The `event` of a rank that stopped taking steps."""
 
 BRING_ROWS = (
-    "Ray Data brought no rows: the pods that read them are gone or busy, or its object store is full (see `kubectl get "
-    "pods` and the dashboard); what helps is CPUs that are not reclaimed (data_workers in the profile), or a longer "
-    "SUNSPOT_HANG_TIMEOUT_S"
+    "Ray Data brought no rows: the processes that read them are gone or busy, or its object store is full; what helps "
+    "is more CPUs for reading, in a cluster such as are not reclaimed (data_workers in the profile; `kubectl get pods` "
+    "shows which are gone), or a longer SUNSPOT_HANG_TIMEOUT_S"
 )
 """Why ranks got no rows, and what helps."""
 

@@ -42,6 +42,8 @@ from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
 
 log = logging.getLogger(__name__)
 
+START_AGAIN = "start it again to go on from the last checkpoint"
+
 HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
 
 MAX_NAMED = 5
@@ -221,7 +223,7 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
     if now - seen > LOST_S:
         if summary.stop_requested:
             return RunState.STOPPED, f"told to stop; {silence}"
-        return RunState.LOST, f"{silence}: nothing trains it; submit it again to go on from the last checkpoint"
+        return RunState.LOST, f"{silence}: nothing trains it; {START_AGAIN}"
     if summary.stop_requested:
         return RunState.STOPPING, f"told to stop; {silence or 'it saves and ends'}"
     if silence:

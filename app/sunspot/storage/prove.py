@@ -34,6 +34,8 @@ MAX_LATENCY_S = 1.0
 MAX_SKEW_S = 30.0
 """A run counts as lost after about two minutes of silence by the reader's clock."""
 
+FASTER_DISK = "set STORAGE_PATH to a folder on a faster disk"
+
 UNKNOWN = "may not be looked up here, or the server does not know it"
 
 
@@ -65,9 +67,17 @@ def failure(name: str, error: Exception) -> Check:
 def prove(storage: Storage, prefix: str) -> None:
     """Check that objects below `prefix` can be created, read, listed and deleted, and that a second create fails.
 
-    The last is what keeps two processes from owning one run. Raises `StorageError`.
+    The last is what keeps two processes from owning one run. Raises `StorageError`, which names only `prefix`.
     """
-    key, content = f"{prefix}/probe-{uuid.uuid4().hex}", uuid.uuid4().bytes
+    probe = f"/probe-{uuid.uuid4().hex}"
+    try:
+        _prove(storage, prefix + probe)
+    except StorageError as error:
+        raise type(error)(str(error).replace(probe, "")) from error
+
+
+def _prove(storage: Storage, key: str) -> None:
+    content = uuid.uuid4().bytes
     created = storage.create(key, content)
     try:
         # Before the second create, which replaces the content where it is not refused.
@@ -124,7 +134,7 @@ def probe_small(storage: Storage, key: str) -> Check:
     reads = [seconds(lambda: storage.read(key)) for _ in range(SMALL_TIMES)]
     write, read = statistics.median(writes), statistics.median(reads)
     said = f"write {write * 1000:.0f} ms, read {read * 1000:.0f} ms (medians of {SMALL_TIMES})"
-    fix = "keep the bucket in the region of the nodes"
+    fix = "keep the bucket in the region of the nodes" if isinstance(storage, Bucket) else FASTER_DISK
     return _judged("storage latency", max(write, read) <= MAX_LATENCY_S, said, fix)
 
 
@@ -143,7 +153,8 @@ def probe_large(storage: Storage, key: str) -> Check:
         down.append(LARGE / 1e6 / seconds(lambda: storage.digest(key)))
     there, back = statistics.median(up), statistics.median(down)
     said = f"{there:.0f} MB/s there, {back:.0f} MB/s back (medians of {len(up)}, {LARGE / 1e6:.0f} MB each)"
-    fix = "what counts is how it looks from the pods: --from-pods; there, choose a bucket that is nearer"
+    from_pods = "what counts is how it looks from the pods: --from-pods; there, choose a bucket that is nearer"
+    fix = from_pods if isinstance(storage, Bucket) else FASTER_DISK
     return _judged("storage throughput", min(there, back) >= MIN_MB_PER_S, said, fix)
 
 

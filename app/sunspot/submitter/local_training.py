@@ -17,9 +17,15 @@ COMMAND = (sys.executable, "-m", "sunspot.train")
 TASK = f"{PREFIX}TASK"
 
 
+def find_missing_packages() -> list[str]:
+    """Return the packages that training needs and that are not installed."""
+    return [package for package in ("ray", "torch") if not find_spec(package)]
+
+
 def refuse_without_training(what: str = "training") -> None:
     """Raise `SettingsError`, in which `what` is the act that is refused, where only the command is installed."""
-    if missing := [package for package in ("ray", "torch") if not find_spec(package)]:
+    missing = find_missing_packages()
+    if missing:
         raise SettingsError(f"{what} here needs {' and '.join(missing)}; {how_to_install('train')}")
 
 

@@ -1,28 +1,38 @@
-"""`sunspot doctor`: with RUN, why it is as it is; without, whether a cluster and a bucket are ready for a run."""
+"""`sunspot doctor`: with RUN, why it is as it is; without, whether cluster and bucket, or this machine, are ready."""
 
 import argparse
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from sunspot.errors import ClusterError, SettingsError, StorageError
+from sunspot.errors import ClusterError, SettingsError, StorageError, SunspotError
 from sunspot.settings import with_place
 from sunspot.storage.prove import Check, Result, failure, probe_path
+from sunspot.submitter.cluster.kubeconfig import is_configured
 from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
 from sunspot.submitter.commands.arguments import add_cluster, run_target
 from sunspot.submitter.doctor.cluster_checks import check_cluster
 from sunspot.submitter.doctor.diagnose import Report, examine
+from sunspot.submitter.doctor.machine_checks import check_training_here
 from sunspot.submitter.doctor.probe_pods import try_from_pods
 from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.printing import print_json, print_text, warn
+from sunspot.submitter.runs import find_storage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="name of the run; without, cluster and storage are tried")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="name of the run; without, cluster and storage are tried, or this machine",
+    )
     add_cluster(parser)
     parser.add_argument("--stacks", action="store_true", help="below, whole stacks and tracebacks")
-    parser.add_argument("--profile", metavar="NAME", help="without RUN: what a run would be made by; default: kind")
+    parser.add_argument(
+        "--profile", metavar="NAME", help="without RUN: what a run in a cluster would be made by; default: kind"
+    )
     parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's")
     parser.add_argument(
         "--from-pods",
@@ -63,7 +73,18 @@ def _print_report(name: str, report: Report, stacks: bool) -> None:
 
 
 def _check_preconditions(args: argparse.Namespace) -> None:
-    """Check all that a run needs, with `--from-pods` from pods like its own too, and print what was seen, and to do."""
+    """Check all that a run needs in a cluster, or on this machine if no cluster is meant."""
+    of_a_cluster = (args.profile, args.image, args.from_pods, args.context, args.namespace)
+    if any(of_a_cluster) or is_configured():
+        _report_checks(_checks_in_cluster(args), args.json, "ready for a run")
+    else:
+        of_storage = probe_path(find_storage(args.storage).locate("").rstrip("/"))
+        parts = [(SettingsError, check_training_here()), (StorageError, of_storage)]
+        _report_checks(parts, args.json, "ready for a run on this machine")
+
+
+def _checks_in_cluster(args: argparse.Namespace) -> list[tuple[type[SunspotError], Iterable[Check]]]:
+    """Return the checks of cluster and storage, with `--from-pods` from pods like a run's own, too."""
     request = JobRequest(args.profile or "kind", with_place({}, None, args.storage), args.image, args.namespace)
     of_pods: Iterable[Check] = ()
     try:
@@ -74,23 +95,27 @@ def _check_preconditions(args: argparse.Namespace) -> None:
     except ClusterError as error:
         rendered, of_cluster = render_with_code(request), [failure("API server", error)]
     of_storage = probe_path(rendered.settings.storage_path)
-    parts = [(ClusterError, of_cluster), (StorageError, of_storage), (ClusterError, of_pods)]
+    return [(ClusterError, of_cluster), (StorageError, of_storage), (ClusterError, of_pods)]
+
+
+def _report_checks(parts: Iterable[tuple[type[SunspotError], Iterable[Check]]], as_json: bool, ready: str) -> None:
+    """Print what was seen, and to do. Raises the error of a part, the cluster's first, if a check has failed."""
     checks, failed = [], []
     for kind, part in parts:
         for check in part:
             checks.append(check)
             if check.result is Result.FAILED:
                 failed.append(kind)
-            if not args.json:
+            if not as_json:
                 print_text(f"{check.result:8} {check.check}: {check.seen}", flush=True)
                 if check.fix and check.result is not Result.OK:
                     print_text(f"{'':8} -> {check.fix}", flush=True)
-    if args.json:
+    if as_json:
         print_json({"fit": not failed, "checks": [asdict(check) for check in checks]})
     if failed:
         first = next(check.check for check in checks if check.result is Result.FAILED)
-        kind = ClusterError if ClusterError in failed else StorageError
-        raise kind(f"not ready for a run: {len(failed)} of {len(checks)} checks failed ({first} first)")
-    if not args.json:
+        kind = ClusterError if ClusterError in failed else failed[0]
+        raise kind(f"not {ready}: {len(failed)} of {len(checks)} checks failed ({first} first)")
+    if not as_json:
         warnings = sum(check.result is Result.WARNING for check in checks)
-        print_text(f"ready for a run: {len(checks)} checks, {warnings} with a warning")
+        print_text(f"{ready}: {len(checks)} checks, {warnings} with a warning")

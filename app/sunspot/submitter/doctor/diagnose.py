@@ -85,7 +85,8 @@ def examine(access: RunAccess) -> Report:
         except StorageError as error:
             unseen.append(f"the errors of its processes: {error}")
         windows = newest_rank_records(run, lineage(view.attempts))
-        case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time)
+        local = snapshot.storage.outside_clusters and not snapshot.job
+        case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
         of_training = [finding for check in CHECKS for finding in check(case)]
         if any(finding.finding is Diagnosis.NOT_FINITE for finding in of_training):
             of_training = [finding for finding in of_training if not is_end_by_nan(finding)]
@@ -126,7 +127,7 @@ def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
     texts = []
     if snapshot.cluster.trouble:
         texts.append(f"the cluster: {snapshot.cluster.trouble}")
-    elif not snapshot.job:
+    elif not snapshot.job and not snapshot.storage.outside_clusters:
         asked = f" in namespace {access.cluster.namespace} of {access.cluster.server}" if access.cluster else ""
         owner = Owner.parse(snapshot.storage.status.owner) if snapshot.storage.status else Owner("")
         last = f"; it was last trained by {owner.describe()}" if owner.namespace else ""

@@ -20,7 +20,8 @@ def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Findin
     if case.state is not RunState.RUNNING or not (status and asked and 0 < status.world_size < asked.most):
         return
     since = _find_beginning(case, asked.most)
-    waits_for = _find_missing(seen) if seen else "not known, because no cluster shows its pods"
+    unseen = "room on this machine" if case.local else "not known, because no cluster shows its pods"
+    waits_for = _find_missing(seen) if seen else unseen
     figures_, details = figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
     evidence = f"{status.world_size} of {asked} workers train{when}; waits for: {waits_for}; {figures_}"

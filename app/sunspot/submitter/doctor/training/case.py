@@ -29,6 +29,8 @@ class Case:
     pods: Sequence[PodView] = ()
     now: float = 0.0
     "Seconds since the epoch."
+    local: bool = False
+    "Whether it trains outside any cluster: advice then speaks of processes and this machine, not of pods."
 
     @property
     def newest(self) -> Attempt | None:

@@ -134,8 +134,8 @@ def find_slow(case: Case) -> Iterator[Finding]:
         rows = "SUNSPOT_LOADER=torch, where the rows fit into memory" if streamed else "SUNSPOT_LOADER=ray"
         of_step = f"{in_ms(wait_s)} of {in_ms(speed.step_s)}"
         evidence = f"{speed.data_share:.0%} of the step time all ranks wait for rows: {of_step}"
-        cpus = "more CPUs that read (data_workers, or worker.cpu in the profile)"
-        advice = f"{cpus}, images stored as pixels and not as PNG or JPEG, or {rows}"
+        cpus = "" if case.local else "more CPUs that read (data_workers, or worker.cpu in the profile), "
+        advice = f"{cpus}images stored as pixels and not as PNG or JPEG, or {rows}"
         details = {"data_share": speed.data_share, "data_wait_s": wait_s, "step_s": speed.step_s}
         yield Finding(Diagnosis.DATA_BOUND, Severity.WARNING, evidence, advice, details, cost=speed.data_share)
 
@@ -152,6 +152,8 @@ def _throttled(case: Case, speed: RankThroughput) -> Iterator[Finding]:
         evidence = f"{case.name(speed.attempt, rank)}: {used_up}, and {held}"
         limit = "the CPU limit (Sunspot's manifests set none: a LimitRange of the namespace may)"
         advice = f"take away {limit}, or raise worker.cpu in the profile"
+        if case.local:
+            advice = "raise the CPU limit of the container or service that this runs in"
         details = {**case.place(speed.attempt, rank), "throttled_share": share, "throttled_s": held_s}
         yield Finding(Diagnosis.THROTTLED, Severity.WARNING, evidence, advice, details, cost=share)
 
@@ -175,6 +177,8 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     part, mine, theirs = "forward pass", speed.forwards[rank], others - others_wait
     replace = "see what else runs on that node, its clock and temperature, or replace it"
     advice = f"{replace}; equal pods on unequal nodes do this too"
+    if case.local:
+        advice = "see what else runs on this machine, whose cores the workers share"
     if reads:
         part, mine, theirs = "rows", speed.waits[rank], others_wait
         advice = "its rows come late: see what reads on its node, and the network to storage"
@@ -267,19 +271,22 @@ def find_losses(case: Case) -> Iterator[Finding]:
     evidence = f"{share:.0%} of the worker-seconds were of use; lost by {causes}"
     replayed = case.view.steps_replayed
     [(costliest, _)] = lost.most_common(1)
-    advice = f"`sunspot events {case.view.run.name}` has the receipt of each; {_prevent(costliest, replayed)}"
+    prevent = _prevent(costliest, replayed, case.local)
+    advice = f"`sunspot events {case.view.run.name}` has the receipt of each; {prevent}"
     details = {"goodput": share, "worker_seconds_lost": dict(lost), "steps_replayed": replayed}
     yield Finding(Diagnosis.LOW_GOODPUT, Severity.WARNING, evidence, advice, details, cost=1 - share)
 
 
-def _prevent(cause: Cause, replayed: int) -> str:
+def _prevent(cause: Cause, replayed: int, local: bool) -> str:
     """Return what makes incidents with this cause fewer or cheaper; `replayed` steps were taken again."""
+    if local and cause is Cause.OUT_OF_MEMORY:
+        return "start fewer workers (NUM_WORKERS)"
     if cause in PREVENTION:
         return PREVENTION[cause]
     if replayed:
         again = f"{plural(replayed, 'step')} taken again"
         return f"{again}: more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST reduce that"
-    return "more stable nodes, or fewer that are reclaimed at once, help"
+    return "see what ended them" if local else "more stable nodes, or fewer that are reclaimed at once, help"
 
 
 def figures(case: Case) -> tuple[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from sunspot.formatting import in_words, plural
 from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, read_hangs, starved, suspects
+from sunspot.run.overview import START_AGAIN
 from sunspot.run.owner import Owner
 from sunspot.run.status import RunState
 from sunspot.submitter.doctor.training.case import Case, advise_full, cut
@@ -32,8 +33,10 @@ def find_end(case: Case) -> Iterator[Finding]:
         said = case.reason.partition("\n")[0]  # the lines below say what to type on the driver's machine
         yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(said), advice, cost=1.0)
     if case.state is RunState.LOST:
-        advice = f"submit it again, or repeat the same command{_where_it_goes_on(case)}"
-        yield Finding(Diagnosis.LOST, Severity.ERROR, cut(case.reason), advice, cost=0.9)
+        again = "repeat the command that started it" if case.local else "submit it again, or repeat the same command"
+        evidence, _, _ = case.reason.partition(f"; {START_AGAIN}")  # which is the advice
+        advice = f"{again}{_where_it_goes_on(case)}"
+        yield Finding(Diagnosis.LOST, Severity.ERROR, cut(evidence), advice, cost=0.9)
     elif case.state is RunState.DELETING:
         advice = f"`sunspot delete {case.view.run.name}` goes on with that"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
@@ -124,17 +127,25 @@ def find_hung(case: Case) -> Iterator[Finding]:
     yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
 
 
+def _advise_silent(case: Case, owner: Owner) -> str:
+    """Return what to do about a run without a sign of life."""
+    onward = "it goes on from the last checkpoint"
+    if case.local:
+        process = f"its process {owner.job} (machine and process id)"
+        away = f"{process} may be suspended or gone, or storage out of its reach: see `ps` there, and `sunspot logs`"
+        return f"{away}. If it stays so, end the process, and repeat the command that started it: {onward}"
+    away = "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`"
+    job = f"its RayJob ({owner.describe()})" if owner.namespace else "its RayJob"
+    return f"{away}. If it stays so, delete {job}, and submit again: {onward}"
+
+
 def find_stall(case: Case) -> Iterator[Finding]:
     """Find out why a run that should train is silent or takes no step."""
     status, newest = case.view.status, case.newest
     if not status or case.state not in (RunState.RUNNING, RunState.STARTING, RunState.SILENT):
         return
     if case.state is RunState.SILENT:
-        away = "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`"
-        owner = Owner.parse(status.owner)
-        end = f"delete its RayJob ({owner.describe()})" if owner.namespace else "delete its RayJob or end its process"
-        again = f"{end}, and submit again: it goes on from the last checkpoint"
-        advice = f"{away}. If it stays so, {again}, and what comes back late changes nothing"
+        advice = f"{_advise_silent(case, Owner.parse(status.owner))}, and what comes back late changes nothing"
         details: dict[str, Any] = {"silent_s": round(case.now - status.seen)}
         yield Finding(Diagnosis.SILENT, Severity.ERROR, cut(case.reason), advice, details, cost=0.8)
         return
@@ -142,8 +153,8 @@ def find_stall(case: Case) -> Iterator[Finding]:
         waited_s = case.now - max(status.heartbeat or 0.0, status.began or status.time)  # they may have trained before
         severity, advice = Severity.NOTE, "wait: Ray places the workers, and these import and read"
         if waited_s > FIRST_STEP_S:
-            severity = Severity.WARNING
-            advice = "Ray finds no room for the workers: compare SUNSPOT_NUM_WORKERS with the pods"
+            severity, room = Severity.WARNING, "this machine's cores and GPUs" if case.local else "the pods"
+            advice = f"Ray finds no room for the workers: compare SUNSPOT_NUM_WORKERS with {room}"
         evidence = f"{case.reason}, for {in_words(waited_s)}"
         yield Finding(Diagnosis.STARTING, severity, evidence, advice, {"waited_s": round(waited_s)})
         return
@@ -156,7 +167,8 @@ def find_stall(case: Case) -> Iterator[Finding]:
         timeout_s = case.number("hang_timeout_s")
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
         evidence = f"no step for {in_words(still_s)}, after step {status.step} or a little later{usual}"
-        rows = ", or for Ray Data, whose reading pods are gone or pending" if case.setting("loader") == "ray" else ""
+        readers = "processes find no core" if case.local else "pods are gone or pending"
+        rows = f", or for Ray Data, whose reading {readers}" if case.setting("loader") == "ray" else ""
         then = "SUNSPOT_HANG_TIMEOUT_S is 0, so nothing ends that; stop the run, and set it"
         if timeout_s:
             then = f"when none goes on for {timeout_s:.0f} s, all leave their stacks, and those that hang are replaced"

@@ -32,7 +32,8 @@ def find_out_of_memory(case: Case) -> Iterator[Finding]:
     figures = FIGURES.search(said[-1])
     above = f" above the {figures['limit']} GiB that there are" if figures else ""
     evidence = f"{cut(said[-1])}; {plural(len(said), 'worker')} ended so"
-    advice = f"raise worker.memory in the profile{above}, or start fewer workers on a machine; or {LESS}"
+    more = f"raise worker.memory in the profile{above}, or start fewer workers on a machine"
+    advice = f"{'start fewer workers (NUM_WORKERS)' if case.local else more}; or {LESS}"
     details = {name: float(text) for name, text in figures.groupdict().items()} if figures else {}
     severity = Severity.ERROR if ended else Severity.WARNING
     yield Finding(

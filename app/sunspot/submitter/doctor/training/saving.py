@@ -76,7 +76,8 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
 def _advise_ended(case: Case) -> str:
     """Say what to do about a run that has ended, and whose newest checkpoint is of no use."""
     view = case.view
-    again = "start it again" + (" (a RayJob with another --generation)" if case.state is RunState.SUCCEEDED else "")
+    generation = case.state is RunState.SUCCEEDED and not case.local
+    again = "start it again" + (" (a RayJob with another --generation)" if generation else "")
     if not view.checkpoint:
         return f"put back the files of one; or {again}: it begins anew, or names the SUNSPOT_ACCEPT with which it does"
     lost = f", and takes the steps {view.checkpoint.step + 1} to {view.step} again" * (view.step > view.checkpoint.step)

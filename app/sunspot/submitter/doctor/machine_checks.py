@@ -1,0 +1,18 @@
+"""What this machine needs for training here."""
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from sunspot.extras import how_to_install
+from sunspot.storage.prove import Check, Result
+from sunspot.submitter.local_training import find_missing_packages
+
+
+def check_training_here() -> Iterator[Check]:
+    """Check that the packages are installed without which only the command works."""
+    missing = find_missing_packages()
+    if missing:
+        yield Check("training here", Result.FAILED, f"without {' and '.join(missing)}", how_to_install("train"))
+    else:
+        seen = f"torch {version('torch')} and Ray {version('ray')}; `sunspot check` tries a task"
+        yield Check("training here", Result.OK, seen)
