@@ -83,6 +83,12 @@ BROKEN = [
         SettingsError,
         r"loss\(batch\), defined at .*\.py:17, is called as loss\(model, batch\); define it so",
     ),
+    (
+        'scores = model(batch["image"])',
+        'scores = model(batch["image"]).detach()',
+        SettingsError,
+        r"its loss, defined at .*\.py:17: it has no gradient, .* without detach\(\)",
+    ),
     ("Linear(8, 10)", "Linear(8, 7)", SunspotError, r"Target \d is out of bounds.*label int64 \[64\] 0\.\.9"),
     ("/ 255", "/ 0", SunspotError, r"the loss of 64 rows of 64 is not finite: nan for .*sample.parquet, row 0"),
     ("return self.head(", f"{KEEPS}; return self.head(", SunspotError, r"restored .* its state_dict does not have"),
@@ -133,7 +139,11 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     checked = check_task(tmp_path, (of_batch if loop else TASK) + loop, monkeypatch, **given)
     assert {"loss at first", "hits", "test_loss", "test_hits"} <= checked.metrics.keys()
     assert checked.checkpoint_bytes > 10_000
-    assert checked.not_checked == ["AUDIT=True", "SUNSPOT_USE_GPU=true, because torch sees no GPU here"]
+    assert checked.not_checked == ["SUNSPOT_USE_GPU=true, because torch sees no GPU here"], "AUDIT has no effect here"
+    first, last, held_out = list(checked.describe())[1:4]
+    assert first.startswith("  rows of the first step: loss ")
+    assert last.startswith("  rows of the last step: loss ")
+    assert held_out.startswith("  held-out rows: test_loss ")
 
 
 def test_weights_that_change_before_the_optimizers_step_are_named(
@@ -197,6 +207,12 @@ def test_rows_of_any_type_are_told_with_an_error() -> None:
     told = r"with the rows text uint16 \[1, 2\] 3\.\.40000, right bool \[1\] 1\.\.1"
     with pytest.raises(SunspotError, match=told), checked.part("first step"):
         raise ValueError("bad")
+
+
+def test_an_error_before_any_row_was_read_tells_of_no_rows() -> None:
+    with pytest.raises(SunspotError) as caught, Check("task", []).part("model and optimizer"):
+        raise ValueError("bad")
+    assert "rows" not in str(caught.value)
 
 
 def test_data_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,10 +297,8 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
 
 def describe_failure_in_line(failure: Failure) -> str:
     """`NameError: name 'functional' is not defined, in loss at buggy.py:6, after step 0`."""
-    first = next((line.strip() for line in failure.message.splitlines() if line.strip()), "")
-    message = f": {first[:MAX_ERROR]}" if first else ""
     place = f", in {failure.function} at {failure.file}:{failure.line}" if failure.file else ""
-    return f"{failure.type}{message}{place}, after step {failure.step}"
+    return f"{failure.summary[:MAX_ERROR]}{place}, after step {failure.step}"
 
 
 def reason(error: Exception) -> str:

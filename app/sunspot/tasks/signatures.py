@@ -1,7 +1,6 @@
 """The functions of a task: the arguments that they are called with, and where they are defined."""
 
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +37,7 @@ def refuse_other_arguments(task: str, module: ModuleType) -> None:
             ) from error
 
 
-def place_of_function(function: Callable[..., Any]) -> str:
-    """Return `, defined at FILE:LINE` for a function; empty for any other callable, such as an adapter's method."""
+def place_of_function(function: Any) -> str:
+    """Return `, defined at FILE:LINE` for a function; empty for anything else, such as an adapter's method."""
     own = inspect.unwrap(function)
     return f", defined at {own.__code__.co_filename}:{own.__code__.co_firstlineno}" if inspect.isfunction(own) else ""

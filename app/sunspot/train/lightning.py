@@ -119,6 +119,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
         step = functools.partial(super().training_step, batch, *self._index)
         with run.forward():
             losses, metrics, output = self._task.per_row(module, step, rows.stop - rows.start)
+        run.refuse_detached(losses)
         run.log({"loss": losses, **metrics})
         loss = losses.sum() * run.weight
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss

@@ -78,6 +78,7 @@ def take_step(run: TrainingRun, batch: Batch) -> None:
     """Take one optimizer step."""
     for part in run.parts(batch):
         losses, metrics = run.losses(part)
+        run.refuse_detached(losses)
         (losses.sum() * run.weight).backward()
         run.log({"loss": losses, **metrics})
     run.clip()

@@ -20,6 +20,7 @@ from sunspot.parallel.gradients import (
     release,
 )
 from sunspot.tasks.defaults import is_scheduled, optimizers_in
+from sunspot.tasks.signatures import place_of_function
 from sunspot.train.learner import in_precision, row_losses
 from sunspot.train.learning_rates import set_options
 from sunspot.train.randomness import DRAW_STREAM, augment, seed_generators, seed_of
@@ -154,6 +155,16 @@ class TrainingRun:
     def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
         with self._worker.window.forward:
             return row_losses(self._learner, self.model, batch)
+
+    def refuse_detached(self, losses: torch.Tensor) -> None:
+        """Raise `SettingsError` for a loss without a gradient, before PyTorch raises an error that names no task."""
+        if not losses.requires_grad:
+            place = place_of_function(getattr(self._learner.task, "loss", None))
+            raise SettingsError(
+                f"SUNSPOT_TASK={self.settings.task}: its loss{place}: it has no gradient, because it depends on no "
+                "parameter that trains; compute it from the model's output without detach(), item(), NumPy or "
+                "torch.no_grad(), and do not freeze all parameters"
+            )
 
     def log(self, values: Batch) -> None:
         refuse_names([name for name in values if name != LOSS], f"SUNSPOT_TASK={self.settings.task}: it logs")

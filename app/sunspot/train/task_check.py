@@ -33,6 +33,7 @@ from sunspot.elastic.restore import TrainingState, read_init
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError, SunspotError
 from sunspot.formatting import plural, some_of
+from sunspot.metric_names import HELD_OUT
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
@@ -58,10 +59,14 @@ log = logging.getLogger(__name__)
 GROUPS_READ, MAX_ROWS = 4, 4096
 """Row groups that rows come from, spread over all, as they may be sorted by label; and most rows of a step."""
 
-NOT_CHECKED = {"parallel": "ddp", "compile": "off", "audit": False}
-"""Settings that take minutes or several processes, and what stands for them here."""
+NOT_CHECKED = {"parallel": ("ddp", "it takes several processes"), "compile": ("off", "it takes minutes")}
+"""Settings that are left out here, each with the value in its place and the reason."""
 
-SAVED_EACH_STEP = {"checkpoint_every_steps": 1, "snapshot_cost": 0.0}
+INSTEAD = {"checkpoint_every_steps": 1, "snapshot_cost": 0.0, "audit": False}
+"""Settings of every check: each step is saved, and nothing is kept that only a run needs."""
+
+AT_FIRST = " at first"
+"""End of the names of the first step's metrics."""
 
 
 @dataclass
@@ -103,21 +108,30 @@ class Check:
             if name != "row" and column.numel()
             for low, high in [column.double().aminmax()]  # of uint16, torch has neither
         ]
+        rows = f"\n  with the rows {some_of(columns)}" if columns else ""
         return (
             f"{failure.type}: {' '.join(failure.message.split())}\n"
-            f"  in {failure.function} at {failure.file}:{failure.line}: {line}\n"
-            f"  with the rows {some_of(columns) or 'not read yet'}"
+            f"  in {failure.function} at {failure.file}:{failure.line}: {line}{rows}"
         )
+
+    def _describe_metrics(self) -> Iterator[str]:
+        """Yield a line for each group of rows: the losses of different rows say nothing of the training."""
+        groups: dict[str, list[str]] = {"rows of the first step": [], "rows of the last step": [], "held-out rows": []}
+        for name, value in self.metrics.items():
+            of_last = "held-out rows" if name.startswith(HELD_OUT) else "rows of the last step"
+            rows = "rows of the first step" if name.endswith(AT_FIRST) else of_last
+            groups[rows].append(f"{name.removesuffix(AT_FIRST)} {in_digits(value)}")
+        yield from (f"  {rows}: {'  '.join(metrics)}" for rows, metrics in groups.items() if metrics)
 
     def describe(self) -> Iterator[str]:
         """Yield lines for people."""
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         yield f"task {self.task} on {self.device}: {parts}"
-        yield "  " + "  ".join(f"{name} {in_digits(value)}" for name, value in self.metrics.items())
+        yield from self._describe_metrics()
         yield from (f"  {line}" for line in self.learning_rates)
         yield f"  a checkpoint has {self.checkpoint_bytes / 1e6:.3g} MB"
         if self.not_checked:
-            yield f"  not checked: {', '.join(self.not_checked)}"
+            yield f"  not checked: {'; '.join(self.not_checked)}"
         evaluated = any("evaluation" in name for name in self.seconds)
         done = (
             "trains, evaluates, saves and restores"
@@ -130,8 +144,14 @@ class Check:
 def check(settings: Settings) -> Check:
     """Check the task that the settings describe; raises `SunspotError` for what fails, with the place and the fix."""
     refuse_unusable(settings)
-    left_out = [name for name, instead in NOT_CHECKED.items() if getattr(settings, name) != instead]
-    checked = Check(settings.task, [f"{name.upper()}={getattr(settings, name)}" for name in left_out])
+    checked = Check(
+        settings.task,
+        [
+            f"{name.upper()}={getattr(settings, name)}, because {why}"
+            for name, (instead, why) in NOT_CHECKED.items()
+            if getattr(settings, name) != instead
+        ],
+    )
     if settings.use_gpu == "true" and not torch.cuda.is_available():
         checked.not_checked.append("SUNSPOT_USE_GPU=true, because torch sees no GPU here")
     quiet_ray_train()
@@ -142,7 +162,7 @@ def check(settings: Settings) -> Check:
         for note in notes_on(plan.source, plan.test):
             log.warning(note)
     with tempfile.TemporaryDirectory() as scratch:
-        instead = {**NOT_CHECKED, **SAVED_EACH_STEP, "storage_path": scratch}
+        instead = {name: value for name, (value, _) in NOT_CHECKED.items()} | INSTEAD | {"storage_path": scratch}
         plan = replace(plan, settings=plan.settings.model_copy(update=instead))
         # With no workers, Ray Train runs the function here, and its own functions work in it.
         TorchTrainer(partial(check_plan, plan, checked), scaling_config=ScalingConfig(num_workers=0)).fit()
@@ -189,7 +209,7 @@ def check_plan(plan: Plan, checked: Check) -> None:
         idle = worker.describe_idle()
         if idle:
             log.warning(f"{PREFIX}TASK={checked.task}: {idle}")
-        checked.metrics = {f"{name} at first": value for name, value in worker.metrics.items()} | restored.metrics
+        checked.metrics = {f"{name}{AT_FIRST}": value for name, value in worker.metrics.items()} | restored.metrics
         checked.checkpoint_bytes = saved.bytes
     finally:
         dist.destroy_process_group()

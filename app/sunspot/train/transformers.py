@@ -103,6 +103,7 @@ class TrainerRun(LibraryRun):
         with self.forward():
             found = self._loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         loss, outputs = found if return_outputs else (found, None)
+        self.refuse_detached(loss)
         if not self.weight:
             loss = loss.nan_to_num() * 0
         else:
