@@ -110,7 +110,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     else:
         how = "put them into test/ beside train/, or set SUNSPOT_TEST_DATASET"
         evaluated = f"no held-out rows, so no evaluation ({how})"
-    length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {steps.batch} rows"
+    length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {describe_batch(steps)}"
     if total < by_epochs:
         length = f"SUNSPOT_MAX_STEPS, of {by_epochs} by SUNSPOT_EPOCHS"
     reasons = [f"data: {rows} training rows of {shape}{scaled}, {classes}; {evaluated}"]
@@ -133,6 +133,13 @@ def make_plan(settings: Settings, task: Any) -> Plan:
         )
     plan = Plan(settings, source, test, steps, total, reasons)
     return replace(plan, order=plan.find_order())
+
+
+def describe_batch(steps: Steps) -> str:
+    """Describe the rows of a step, which are fewer than GLOBAL_BATCH_SIZE if the dataset is smaller."""
+    if steps.rows >= steps.batch:
+        return f"{steps.batch} rows"
+    return f"{steps.rows} rows, all that the dataset has (GLOBAL_BATCH_SIZE={steps.batch})"
 
 
 def describe_classes(source: Source) -> str:
