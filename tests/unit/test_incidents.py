@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.run.attempts import Attempt, Metadata
-from sunspot.run.incidents import Cause, Receipt, describe, find_gaps, goodput, read_receipts, worker_seconds
+from sunspot.run.incidents import (
+    Cause,
+    Receipt,
+    describe,
+    find_gaps,
+    goodput,
+    name_start,
+    read_receipts,
+    worker_seconds,
+)
 
 
 def attempt(number: int, time: float, workers: int = 2) -> Attempt:
@@ -26,6 +35,22 @@ def receipt(number: int, left: float, first_step: float, **fields: Any) -> Recei
 
 
 # -------------------------------------------------------------------------------------------------------- one receipt
+
+
+@pytest.mark.parametrize(
+    ("cause", "shown"),
+    [
+        (Cause.BEGIN, "started"),
+        (Cause.RESUMED, "started"),
+        (Cause.TAKEN_OVER, "started"),
+        (Cause.NODE_LOST, "recovered"),
+        (Cause.JOINED, "recovered"),
+    ],
+)
+def test_only_a_start_after_a_disturbance_is_shown_as_a_recovery(cause: Cause, shown: str) -> None:
+    event = receipt(1, 10, 20, cause=cause).record()
+    assert event["event"] == "recovered", "readers of other versions know a receipt by it"
+    assert name_start(json.loads(json.dumps(event))) == {**event, "event": shown}
 
 
 def test_a_receipt_is_an_event_and_back() -> None:

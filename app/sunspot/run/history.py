@@ -20,6 +20,7 @@ from sunspot.formatting import as_bytes, plural
 from sunspot.metric_names import RECORD_NAMES
 from sunspot.run import Run, dump_json
 from sunspot.run.attempts import Attempt, Ended, Span, read_attempts
+from sunspot.run.incidents import name_start
 from sunspot.run.objects import (
     Measure,
     Whole,
@@ -269,7 +270,8 @@ def read_events(run: Run) -> list[dict[str, Any]]:
     """Read every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
     attempts = read_attempts(run)
     before = [None, *attempts]
-    found = [*map(_began, attempts, before), *read_journal(run, "events"), *_errors(run, attempts)]
+    recorded = map(name_start, read_journal(run, "events"))
+    found = [*map(_began, attempts, before), *recorded, *_errors(run, attempts)]
     return sorted(found, key=lambda event: (event["time"], event["attempt"]))
 
 

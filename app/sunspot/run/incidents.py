@@ -15,8 +15,8 @@ from sunspot.formatting import money, plural
 from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.objects import Count, Measure, Moment, Workers, as_event
 
-RECOVERED = "recovered"
-"""The `event` of a receipt, in the run's events."""
+RECOVERED, STARTED = "recovered", "started"
+"""The `event` of a receipt in the journal, and the one that is shown for a start which followed no disturbance."""
 
 
 class Cause(enum.StrEnum):
@@ -148,6 +148,12 @@ def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
     """Return the receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
     found = [each for event in events if event.get("event") == RECOVERED and (each := as_event(Receipt, event))]
     return sorted(found, key=lambda receipt: receipt.attempt)
+
+
+def name_start(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event as it is shown: a receipt is a recovery only if a disturbance preceded its start."""
+    deliberate = event.get("cause") in [cause for cause in Cause if not cause.incident]
+    return {**event, "event": STARTED} if event.get("event") == RECOVERED and deliberate else event
 
 
 def describe(receipt: Receipt) -> str:
