@@ -231,7 +231,7 @@ class Settings(BaseModel):
 
     loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
     "Rows in memory behind a DataLoader, or streamed by Ray Data."
-    num_workers: WorkerCount = _setting("2", "a number such as 4, or a range such as 2..8")
+    num_workers: WorkerCount = _setting("2", "a number from 1, such as 4, or a range, such as 2..8")
     "Training workers (the world size); a range is elastic."
     use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
     "auto: a GPU per worker if the cluster has that many."

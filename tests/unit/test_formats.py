@@ -160,7 +160,7 @@ def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
         ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv, row 0 (line 2): label is 'up'; float32 takes"]),
         ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declares it as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
-        ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1", "label is null"]),
+        ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1 (line 2)", "label is null"]),
         ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "DATASET takes", "save_to_disk"]),
     ],
 )

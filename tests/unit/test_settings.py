@@ -82,7 +82,7 @@ def test_all_problems_at_once_without_torch_or_ray() -> None:
     assert "4 problems" in answer.stderr
     for line in (
         "SUNSPOT_EPOCHS=two: set it to a whole number from 1",
-        "SUNSPOT_NUM_WORKERS=8..2: set it to a number such as 4, or a range such as 2..8",
+        "SUNSPOT_NUM_WORKERS=8..2: set it to a number from 1, such as 4, or a range, such as 2..8",
         'SUNSPOT_TASK_ARGS=[1]: set it to a JSON object, e.g. {"width": 64}',
         "SUNSPOT_LERNING_RATE: no such setting; did you mean SUNSPOT_LEARNING_RATE?",
     ):

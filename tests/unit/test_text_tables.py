@@ -215,8 +215,8 @@ def test_a_list_in_a_csv_cell_needs_a_function_that_decodes_it(tmp_path: Path) -
         ("x,label\n1,up,\n", "a.csv: line 2 has 3 cells, but the header has 2"),
         ('x,label\n1,up\n2,"down\n3,up\n', "a.csv: a cell of the row that begins on line 3 opens a quote"),
         (gzip.compress(b"x,label\n1,up\n", mtime=0), "a.csv: is compressed (gzip); unpack it"),
-        ("", "a.csv: is empty; remove the file"),
-        ("x,label\n", "a.csv: has no rows; remove the file"),
+        ("", "a.csv: is empty; write rows into it, or remove it"),
+        ("x,label\n", "a.csv: has no rows; write some into it, or remove it"),
         ("x, label\n1,up\n", "no column 'label' among its columns (x,  label); remove the spaces around its name"),
         ("1,up\n2,down\n", "(1, up); rename the one that holds it; the first line must name the columns"),
         ("x,x,label\n1,2,up\n", "several columns 'x' among its columns"),
@@ -239,7 +239,7 @@ def test_a_quote_within_an_unquoted_cell_needs_no_second_one(tmp_path: Path) -> 
         ('{"x": 1}\n{"x": 1, "y": "\u00fc"}\n'.encode("latin-1"), "a.jsonl: line 2 is not UTF-8"),
         (b'{"x": 1}\n{"x":', "a.jsonl: not a JSON lines file, or damaged: JSON parse error: Invalid value. in row 1"),
         (b'{"x": 1}\n{"x": "1"}\n', "changed from number to string in row 1"),
-        (b"", "a.jsonl: is empty; remove the file"),
+        (b"", "a.jsonl: is empty; write rows into it, or remove it"),
     ],
 )
 def test_json_that_cannot_be_read_is_explained(tmp_path: Path, content: bytes, said: str) -> None:

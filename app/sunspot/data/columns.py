@@ -31,6 +31,8 @@ DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "flo
 SCALED = b"scaled"
 """Key in a file's metadata: its images were scaled to one size, from their middle."""
 
+IS_NULL = "is null; fill it in, or leave out the row"
+
 FORMS = "PNG or JPEG bytes, fixed_shape_tensor of uint8, or lists of lists of integers"
 
 
@@ -199,7 +201,7 @@ class Column:
         """Return what `decode` makes of a value, as the column's dtype."""
         assert self.decode
         if not value.is_valid:
-            raise place.refuse(index, "is null")
+            raise place.refuse(index, IS_NULL)
         try:
             decoded = np.asarray(self.decode(value.as_py()))
         except DataError as error:
@@ -333,5 +335,5 @@ def first_true(mask: np.ndarray | pa.Array | pa.ChunkedArray) -> int:
 
 def _without_nulls(values: pa.ChunkedArray, place: Place) -> pa.Array:
     if values.null_count:
-        raise place.refuse(first_true(pc.is_null(values)), "is null")
+        raise place.refuse(first_true(pc.is_null(values)), IS_NULL)
     return values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)

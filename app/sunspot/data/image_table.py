@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from sunspot.data.columns import FORMS, SCALED, Column, ImageColumn, encoded, innermost, is_bytes, is_encoded
+from sunspot.data.columns import FORMS, IS_NULL, SCALED, Column, ImageColumn, encoded, innermost, is_bytes, is_encoded
 from sunspot.data.images import GREY_MODES, open_image, upright_size
 from sunspot.data.labels import LABEL
 from sunspot.data.parquet_files import absolute, join, open_file, parquet_errors
@@ -97,7 +97,7 @@ def _declare_images(path: str, side: int) -> ImageColumn:
         )
     filled = next((number for number, rows in enumerate(file.groups) if rows), None)
     if filled is None:
-        raise DataError(f"{path}: has no rows; remove the file")
+        raise DataError(f"{path}: has no rows; write some into it, or remove it")
     first = encoded(file.read([IMAGE], filled)[IMAGE])
     if not len(first):
         raise DataError(f"{path}: damaged: its footer tells of rows that are not there")
@@ -109,7 +109,7 @@ def _declare_images(path: str, side: int) -> ImageColumn:
 
 def _declare_image(value: pa.Scalar, place: str) -> ImageColumn:
     if not value.is_valid:
-        raise DataError(f"{place}: image is null")
+        raise DataError(f"{place}: image {IS_NULL}")
     if is_bytes(value.type):
         try:
             image = open_image(io.BytesIO(value.as_py()))

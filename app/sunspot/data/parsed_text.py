@@ -120,6 +120,12 @@ def find_line(content: bytes, row: int) -> int:
     return next((line for line, _ in islice(_read_records(content), row + 1, None)), 0)
 
 
+def find_json_line(content: bytes, row: int, rows: int) -> int:
+    """Return the line, from 1, of a row of JSON lines; 0 unless each of all `rows` has a line of its own."""
+    lines = [number for number, line in enumerate(io.BytesIO(content), 1) if line.strip()]
+    return lines[row] if len(lines) == rows else 0
+
+
 def _timestamp_to_text(stored: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_timestamp(stored) else stored
 
@@ -172,7 +178,7 @@ def _explain_csv(content: bytes, error: Exception) -> str:
 def _explain_text(content: bytes) -> str:
     """Return why content is not UTF-8 text, and the fix; empty if it is."""
     if not content.strip():
-        return "is empty; remove the file"
+        return "is empty; write rows into it, or remove it"
     packed = [kind for start, kind in PACKED.items() if content.startswith(start)]
     if packed:
         return f"is compressed ({packed[0]}); unpack it"

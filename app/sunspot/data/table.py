@@ -302,7 +302,7 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
-            raise DataError(f"{path}: has no rows; remove the file")
+            raise DataError(f"{path}: has no rows; write some into it, or remove it")
         if isinstance(file, PictureFolder) and LABEL in columns and not PREDICTED_BY.get():
             file.folders.refuse_lost_classes()
         labels = None

@@ -24,7 +24,7 @@ from sunspot.data.parquet_files import (
     open_file,
     read_range,
 )
-from sunspot.data.parsed_text import find_inexact_integers, find_line, read_csv, read_json_lines
+from sunspot.data.parsed_text import find_inexact_integers, find_json_line, find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
 
@@ -139,7 +139,8 @@ class TextTable(TableFile):
     def name_row(self, row: int) -> str:
         name, line = super().name_row(row), 0
         with contextlib.suppress(SunspotError):  # the file may be gone
-            line = 0 if self.has_types else find_line(read_range(self.path, 0, self.size), row)
+            content = read_range(self.path, 0, self.size)
+            line = find_json_line(content, row, len(self._table)) if self.has_types else find_line(content, row)
         return f"{name} (line {line})" if line else name
 
     @property
