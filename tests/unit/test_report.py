@@ -455,6 +455,11 @@ def test_the_verb_writes_the_file(run: Run, sunspot: Command, tmp_path: Path, mo
     default = tmp_path / "run-report.html"
     assert str(default) in sunspot.out
     assert Page(default.read_bytes()).figures["test_accuracy"] == 0.9805
+    own = run.storage.locate(run.key("report.html"))
+    assert own not in sunspot.out
+    run.storage.write(run.key("report.html"), b"")
+    assert sunspot("report", "run") == 0
+    assert f"{own}: what the run itself wrote when it ended" in sunspot.out
     wanted = tmp_path / "elsewhere.html"
     assert sunspot("report", "run", "--output", str(wanted), "--json") == 0
     assert sunspot.json == {"run": "run", "path": str(wanted), "bytes": wanted.stat().st_size}

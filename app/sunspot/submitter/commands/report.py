@@ -3,6 +3,7 @@
 import argparse
 
 from sunspot.formatting import as_bytes
+from sunspot.report import FILE
 from sunspot.report.page import POLICY
 from sunspot.report.search import render_stored
 from sunspot.submitter.commands.arguments import add_run
@@ -25,3 +26,5 @@ def run(args: argparse.Namespace) -> None:
         print_json({"run": run.name, "path": str(path), "bytes": len(page)})
     else:
         print_text(f"{path}: {as_bytes(len(page))}; a browser shows it")
+        if run.storage.exists(run.key(FILE)):
+            print_text(f"{run.storage.locate(run.key(FILE))}: what the run itself wrote when it ended")
