@@ -1,6 +1,7 @@
 """`python -m scripts.demo_recording`: run `sunspot demo` and draw what it prints as docs/images/demo.svg.
 
-Each line appears at its time, SPEED times as fast; where nothing moves, all of them are there.
+The picture begins with all lines, as it stays where nothing moves. After WHOLE_S, each line appears at its time, SPEED
+times as fast.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
 
-SPEED = 8
+WHOLE_S, SPEED = 3, 8
 
 COLUMN, ROW, MARGIN = 7.8, 20, 24
 """Pixels of a character of 13 px, of a line, and around the text."""
@@ -56,7 +57,7 @@ def draw(printed: list[str]) -> str:
         when, what = (time[0], line[time.end() :]) if time else ("", line)
         colour = next((colour for text, colour in COLOURS.items() if text in line), PLAIN)
         rows.append(
-            f'<text x="{MARGIN}" y="{MARGIN + ROW * (number + 0.7):.0f}" style="animation-delay:{after_s:.1f}s">'
+            f'<text x="{MARGIN}" y="{MARGIN + ROW * (number + 0.7):.0f}" style="animation-duration:{after_s:.1f}s">'
             f'<tspan fill="{FADED}">{when}</tspan><tspan fill="{colour}">{html.escape(what)}</tspan></text>'
         )
     return f"""\
@@ -64,8 +65,8 @@ def draw(printed: list[str]) -> str:
 <title>What make demo prints</title>
 <style>
 text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre; }}
-text {{ animation: appear .2s backwards; }}
-@keyframes appear {{ from {{ opacity: 0; }} }}
+text {{ animation-name: hide; animation-delay: {WHOLE_S}s; }}
+@keyframes hide {{ from, to {{ opacity: 0; }} }}
 @media (prefers-reduced-motion: reduce) {{ text {{ animation: none; }} }}
 </style>
 <rect width="100%" height="100%" rx="8" fill="{BEHIND}"/>
