@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sunspot.code_archive import find_code
 from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
-from sunspot.formatting import columns, visible
+from sunspot.formatting import columns, plural, visible
 from sunspot.log import print_logs
 from sunspot.predict.command_arguments import add_arguments, refuse_wrong
 from sunspot.settings import load_settings
@@ -120,7 +120,7 @@ def show_summary(result: dict[str, Any]) -> Iterator[str]:
     if result["accuracy"] is not None:
         yield f"  accuracy: {result['accuracy']:.4f}"
     kept = f", {result['kept']} of them were there already" if result["kept"] else ""
-    yield f"  predictions: {result['parts']} files in {result['output']}{kept}"
+    yield f"  predictions: {plural(result['parts'], 'file')} in {result['output']}{kept}"
 
 
 def show_answers(result: dict[str, Any]) -> Iterator[str]:
