@@ -40,7 +40,7 @@ from sunspot.errors import (
 )
 from sunspot.predict.actor import absolute_path, wants_gpu
 from sunspot.predict.classifier import Classifier, ModelCheckpoint, print_warnings
-from sunspot.ray_internals.output import print_warning_of_restarts_nowhere
+from sunspot.ray_internals.output import hide_warning_of_restarts
 from sunspot.ray_session import ray_session
 from sunspot.run import to_json
 from sunspot.run.objects import parse, read_content
@@ -117,7 +117,7 @@ def predict_dataset(
     missing = [part for part in parts if part not in kept]
     if missing:
         with ray_session():
-            print_warning_of_restarts_nowhere()
+            hide_warning_of_restarts()
             predictions = predict_parts(source, model, settings, missing, workers)
             write_parts(storage, predictions, missing, rows_in(source))
     labelled, correct = count_correct(storage, parts) if model.data.classes else (False, 0)

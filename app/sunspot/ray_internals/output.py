@@ -40,7 +40,7 @@ def quiet_losses() -> Iterator[None]:
         module.print_to_stdstream = usual
 
 
-def print_warning_of_restarts_nowhere() -> None:
+def hide_warning_of_restarts() -> None:
     """Keep Ray from printing that an actor may not start again, which its pools of Ray Data cause themselves.
 
     Ray prints this once in a process, to file descriptor 2, when it first makes an actor that has an argument in the
