@@ -131,8 +131,8 @@ def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
     assert found["label"].tolist() == [2, 0, 1, 0] * 500
     assert set(found["text"].flat) == {14}
     assert everything(test)["label"].tolist() == [0, 2]
-    line = " (line 2056)" if suffix == "csv" else ""
-    assert train.where(1, 3) == f"{tmp_path}/train/rows.{suffix}, row 1027{line}"
+    line = 2056 if suffix == "csv" else 1028
+    assert train.where(1, 3) == f"{tmp_path}/train/rows.{suffix}, row 1027 (line {line})"
     before = train.fingerprint
     write_rows(tmp_path / "train" / f"rows.{suffix}", [*LABELS * 499, "up", "down", "level", "up"])
     with refusal(DataError, "rows", "has changed since it was opened"):

@@ -269,12 +269,22 @@ def test_large_numbers_of_json_lines_that_a_float64_holds_are_read(tmp_path: Pat
     assert (found["x"].tolist(), found["y"].tolist()) == ([2.0**53 + 2, 1e300], [2**53 + 1, 1])
 
 
+@pytest.mark.parametrize(
+    ("between", "named"),
+    [("\n", "row 2 (line 3): x is null"), ("\n\n", "row 2 (line 5): x is null"), (" ", "row 2: x is null")],
+)
+def test_a_row_of_json_lines_is_named_by_its_line(tmp_path: Path, between: str, named: str) -> None:
+    path = write(tmp_path / "a.jsonl", between.join(('{"x": 1}', '{"x": 2}', '{"x": null}')))
+    with refusal(DataError, f"a.jsonl, {named}; fill it in, or leave out the row"):
+        everything(open_text(path, x=Column()))
+
+
 def test_a_file_whose_lists_are_all_empty_is_read(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", '{"x": []}\n{"x": []}\n')
     write(tmp_path / "b.jsonl", '{"x": [3]}\n')
     assert everything(open_text(tmp_path, x=Column("int64", longest=2)))["x"].tolist() == [[0, 0], [0, 0], [3, 0]]
     write(tmp_path / "a.jsonl", '{"x": [null]}\n')
-    with refusal(DataError, "a.jsonl, row 0: x has a null"):
+    with refusal(DataError, "a.jsonl, row 0 (line 1): x has a null"):
         everything(open_text(tmp_path, x=Column("int64", longest=2)))
 
 
