@@ -50,7 +50,9 @@ def receipt(number: int, left: float, first_step: float, **fields: Any) -> Recei
 def test_only_a_start_after_a_disturbance_is_shown_as_a_recovery(cause: Cause, shown: str) -> None:
     event = receipt(1, 10, 20, cause=cause).record()
     assert event["event"] == "recovered", "readers of other versions know a receipt by it"
-    assert name_start(json.loads(json.dumps(event))) == {**event, "event": shown}
+    named = name_start(json.loads(json.dumps(event)))
+    assert named == {**event, "event": shown}
+    assert [each.cause for each in read_receipts([named])] == [cause], "its line tells what the start has cost"
 
 
 def test_a_receipt_is_an_event_and_back() -> None:

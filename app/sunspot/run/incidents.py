@@ -146,7 +146,8 @@ class Receipt:
 
 def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
     """Return the receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
-    found = [each for event in events if event.get("event") == RECOVERED and (each := as_event(Receipt, event))]
+    named = [event for event in events if event.get("event") in (RECOVERED, STARTED)]
+    found = [receipt for event in named if (receipt := as_event(Receipt, event))]
     return sorted(found, key=lambda receipt: receipt.attempt)
 
 
