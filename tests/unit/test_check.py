@@ -214,7 +214,7 @@ def test_rows_of_any_type_are_told_with_an_error() -> None:
 def test_an_error_before_any_row_was_read_tells_of_no_rows() -> None:
     with pytest.raises(SunspotError) as caught, Check("task", []).part("model and optimizer"):
         raise ValueError("bad")
-    assert "rows" not in str(caught.value)
+    assert "with the rows" not in str(caught.value)
 
 
 def test_data_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,8 @@ def prove(storage: Storage, prefix: str) -> None:
     try:
         _prove(storage, prefix + probe)
     except StorageError as error:
-        raise type(error)(str(error).replace(probe, "")) from error
+        error.args = (str(error).replace(probe, ""),)
+        raise
 
 
 def _prove(storage: Storage, key: str) -> None:
