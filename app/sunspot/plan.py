@@ -139,7 +139,7 @@ def describe_batch(steps: Steps) -> str:
     """Describe the rows of a step, which are fewer than GLOBAL_BATCH_SIZE if the dataset is smaller."""
     if steps.rows >= steps.batch:
         return f"{steps.batch} rows"
-    return f"{steps.rows} rows, all that the dataset has (GLOBAL_BATCH_SIZE={steps.batch})"
+    return f"{steps.rows} rows, all that the dataset has (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
 
 
 def describe_classes(source: Source) -> str:

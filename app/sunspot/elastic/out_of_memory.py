@@ -59,5 +59,7 @@ def advise_memory(told: list[RankError]) -> str:
     """Return advice for a run whose processes run out of memory; `told` are the errors that ranks have reported."""
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
         return "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
-    more = "give the workers more memory (by a lower SUNSPOT_NUM_WORKERS on this machine, or worker.memory in a profile)"
+    more = (
+        "give the workers more memory (by a lower SUNSPOT_NUM_WORKERS on this machine, or worker.memory in a profile)"
+    )
     return f"{more}, or change the task so that it needs less"

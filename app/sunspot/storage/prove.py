@@ -34,7 +34,7 @@ MAX_LATENCY_S = 1.0
 MAX_SKEW_S = 30.0
 """A run counts as lost after about two minutes of silence by the reader's clock."""
 
-FASTER_DISK = "set STORAGE_PATH to a folder on a faster disk"
+FASTER_DISK = "set SUNSPOT_STORAGE_PATH to a folder on a faster disk"
 
 UNKNOWN = "may not be looked up here, or the server does not know it"
 

@@ -280,7 +280,7 @@ def find_losses(case: Case) -> Iterator[Finding]:
 def _prevent(cause: Cause, replayed: int, local: bool) -> str:
     """Return what makes incidents with this cause fewer or cheaper; `replayed` steps were taken again."""
     if local and cause is Cause.OUT_OF_MEMORY:
-        return "start fewer workers (NUM_WORKERS)"
+        return "start fewer workers (SUNSPOT_NUM_WORKERS)"
     if cause in PREVENTION:
         return PREVENTION[cause]
     if replayed:

@@ -33,7 +33,7 @@ def find_out_of_memory(case: Case) -> Iterator[Finding]:
     above = f" above the {figures['limit']} GiB that there are" if figures else ""
     evidence = f"{cut(said[-1])}; {plural(len(said), 'worker')} ended so"
     more = f"raise worker.memory in the profile{above}, or start fewer workers on a machine"
-    advice = f"{'start fewer workers (NUM_WORKERS)' if case.local else more}; or {LESS}"
+    advice = f"{'start fewer workers (SUNSPOT_NUM_WORKERS)' if case.local else more}; or {LESS}"
     details = {name: float(text) for name, text in figures.groupdict().items()} if figures else {}
     severity = Severity.ERROR if ended else Severity.WARNING
     yield Finding(
