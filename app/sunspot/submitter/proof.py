@@ -28,7 +28,9 @@ from sunspot.submitter.printing import progress_note, warn
 if TYPE_CHECKING:
     import pyarrow
 
-NO_ROWS = "no audit was recorded; begin a run of another name with AUDIT=true, which records the rows of each step"
+NO_ROWS = (
+    "no audit was recorded; begin a run of another name with SUNSPOT_AUDIT=true, which records the rows of each step"
+)
 
 MAX_NAMED = 5
 """Faults of one kind that are named; the others are counted."""

@@ -35,7 +35,7 @@ def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
         if SCHEMES[scheme] != SCHEMES[own]:
             yield (
                 f"{path} is {SCHEMES[scheme]}, which the identity of pods on {whose} nodes does not open; set "
-                f"STORAGE_PATH to {own}://{place}, or name the Secret with keys: `env_from_secrets: [NAME]`"
+                f"SUNSPOT_STORAGE_PATH to {own}://{place}, or name the Secret with keys: `env_from_secrets: [NAME]`"
             )
 
 
