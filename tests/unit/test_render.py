@@ -1284,7 +1284,7 @@ def test_render_warns_of_storage_that_the_pods_have_no_credentials_for(
     code, _, err = sunspot(capsys, "--profile", profile, *words, "--storage", storage)
     assert code == 0
     assert err.startswith(f"{storage} is ")
-    assert f"; set STORAGE_PATH to {own}, or name the Secret with keys: `env_from_secrets: [NAME]`" in err
+    assert f"; set SUNSPOT_STORAGE_PATH to {own}, or name the Secret with keys: `env_from_secrets: [NAME]`" in err
     assert sunspot(capsys, "--profile", profile, *words, "--storage", own)[2] == ""
     with_keys = own_profile(tmp_path, f"extends: {profile}\nenv_from_secrets: [sunspot-storage]")
     assert sunspot(capsys, "--profile", with_keys, *words, "--storage", storage)[2] == ""

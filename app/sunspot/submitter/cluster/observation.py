@@ -11,7 +11,7 @@ from typing import Any
 from sunspot.errors import ClusterError, ConflictError, NotFoundError, RefusedStorageError, SettingsError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
+from sunspot.run.overview import HALF_DELETED, describe_absence, read_fresh_status, read_parts, read_state, run_exists
 from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
@@ -28,7 +28,7 @@ from sunspot.submitter.cluster.state import (
 from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
-from sunspot.submitter.runs import Target, describe_absence, named_run
+from sunspot.submitter.runs import Target, named_run
 
 LOOK_EVERY_S = 3.0
 """Between two looks at a run that is followed."""
