@@ -29,8 +29,9 @@ from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
 from sunspot.submitter.commands import status as status_command
 from sunspot.submitter.runs import find_run
+from sunspot.ui.all_runs import read_row
 from tests.harness.commands import Answer, StorageCommand
-from tests.harness.runs import age, begin, commit, report, start, write_receipt
+from tests.harness.runs import age, begin, commit, report, set_status, start, write_receipt
 from tests.harness.s3 import FaultProxy
 from tests.harness.waiting import wait_until
 
@@ -160,6 +161,25 @@ def test_the_state_by_storage_alone(
     assert found == state
     assert words in reason
     assert reason
+
+
+@pytest.mark.parametrize(
+    ("ago", "known", "shown"),
+    [(LOST_S + 1, 0, (12, 3)), (LOST_S + 1, 17, (17, 4)), (5, 0, (0, 0))],
+    ids=["lost", "lost after more steps", "alive"],
+)
+def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
+    ago: float, known: int, shown: tuple[int, int], run: Run, sunspot: StorageCommand
+) -> None:
+    kept = commit(run, start(run, "job"), 12)
+    set_status(run, RunState.STARTING, step=known, epoch=(known + 4) // 5, steps_per_epoch=5)
+    age(run, ago)
+    [listed] = json.loads(sunspot("list", "--json").out)
+    row = read_row(run)
+    assert row
+    assert row.status
+    assert (listed["step"], listed["epoch"]) == (row.status.step, row.status.epoch) == shown
+    assert row.status.checkpoint == (kept.name if ago > 5 else None)
 
 
 def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sunspot.background import map_parallel
@@ -32,6 +32,7 @@ from sunspot.run.status import (
     STATUS_EVERY_S,
     RunState,
     Status,
+    is_alive,
     list_statuses,
     newest_status,
     read_status,
@@ -183,7 +184,8 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
     def read(run: RunSummary) -> Status | None:
         with contextlib.suppress(NotFoundError):  # gone since it was listed
-            return _refreshed(Run(storage, run.name), usable_status(storage, run.status) if run.status else None)
+            status = _refreshed(Run(storage, run.name), usable_status(storage, run.status) if run.status else None)
+            return with_newest_checkpoint(status, run, time.time())
         return None
 
     return map_parallel(read, runs)
@@ -192,6 +194,18 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 def read_fresh_status(run: Run) -> Status | None:
     """Return the status, read again if its run seems silent: NFS clients show what they saw up to a minute ago."""
     return _refreshed(run, read_status(run))
+
+
+def with_newest_checkpoint(status: Status | None, summary: RunSummary, now: float) -> Status | None:
+    """Return the status with the run's newest checkpoint, unless its processes are alive and tell of it themselves."""
+    name = summary.checkpoint
+    if status is None or name is None or is_alive(status, now):
+        return status
+    step = max(status.step, step_of(name))
+    epoch = status.epoch
+    if step > status.step and status.steps_per_epoch:
+        epoch = (step - 1) // status.steps_per_epoch + 1
+    return replace(status, step=step, epoch=epoch, checkpoint=name, checkpoint_time=summary.checkpoint_time)
 
 
 def _refreshed(run: Run, status: Status | None) -> Status | None:

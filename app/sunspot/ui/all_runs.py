@@ -22,7 +22,7 @@ from sunspot.run.cost import Spending
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.run.objects import RUN, is_count
-from sunspot.run.overview import RunView, state_from_storage, summarize
+from sunspot.run.overview import RunView, state_from_storage, summarize, with_newest_checkpoint
 from sunspot.run.requests import DELETION, STOP
 from sunspot.run.size_limits import budget
 from sunspot.run.status import FOLDER, SILENT_S, RunState, Status, newest_status, usable_status
@@ -236,6 +236,7 @@ def read_row(run: Run) -> RunRow | None:
     summary = summarize(run.name, entries)
     if summary is None:
         return None
+    status = with_newest_checkpoint(status, summary, now)
     state, reason = state_from_storage(status, summary, now)
     seen = status.seen if status else summary.last_active
     return RunRow(run.name, state, reason, status, max(seen, summary.submitted))
@@ -246,5 +247,7 @@ def _other_parts(status: Status | None, now: float) -> Iterator[str]:
     yield STOP
     if status is None or status.state.terminal or now - status.seen > SILENT_S:
         yield from ("submissions", DELETION)
+    if status and not status.state.terminal and now - status.seen > SILENT_S:
+        yield "checkpoints"
     if status is None:
         yield "run.json"
