@@ -33,9 +33,10 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRu
     run = finished_run.run
     first, second = read_attempts(run)  # and none of the start before it was resumed
     assert (first.step, finished_run.state_when_stopped) == (0, RunState.STOPPED)
-    assert f"stopped at step {second.step}; " in finished_run.stopped
+    how = "to go on, give `sunspot resume run`"
+    assert f"stopped by `sunspot stop` at step {second.step} of {STEPS}; {how}" in finished_run.stopped
     assert STEPS // 2 < second.step < STEPS, "stopped where a checkpoint was due anyway, or not at all"
-    assert "lets it train again" in finished_run.refused
+    assert f"stopped by `sunspot stop`; {how}" in finished_run.refused
     assert f"from: step-{second.step:08d}-attempt-0001" in finished_run.output
     status = read_status(run)
     assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, STEPS, finished_run.newest.name)

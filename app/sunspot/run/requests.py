@@ -91,6 +91,14 @@ def clear_stop(run: Run) -> None:
 
 
 def mark_deletion(run: Run, by: str) -> None:
+def how_to_resume(arguments: str, on_cluster: bool) -> str:
+    """Say how a stopped run goes on: `resume` itself starts a cluster's job again, but no training on a machine.
+
+    `arguments` are those of `sunspot resume`.
+    """
+    return f"to go on, give `sunspot resume {arguments}`" + ("" if on_cluster else ", then the same command")
+
+
     """Record that the run is being deleted; raises `StorageError`."""
     run.storage.write(run.key(DELETION), to_json(asdict(Request(by, time.time()))))
 

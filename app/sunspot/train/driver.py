@@ -21,7 +21,7 @@ from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
 from sunspot.run.overview import read_state
 from sunspot.run.owner import new_owner
-from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
+from sunspot.run.requests import StopRequest, how_to_resume, refuse_if_deleted, stop_requested
 from sunspot.run.status import RunState, new_driver, own_status, read_status
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.limits import with_deadline
@@ -70,7 +70,7 @@ def train_run(
             log.warning(f"skipped {each}")
         with recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome:
             try:
-                if may_train(claimant, limit_s):
+                if may_train(claimant, limit_s, settings.job_id):
                     plan = plan_run(run, settings, identity)
                     outcome.state = train(plan, claimant, origin, outcome, stop_request)
                 else:
@@ -96,14 +96,14 @@ class Origin(NamedTuple):
         return settings.init_from or "the beginning"
 
 
-def may_train(claimant: Claimant, limit_s: float) -> bool:
-    """Whether the run is not stopped; raises what ended this owner's part in it for good."""
+def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
+    """Return True if the run is not stopped; raises what ended this owner's part in it for good."""
     run = claimant.run
     fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(claimant), stop_requested(run)))
     if fatal:
         raise fatal  # this job has failed for good: a retry of it does not train either
     if stopped:
-        print(f"  stopped; `sunspot resume {run.name}` lets it train again")
+        print(f"  stopped by `sunspot stop`; {how_to_resume(run.name, bool(job))}")
     return not stopped
 
 
@@ -144,7 +144,8 @@ def train(
 
     def finish(checkpoint: Checkpoint) -> RunState:
         if not checkpoint.completes(plan.total_steps, patience):
-            print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
+            how = how_to_resume(run.name, bool(plan.settings.job_id))
+            print(f"  stopped by `sunspot stop` at step {checkpoint.step} of {plan.total_steps}; {how}")
             return RunState.STOPPED
         if checkpoint.step < plan.total_steps:
             outcome.reason = f"no improvement in {plural(patience, 'evaluation')}"

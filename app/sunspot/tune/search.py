@@ -30,7 +30,7 @@ from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.run.identity import keep_identity
-from sunspot.run.requests import StopRequest, refuse_if_deleted, stop_requested
+from sunspot.run.requests import StopRequest, how_to_resume, refuse_if_deleted, stop_requested
 from sunspot.run.search import Results, Trial, read_trial, write_results
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, own_status, read_status, write_status
 from sunspot.search_space import Search, in_words, load_search
@@ -170,7 +170,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     if fatal:
         raise fatal
     if stop_requested(run):
-        print(f"  stopped; `sunspot resume {run.name}` lets it go on")
+        print(f"  stopped by `sunspot stop`; {how_to_resume(run.name, bool(running.search.settings.job_id))}")
         return RunState.STOPPED
     enter_code(running.search.settings.code)
     search = running.search = ranked_by_held_out(running.search)
@@ -206,7 +206,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     kept = f"its trials are kept, and the same command resumes it: {run.location}"
     stop_request.raise_signal(kept, search.settings.job_id)
     if stop_request.marked:
-        print(f"  stopped; `sunspot resume {run.name}` lets it go on")
+        print(f"  stopped by `sunspot stop`; {how_to_resume(run.name, bool(running.search.settings.job_id))}")
         return RunState.STOPPED
     promote_best(running)
     return RunState.SUCCEEDED

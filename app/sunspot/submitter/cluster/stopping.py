@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from sunspot.errors import ClusterError, GaveUpError
-from sunspot.run.requests import request_stop, who_asks
+from sunspot.run.requests import how_to_resume, request_stop, who_asks
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, follow
@@ -72,7 +72,8 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
         state = RunState.STOPPED
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
-    how = "submit it again, and it goes on" if deleted else f"`sunspot resume {access.arguments}` lets it go on"
+    on_cluster = snapshot.job is not None
+    how = "submit it again, and it goes on" if deleted else how_to_resume(access.arguments, on_cluster)
     return state, f"{saved}; {how}"
 
 

@@ -1,4 +1,4 @@
-"""`sunspot resume`: lets a stopped run go on, from the RayJob that is still in the cluster."""
+"""`sunspot resume`: lets a stopped run go on, and starts the RayJob that is still in the cluster."""
 
 import argparse
 
@@ -16,6 +16,6 @@ def run(args: argparse.Namespace) -> None:
     if submission := resume_run(access, snapshot):
         print_submission(submission, args.json)
         return
-    how = "`sunspot train` or `make train` with its settings, or for GitOps a commit that raises GENERATION"
-    reason = f"it may train again; it was not started by `sunspot submit`, so start it: {how}"
+    how = "`sunspot train` or `make train`; for GitOps, a commit that raises GENERATION"
+    reason = f"it may train again; give the same command as before ({how})"
     print_state(access.run, snapshot.state()[0], reason, args.json)
