@@ -134,7 +134,12 @@ class TooLargeError(SunspotError):
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM ended the program, and with it a run that goes on from what it saved: as Ctrl-C does."""
+    """SIGTERM or SIGHUP ended the program, as Ctrl-C does: a run goes on from what it saved."""
+
+    def __init__(self, message: str = "", number: int = signal.SIGTERM) -> None:
+        """`number` is that of the signal, on which the exit code depends."""
+        super().__init__(message)
+        self.number = number
 
 
 class EndAtOnceError(KeyboardInterrupt):
@@ -218,7 +223,7 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         _complain(f"{str(error) or when_interrupted}\n")
         if isinstance(error, EndAtOnceError):
             os._exit(128 + signal.SIGINT)
-        return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
+        return 128 + (error.number if isinstance(error, TerminatedError) else signal.SIGINT)
     except Exception as error:
         if isinstance(error, FileNotFoundError) and _was_folder_deleted():
             _complain("error: the working directory has been deleted; change to another one\n")

@@ -13,6 +13,8 @@ from typing import Any
 from sunspot.code_archive import CODE, SETUP_HOOK
 from sunspot.errors import EndAtOnceError, SunspotError, shorten
 from sunspot.private_folder import private_folder, private_path
+from sunspot.ray_internals.output import brief_ray
+from sunspot.ray_internals.processes import ray_apart_from_signals
 from sunspot.ray_start_errors import explain_start, refuse_unreachable
 
 RAY_ENVIRONMENT = {
@@ -66,11 +68,12 @@ def ray_session() -> Iterator[None]:
     if address == "local":  # Ray's name for a new session
         address = None
     try:
-        if address:
-            refuse_unreachable(address)
-            ray.init(**quiet, **code)
-        else:
-            start_local_ray(num_cpus=cores_here(), **quiet, **code)
+        with ray_apart_from_signals():
+            if address:
+                refuse_unreachable(address)
+                ray.init(**quiet, **code)
+            else:
+                start_local_ray(num_cpus=cores_here(), **quiet, **code)
     except SunspotError:
         raise
     except Exception as error:  # Ray has no class of its own for it

@@ -34,6 +34,8 @@ with ray_session():
     told = {
         "in a worker": ray.get(ray.remote(lambda: os.environ.get("RAY_AUTH_TOKEN")).remote()) == token,
         "folder": node.get_session_dir_path(),
+        "groups": [os.getpgid(each.process.pid) for kind in node.all_processes.values() for each in kind],
+        "own group": os.getpgrp(),
         "with the token": ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token),
         "with another": ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64),
     }
@@ -49,6 +51,8 @@ def test_a_session_is_for_its_user_alone_and_needs_no_home(tmp_path: Path) -> No
     assert told["in a worker"]
     assert told["with the token"]
     assert not told["with another"]
+    if sys.platform == "linux":
+        assert told["own group"] not in told["groups"], "a signal to the driver's group would end Ray's processes"
     folder = Path(told["folder"])
     [private] = [parent for parent in folder.parents if parent.name == f"sunspot-{os.getuid()}"]
     assert private.stat().st_mode & 0o777 == 0o700

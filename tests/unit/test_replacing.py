@@ -94,3 +94,13 @@ def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_traine
     membership.lose("first", 2.0)
     assert not membership.deserted
     assert left_alone(Future(), membership, limit_s=0.1)
+
+
+@pytest.mark.parametrize("membership", [None, Membership(2)], ids=["a group that ends as a whole", "survivors"])
+def test_a_stop_before_a_worker_trains_waits_for_none(
+    membership: Membership | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
+    looks = iter([False, False, True])
+    assert left_alone(Future(), membership, lambda: next(looks))
+    assert list(looks) == []

@@ -36,6 +36,7 @@ class ControlChannel:
         self._lines: list[str] = []
         self._command = Command()
         self._group: WorkerGroup | None = None
+        self._has_group = False
         self._incident = Incident()
         "Why the present group ends."
         self._restart = Incident()
@@ -66,7 +67,7 @@ class ControlChannel:
 
     def begin_group(self, group: WorkerGroup) -> Incident:
         """Register a new worker group, and return why the group before ended."""
-        self._group = group
+        self._group, self._has_group = group, True
         self._command = replace(self._command, restart=False, deadline=None, moves=False)
         self._restart, self._incident = self._restart.completed_by(self._incident), Incident()
         self._hangs, self._judged = [], 0
@@ -148,7 +149,7 @@ class ControlChannel:
     def start_next_group(self, line: str) -> None:
         """Log why another group starts, and forget what is known of the end of the one before."""
         self.log(line)
-        self._ended = line
+        self._ended, self._has_group = line, False
         self._progress = replace(self._progress, doing="starting again")
         self._errors, self._judged = [], len(self._hangs)
 
@@ -221,6 +222,10 @@ class ControlChannel:
     def group(self) -> WorkerGroup | None:
         """The newest worker group; None before the first, and once it was asked to end or has failed for a GPU."""
         return self._group
+
+    def has_group(self) -> bool:
+        """Return False if no worker group has begun yet, or the newest has failed and the next has not begun."""
+        return self._has_group
 
     def fetch_news(self) -> News:
         """The progress, and the metrics and lines since the last call."""

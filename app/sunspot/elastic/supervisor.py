@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import ray
 
@@ -28,6 +27,7 @@ from sunspot.ray_internals.coordinator import ask_of_groups
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
+from sunspot.stop_signals import end_signals
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +79,16 @@ class Supervisor:
         request = self._stop_request
         if request.asked:
             self._control.tell(ControlChannel.request_stop)
-        if self._stopping or not (request.interrupted or request.terminated):
+        if self._stopping or request.signal is None:
             return
         self._stopping = True
-        print(INTERRUPTED if request.interrupted else "told to end by SIGTERM: it saves, and ends", flush=True)
+        told = "interrupted" if request.signal is signal.SIGINT else f"told to end by {request.signal.name}"
+        if self._monitor and self._control.try_ask(ControlChannel.has_group) is False:
+            print(f"{told}: no worker trains, so it ends without a save", flush=True)
+        elif request.signal is signal.SIGINT:
+            print(INTERRUPTED, flush=True)
+        else:
+            print(f"{told}: it saves, and ends", flush=True)
 
     def _look_at_nodes(self, monitor: NodeMonitor) -> None:
         """Restart the worker group when nodes are preempted or added.
@@ -126,23 +132,20 @@ def supervised(
     monitor: NodeMonitor | None = None,
     membership: MembershipServer | None = None,
 ) -> Iterator[None]:
-    """Supervise the workers while the context lasts, and let SIGTERM and SIGINT ask for a stop.
+    """Supervise the workers while the context lasts, and let SIGINT, SIGTERM and SIGHUP ask for a stop.
 
     A second SIGINT raises `EndAtOnceError`.
     """
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        stop_request.terminated = True  # and no more: a signal may interrupt anything
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if stop_request.interrupted:
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and stop_request.signal is signal.SIGINT:
             raise EndAtOnceError
-        stop_request.interrupted = True
+        if number == signal.SIGINT or stop_request.signal is None:
+            stop_request.signal = signal.Signals(number)  # and no more: a signal may interrupt anything
 
-    handlers: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [signal.SIGINT, *end_signals()] if is_main else []
+    before = {number: signal.signal(number, ask_to_stop) for number in handled}
     try:
         with Background(NODE_CHECK_EVERY_S, Supervisor(control, stop_request, monitor, membership).tick):
             yield

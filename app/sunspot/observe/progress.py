@@ -61,7 +61,8 @@ def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch:
         with Background(PROGRESS_EVERY_S, update):
             yield
     finally:
-        screen.close()
+        with suppress(OSError):  # the terminal may be closed
+            screen.close()
 
 
 class _Lines:

@@ -8,6 +8,7 @@ anybody who can write to storage could have written it.
 import getpass
 import os
 import re
+import signal
 import socket
 import time
 from dataclasses import asdict, dataclass, field
@@ -36,15 +37,13 @@ class StopRequest:
     def __init__(self) -> None:
         self.marked = False
         "`sunspot stop` left its marker: later starts may not train either."
-        self.terminated = False
-        "This process got SIGTERM: a later start resumes the run."
-        self.interrupted = False
-        "It got SIGINT (Ctrl-C): likewise."
+        self.signal: signal.Signals | None = None
+        "The SIGINT (Ctrl-C), SIGTERM or SIGHUP that this process got: a later start resumes the run."
 
     @property
     def asked(self) -> bool:
         """Whether the run is to stop, for whatever reason."""
-        return self.marked or self.terminated or self.interrupted
+        return self.marked or self.signal is not None
 
     def read_marker(self, run: Run) -> None:
         """Look in storage for the marker of `sunspot stop`; one that was there counts for the rest of this start."""
@@ -55,10 +54,12 @@ class StopRequest:
 
         A cluster's `job` has failed instead: its operator starts it again, elsewhere.
         """
-        if self.interrupted:
+        if self.signal is None:
+            return
+        if self.signal is signal.SIGINT:
             raise KeyboardInterrupt(f"interrupted: {kept}")
-        if self.terminated:
-            raise (SunspotError if job else TerminatedError)(f"told to end by SIGTERM: {kept}")
+        told = f"told to end by {self.signal.name}: {kept}"
+        raise SunspotError(told) if job else TerminatedError(told, self.signal)
 
 
 def who_asks() -> str:
@@ -90,7 +91,6 @@ def clear_stop(run: Run) -> None:
     run.storage.delete(run.key(STOP))
 
 
-def mark_deletion(run: Run, by: str) -> None:
 def how_to_resume(arguments: str, on_cluster: bool) -> str:
     """Say how a stopped run goes on: `resume` itself starts a cluster's job again, but no training on a machine.
 
@@ -99,6 +99,7 @@ def how_to_resume(arguments: str, on_cluster: bool) -> str:
     return f"to go on, give `sunspot resume {arguments}`" + ("" if on_cluster else ", then the same command")
 
 
+def mark_deletion(run: Run, by: str) -> None:
     """Record that the run is being deleted; raises `StorageError`."""
     run.storage.write(run.key(DELETION), to_json(asdict(Request(by, time.time()))))
 

@@ -9,6 +9,7 @@ from sunspot.log import print_logs
 from sunspot.ray_internals.job import end_for_good
 from sunspot.search_space import find_dimensions
 from sunspot.settings import PREFIX, Settings, load_settings
+from sunspot.stop_signals import raise_end_signals
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.driver import train_run
 
@@ -29,4 +30,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if not os.environ.get(f"{PREFIX}JOB_ID"):  # on a cluster, the end of a driver is a loss, and it starts again
+        raise_end_signals()
     run_and_exit(end_for_good(main), "interrupted: what was committed is safe; the same command goes on from there")

@@ -248,7 +248,11 @@ def fit_once(
             with quiet_losses(), asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
-                if not (membership and left_alone(fitting, membership.state, limit_s)):
+
+                def has_nothing_to_save() -> bool:
+                    return stop_request.signal is not None and control.try_ask(ControlChannel.has_group) is False
+
+                if not left_alone(fitting, membership.state if membership else None, has_nothing_to_save, limit_s):
                     fitting.result()
                 over = not membership or stop_request.asked or has_ended(plan, claimant)
                 return None if over else start_again(control, start, settings.max_failures)
@@ -310,12 +314,18 @@ def start_again(
     return TrainerStart(incident, replace(counts, charged=counts.charged + 1))
 
 
-def left_alone(fitting: Future[Any], membership: Membership, limit_s: float = math.inf) -> bool:
+def left_alone(
+    fitting: Future[Any],
+    membership: Membership | None,
+    has_nothing_to_save: Callable[[], bool] = lambda: False,
+    limit_s: float = math.inf,
+) -> bool:
     """Wait for the end of a trainer, and return False. Return True once no worker is left, and Ray waits for a node.
 
-    While Ray places a replacement, it does not ask the other workers whether they have finished or live. A replacement
-    that comes after the group has ended is of no use. Once all workers that trained are lost, their replacements may
-    take `limit_s` to train, because nothing else watches a replacement that hangs.
+    Also return True if a signal asks for a stop and `has_nothing_to_save`: no worker trains that could save, and Ray
+    may wait for one without end. While Ray places a replacement, it does not ask the other workers whether they have
+    finished or live. A replacement that comes after the group has ended is of no use. Once all workers that trained are
+    lost, their replacements may take `limit_s` to train, because nothing else watches a replacement that hangs.
     """
     empty_since: float | None = None
     trained = time.monotonic()
@@ -326,6 +336,10 @@ def left_alone(fitting: Future[Any], membership: Membership, limit_s: float = ma
             log.warning(f"all workers that trained are lost, and no replacement has trained within {limit_s:.0f} s")
             return True
         if membership.trains or not (membership.ended or membership.deserted):
+        if has_nothing_to_save():
+            return True
+        if membership is None:
+            continue
             empty_since = None
         elif empty_since is None:
             empty_since = time.monotonic()

@@ -41,12 +41,14 @@ def train_and_print(command: tuple[str, ...], environment: dict[str, str]) -> in
     from sunspot.run.overview import read_state, run_exists
     from sunspot.run.status import read_status
     from sunspot.search_space import load_common
+    from sunspot.stop_signals import end_signals
     from sunspot.submitter.printing import print_json
 
     settings, _, _ = load_common(environment)
     training = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, **environment})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both, and the training saves
-    signal.signal(signal.SIGTERM, lambda *_: training.terminate())
+    for number in end_signals():
+        signal.signal(number, lambda number, _: training.send_signal(number))
     code = training.wait()
     run = open_run(settings.storage_path, settings.run_name)
     status = read_status(run)
