@@ -28,6 +28,8 @@ class Plan:
     reasons: list[str] = field(default_factory=list)
     order: str = ""
     "Checksum of the order of the rows, as the driver has it; empty: not known."
+    one_machine: bool = False
+    "Whether the driver starts Ray itself, so that no other machine can join."
 
     @property
     def data(self) -> DataPlan:

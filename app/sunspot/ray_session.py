@@ -64,9 +64,7 @@ def ray_session() -> Iterator[None]:
     # there is no dashboard; these lines stay in the session's logs.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     code = {"runtime_env": {"worker_process_setup_hook": SETUP_HOOK}} if os.environ.get(CODE) else {}
-    address = os.environ.get("RAY_ADDRESS")
-    if address == "local":  # Ray's name for a new session
-        address = None
+    address = _cluster_address()
     try:
         with ray_apart_from_signals():
             if address:
@@ -94,6 +92,19 @@ def ray_session() -> Iterator[None]:
 
 def start_local_ray(**options: Any) -> Any:
     """Start a Ray session on this machine that only this user can reach; returns what `ray.init` returns.
+def starts_own_session() -> bool:
+    """Return True if `ray_session` starts a session on this machine, instead of joining another one."""
+    import ray
+
+    return not (ray.is_initialized() or _cluster_address())
+
+
+def _cluster_address() -> str:
+    """Return the address of the cluster to join; empty for a new session."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address  # "local" is Ray's name for a new session
+
+
 
     `options` are further arguments of `ray.init`. The session asks for a token, which only this process and its
     children know, and keeps its files in this user's private folder. RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and RAY_TMPDIR

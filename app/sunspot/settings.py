@@ -322,7 +322,7 @@ class Settings(BaseModel):
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each step consumed."
     accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
-    "What to accept: another order of the rows, the loss of checkpoints or of a start."
+    "What to accept: another order of the rows, the loss of checkpoints or of a start, very many workers here."
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption to the end of the node."

@@ -133,6 +133,16 @@ def test_the_workers_that_a_node_could_hold(
     assert find_room([node("x", alive=False, **resources)], per_worker) == {}
 
 
+@pytest.mark.parametrize(("workers", "begin"), [(WorkerRange(2, 2), 2), (WorkerRange(2, 8), 4)], ids=str)
+def test_one_machine_waits_for_no_other_node(
+    workers: WorkerRange, begin: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic_nodes, "staying_nodes", lambda: [node("x", CPU=4.0)])
+    with elastic_nodes.asked_nodes({"CPU": 1.0}, workers, one_machine=True) as chosen:
+        assert chosen == WorkerRange(begin, begin)
+    assert capsys.readouterr().out == f"  this machine has room for {begin} workers\n"
+
+
 class Story:
     """Looks at a changing cluster, one second apart."""
 

@@ -11,7 +11,7 @@ from ray.autoscaler.sdk import request_resources  # noqa: TID251  # of Ray's pub
 from sunspot.elastic.groups import GroupChoice, capacity_by_group, nodes_to_release
 from sunspot.elastic.messages import WorkerGroup
 from sunspot.errors import SunspotError
-from sunspot.formatting import in_words
+from sunspot.formatting import in_words, plural
 from sunspot.ray_internals.coordinator import ROUNDING, ask_of_groups
 from sunspot.ray_internals.nodes import staying_nodes
 from sunspot.run.incidents import Cause
@@ -214,12 +214,20 @@ def wait_for_nodes(
 
 
 @contextmanager
-def asked_nodes(resources_per_worker: dict[str, float], workers: WorkerRange) -> Iterator[WorkerRange]:
+def asked_nodes(
+    resources_per_worker: dict[str, float], workers: WorkerRange, one_machine: bool = False
+) -> Iterator[WorkerRange]:
     """Ask for nodes for the most workers, and yield how many begin that outlive each other.
 
     Ray replaces those, but adds none, so that a start with the fewest would soon be followed by another with more:
-    they wait for a node, and then until no other has come for FIRST_SETTLED_S.
+    they wait for a node, and then until no other has come for FIRST_SETTLED_S. To `one_machine`, no other can come.
     """
+    if one_machine:
+        found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)
+        room = max(found, workers.least)
+        print(f"  this machine has room for {plural(room, 'worker')}", flush=True)
+        yield WorkerRange(room, room)
+        return
     request_resources(bundles=[resources_per_worker] * workers.most)
     try:
         room, began = 0, time.monotonic()

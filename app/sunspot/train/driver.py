@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,9 +91,9 @@ class Origin(NamedTuple):
     def describe(self, settings: Settings) -> str:
         """For people."""
         if self.checkpoint:
-            return self.checkpoint.name + (", or what a node has newer in memory" if settings.snapshot_cost else "")
+            return self.checkpoint.name + (", or a newer copy in memory" if settings.snapshot_cost else "")
         if any(each.kind is Unusable.DAMAGED for each in self.skipped):
-            return "a copy in a node's memory, if there is one: no checkpoint is whole"
+            return "a copy in memory, if there is one: no checkpoint is whole"
         return settings.init_from or "the beginning"
 
 
@@ -118,11 +119,15 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     """Plan the training, and refuse settings and data other than those that the run began with."""
     # Here, as torch takes seconds to import.
     from sunspot.plan import make_plan
+    from sunspot.ray_session import starts_own_session
     from sunspot.tasks import load_task
+    from sunspot.train.this_machine import refuse_impossible
 
     enter_code(settings.code)
     task = load_task(settings)
-    plan = make_plan(settings, task)
+    plan = replace(make_plan(settings, task), one_machine=starts_own_session())
+    if plan.one_machine:
+        refuse_impossible(plan.settings)
     if find_library := getattr(task, "find_library", None):
         find_library(plan.settings, plan.source)  # refuses one that is not installed, before there is a run
     rows = identify_rows(plan)

@@ -62,6 +62,7 @@ from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_sta
 from sunspot.train.join import WorkerConfig
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes
+from sunspot.train.this_machine import refuse_lack
 
 log = logging.getLogger(__name__)
 
@@ -208,12 +209,14 @@ def fit_once(
     needed = Needed(resources.per_worker, settings.num_workers.least)
     left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
     given, outlive = settings.num_workers, outlives(plan, resources)
+    if plan.one_machine:
+        refuse_lack(settings, resources.per_worker, ray.cluster_resources())
     if given.elastic and not (outlive or choice):
         lag_s = install_coordinator()
     with (
         exported_run(settings.run_name),
         open_control() as control,
-        asked_nodes(resources.per_worker, given) if outlive else nullcontext(given) as workers,
+        asked_nodes(resources.per_worker, given, plan.one_machine) if outlive else nullcontext(given) as workers,
         MembershipServer(workers.least, control) if outlive else nullcontext() as membership,
         shown_progress(functools.partial(fetch_news, control, note_end), plan.total_steps, plan.steps.per_epoch),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,

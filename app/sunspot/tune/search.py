@@ -160,8 +160,9 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     from sunspot.elastic.control import ControlChannel, open_control
     from sunspot.elastic.supervisor import supervised
     from sunspot.ray_internals.nodes import reachable_nodes
-    from sunspot.ray_session import ray_session
+    from sunspot.ray_session import ray_session, starts_own_session
     from sunspot.run.attempts import fatal_error
+    from sunspot.train.this_machine import refuse_impossible
     from sunspot.tune.promotion import begin_attempt
     from sunspot.tune.trials import Trials, await_nodes, run_trials
 
@@ -173,6 +174,8 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
         print(f"  stopped by `sunspot stop`; {how_to_resume(run.name, bool(running.search.settings.job_id))}")
         return RunState.STOPPED
     enter_code(running.search.settings.code)
+    if starts_own_session():
+        refuse_impossible(running.search.trials[0])
     search = running.search = ranked_by_held_out(running.search)
     environment = {**search.settings.environment(), **search.given}
     keep_identity(run, environment, search.identity)

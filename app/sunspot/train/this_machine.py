@@ -1,0 +1,70 @@
+"""Refuses a run that can never start on this machine, or that would take far more than the machine has."""
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from sunspot.cgroup import memory_left
+from sunspot.errors import SettingsError
+from sunspot.formatting import as_bytes, plural
+from sunspot.plan import choose_resources
+from sunspot.ray_internals.coordinator import ROUNDING
+from sunspot.ray_session import cores_here
+from sunspot.settings import PREFIX, Settings, accepts
+
+WORKERS_PER_CORE = 4
+"""Workers for each core above which a run needs the user's consent. With more, a worker may wait for its turn longer
+than others wait for it, and gains nothing."""
+
+WORKER_BYTES = 300_000_000
+"""Least memory of a worker: Python with torch and Ray, before there is a model. 64 workers filled 23.5 GB like this."""
+
+
+def refuse_impossible(settings: Settings) -> None:
+    """Raise `SettingsError` if the workers of a run do not fit on this machine, where `sunspot train` starts Ray.
+
+    ACCEPT may name more workers than are sensible, but not resources that the machine does not have.
+    """
+    machine = {"CPU": float(cores_here()), "GPU": float(torch.cuda.device_count())}
+    per_worker = choose_resources(settings, machine, nodes=1).per_worker
+    known = {name: amount for name, amount in per_worker.items() if name in machine}
+    fits = refuse_lack(settings, known, machine)
+    workers, cores, left = min(fits, settings.num_workers.most), cores_here(), memory_left()
+    most = cores * WORKERS_PER_CORE
+    memory = ""
+    if left is not None:
+        most = min(most, left // WORKER_BYTES)
+        memory = f" and {as_bytes(left)} of free memory, of which a worker takes at least {as_bytes(WORKER_BYTES)}"
+    consent = f"{workers}-workers"
+    if workers <= most or accepts(settings.environment(), consent):
+        return
+    fix = f"set it to {most} or less" if most else "free some memory"
+    raise SettingsError(
+        f"NUM_WORKERS={settings.num_workers}: {plural(workers, 'worker')} would be too many for this machine, with "
+        f"{plural(cores, 'core')}{memory}; {fix}, or start them all the same with {PREFIX}ACCEPT={consent}"
+    )
+
+
+def refuse_lack(settings: Settings, per_worker: Mapping[str, float], machine: Mapping[str, float]) -> int:
+    """Return the number of workers that fit on a machine with these resources.
+
+    Raises `SettingsError` if these are fewer than the run needs, because they would be waited for without end.
+    """
+    fits = settings.num_workers.most
+    for name, amount in per_worker.items():
+        has, least = machine.get(name, 0.0), settings.num_workers.least
+        fits = min(fits, int(has / amount + ROUNDING)) if amount else fits
+        if fits >= least:
+            continue
+        if name in settings.resources_per_worker:
+            setting, fix = f"RESOURCES_PER_WORKER={json.dumps(settings.resources_per_worker)}", "lower it"
+        else:
+            setting, fix = f"USE_GPU={settings.use_gpu}", "leave it at auto"
+        seen = " that torch sees" if name == "GPU" else ""
+        fewer = f", or set NUM_WORKERS to {fits}" if fits else ""
+        raise SettingsError(
+            f"{setting}: {plural(least, 'worker')} of {amount:g} {name} need {least * amount:g}, and this machine has "
+            f"{has:g}{seen}; {fix}{fewer}"
+        )
+    return fits

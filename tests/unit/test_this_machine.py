@@ -1,0 +1,93 @@
+"""A run that can never start on this machine is refused before anything of it starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sunspot.errors import SettingsError
+from sunspot.settings import load_settings
+from sunspot.train import this_machine
+from sunspot.train.driver import train_run
+from sunspot.train.this_machine import refuse_impossible, refuse_lack
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have two cores, no GPU, and room for a hundred workers in memory."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(this_machine, "cores_here", lambda: 2)
+    monkeypatch.setattr(this_machine, "memory_left", lambda: 30_000_000_000)
+    monkeypatch.setattr(this_machine.torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"USE_GPU": "true"},
+            "USE_GPU=true: 2 workers of 1 GPU need 2, and this machine has 0 that torch sees; leave it at auto",
+        ),
+        (
+            {"RESOURCES_PER_WORKER": '{"CPU": 4}'},
+            'RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, and this machine has 2; lower it',
+        ),
+        (
+            {"RESOURCES_PER_WORKER": '{"CPU": 2}'},
+            'RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, and this machine has 2; lower it, or set '
+            "NUM_WORKERS to 1",
+        ),
+        (
+            {"NUM_WORKERS": "64"},
+            "NUM_WORKERS=64: 64 workers would be too many for this machine, with 2 cores and 30 GB of free memory, of "
+            "which a worker takes at least 300 MB; set it to 8 or less, or start them all the same with "
+            "SUNSPOT_ACCEPT=64-workers",
+        ),
+    ],
+)
+def test_what_can_never_start_leaves_no_run_and_names_the_fix(
+    settings: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+        train_run(load_settings({**settings, "STORAGE_PATH": str(tmp_path)}))
+    assert not (tmp_path / "mnist" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"NUM_WORKERS": "8"},
+        {"NUM_WORKERS": "64", "ACCEPT": "order-of-rows,64-workers"},
+        {"NUM_WORKERS": "2..64", "RESOURCES_PER_WORKER": '{"CPU": 1}'},  # two of them begin
+        {"NUM_WORKERS": "1", "RESOURCES_PER_WORKER": '{"CPU": 2, "accelerator_type:A100": 0.1}'},
+        {"NUM_WORKERS": "6", "RESOURCES_PER_WORKER": '{"CPU": 0.3333}'},
+    ],
+)
+def test_what_can_start_is_not_refused(settings: dict[str, str]) -> None:
+    refuse_impossible(load_settings(settings))
+
+
+@pytest.mark.parametrize(
+    ("left", "fix"),
+    [(1_000_000_000, "set it to 3 or less, or start"), (200_000_000, "free some memory, or start")],
+)
+def test_more_workers_than_memory_holds_are_refused(left: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_machine, "memory_left", lambda: left)
+    with pytest.raises(SettingsError, match=fix):
+        refuse_impossible(load_settings({"NUM_WORKERS": "4"}))
+
+
+def test_a_machine_that_does_not_tell_its_memory_is_judged_by_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_machine, "memory_left", lambda: None)
+    refuse_impossible(load_settings({"NUM_WORKERS": "8"}))
+    with pytest.raises(SettingsError, match="with 2 cores; set it to 8 or less"):
+        refuse_impossible(load_settings({"NUM_WORKERS": "9"}))
+
+
+def test_a_resource_that_ray_does_not_know_is_named() -> None:
+    given = {"CPU": 1.0, "gpu": 1.0}
+    settings = load_settings({"RESOURCES_PER_WORKER": '{"CPU": 1, "gpu": 1}'})
+    with pytest.raises(SettingsError, match=r'"gpu": 1\}: 2 workers of 1 gpu need 2, and this machine has 0; lower it'):
+        refuse_lack(settings, given, {"CPU": 2.0, "GPU": 2.0})
