@@ -56,7 +56,8 @@ def ray_session() -> Iterator[None]:
     import ray
 
     if ray.is_initialized():
-        yield
+        with brief_ray():
+            yield
         return
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
@@ -81,7 +82,8 @@ def ray_session() -> Iterator[None]:
         raise SunspotError(explain_start(error, folder)) from error
     in_use = False
     try:
-        yield
+        with brief_ray():
+            yield
     except EndAtOnceError:
         in_use = True  # the trainer's thread would crash without Ray, whose processes end with this one
         raise
@@ -90,8 +92,6 @@ def ray_session() -> Iterator[None]:
             ray.shutdown()
 
 
-def start_local_ray(**options: Any) -> Any:
-    """Start a Ray session on this machine that only this user can reach; returns what `ray.init` returns.
 def starts_own_session() -> bool:
     """Return True if `ray_session` starts a session on this machine, instead of joining another one."""
     import ray
@@ -105,6 +105,8 @@ def _cluster_address() -> str:
     return "" if address == "local" else address  # "local" is Ray's name for a new session
 
 
+def start_local_ray(**options: Any) -> Any:
+    """Start a Ray session on this machine that only this user can reach; returns what `ray.init` returns.
 
     `options` are further arguments of `ray.init`. The session asks for a token, which only this process and its
     children know, and keeps its files in this user's private folder. RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and RAY_TMPDIR

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from botocore.exceptions import ClientError
 from ray.exceptions import OutOfMemoryError, RayActorError
-from ray.train import FailureConfig, TrainingFailedError
+from ray.train import ControllerError, FailureConfig, TrainingFailedError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerHealthCheckFailedError,
@@ -35,6 +37,8 @@ from sunspot.ray_internals.controller import GroupRestartError, asked_of_failure
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
+from sunspot.run.requests import StopRequest
+from sunspot.train import trainer
 from sunspot.train.trainer import TrainerStart, start_again
 from tests.harness.control import LocalControl, worker_group
 
@@ -550,9 +554,64 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
     assert control.channel.group_end().counts.final
     assert control.gave_up_for[0].endswith(
         "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): give the workers more "
-        "memory (by a lower SUNSPOT_NUM_WORKERS on this machine, or worker.memory in a profile), or change the task so "
-        "that it needs less"
+        "memory (worker.memory in the profile), or change the task so that it needs less"
     )
+
+
+@pytest.mark.parametrize("attempt", [0, 1], ids=["before the first step", "later"])
+@pytest.mark.parametrize("one_machine", [True, False])
+def test_running_out_of_memory_before_the_first_step_is_not_tried_again_on_one_machine(
+    one_machine: bool, attempt: int, control: Control
+) -> None:
+    control.end = GroupEnd(progress=Progress(attempt, step=9 * attempt))
+    goes_on = FailureJudge(control, 3, outlive=True, one_machine=one_machine)({0: killed_for_memory()})
+    assert goes_on is not (one_machine and attempt == 0)
+    if not goes_on:
+        [said] = control.gave_up_for
+        assert said == (
+            f"1 worker lost: {FIGURES}; before the first step, and it would come again: lower NUM_WORKERS, end other "
+            "programs, or have the task keep less"
+        )
+        assert control.channel.group_end().counts.final
+
+
+@pytest.mark.parametrize("wrap", [ControllerError, lambda error: error], ids=["its workers", "the controller itself"])
+@pytest.mark.parametrize(("one_machine", "starts"), [(True, 1), (False, 3)])
+def test_a_controller_without_memory_is_started_again_only_on_a_cluster(
+    wrap: Callable[[Exception], Exception],
+    one_machine: bool,
+    starts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun: list[object] = []
+
+    def fit_once(*words: object) -> None:
+        begun.append(words)
+        raise wrap(killed_for_memory())
+
+    answers = {"reserved_groups": set(), "live_controllers": {}, "end_controllers": None, "give_back": None}
+    answers |= {"ray_session": nullcontext(), "fatal_error": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(trainer, name, lambda *words, answer=answer: answer)
+    monkeypatch.setattr(trainer, "DRIVER_BACKOFF_S", 0)
+    monkeypatch.setattr(trainer, "fit_once", fit_once)
+    monkeypatch.setattr(trainer, "outcome_of_training", lambda plan, claimant, request, failure: failure)
+    failure = trainer.fit(SimpleNamespace(one_machine=one_machine), None, StopRequest())
+    assert len(begun) == starts
+    for said in (str(failure), *(record.getMessage() for record in caplog.records)):
+        assert FIGURES in said
+        assert "Object store" not in said
+
+
+def test_a_group_is_there_from_its_beginning_to_its_failure() -> None:
+    control = ControlChannel()
+    assert not control.has_group()
+    control.begin_group(worker_group(1, "a"))
+    control.restart_group(Incident(Cause.PREEMPTED), None)
+    assert control.has_group(), "it saves"
+    control.start_next_group("lost")
+    assert not control.has_group()
 
 
 def test_running_out_of_memory_now_and_then_never_ends_the_run(

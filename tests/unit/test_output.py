@@ -68,6 +68,36 @@ def test_no_verb_lets_a_stored_text_command_the_terminal(run: Run, sunspot: Comm
                 assert not set(sunspot.out + sunspot.err) & {"\x1b", "\x9b", "\x07", "\x08", "\x00"}, words
 
 
+def test_ray_shows_a_line_of_each_kind_of_message_and_none_that_we_tell_ourselves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray = pytest.importorskip("ray._private.worker")
+    from sunspot.ray_internals.output import brief_ray
+
+    printed: list[str] = []
+    monkeypatch.setattr(ray, "print_to_stdstream", lambda data, **options: printed.extend(data["lines"]))
+    dump = (
+        "Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL by the user"
+        + " or" * 99
+    )
+    told = [
+        f"{dump}\n    Eviction Stats:\n    (global lru) capacity: 10",
+        "WARNING: 64 PYTHON worker processes have been started on node: 1a2b with address: 127.0.0.1, which is 8x the",
+        "6 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 127.0.0.1, ID: 1a2b)",
+        "A worker died or was killed while executing a task by an unexpected system error.\nThere are some reasons",
+        "The node with node id 1a2b is over 95% full",
+        "The node with node id 3c4d is over 96% full",
+    ]
+    with brief_ray():
+        for text in told:
+            ray.print_to_stdstream({"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+        ray.print_to_stdstream({"lines": ["of a worker of the user's own session"], "pid": 7}, ignore_prefix=False)
+    shown = [record.getMessage() for record in caplog.records]
+    assert [text[:40] for text in shown] == [f"Ray: {dump[:35]}", "Ray: The node with node id 1a2b is over 9"[:40]]
+    assert max(map(len, shown)) < 250
+    assert printed == ["of a worker of the user's own session"]
+
+
 # ---------------------------------------------------------------------------------------------------------------- files
 
 

@@ -135,9 +135,11 @@ class FailureJudge:
         max_failures: int,
         leave_out: LeaveOut = lambda errors: [],
         outlive: bool = False,
+        one_machine: bool = False,
     ) -> None:
-        """`outlive`: the other workers train on when some are lost."""
+        """`outlive`: the other workers train on when some are lost. `one_machine`: all workers are on this machine."""
         self._control, self._max, self._leave_out, self._outlive = control, max_failures, leave_out, outlive
+        self._one_machine = one_machine
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
         """Decide whether another group starts after one that ended with these errors, by rank."""
@@ -175,12 +177,15 @@ class FailureJudge:
         again, counts = alike == counts.error, replace(counts, error=alike)
         if alike and (again or (same_line and not any(error.taken for error in end.errors))):
             return False, f"; all ranks ended so, and would again; {CHECK}", replace(counts, final=True)
+        if short and self._one_machine and not end.progress.attempt:
+            why = f"; before the first step, and it would come again: {advise_memory(end.errors, True)}"
+            return False, why, replace(counts, final=True)
         kinds = short or ({str(alike[:-1])} if alike else set())
         counts = replace(counts, loops=count_ends(counts.loops, kinds, time.time()))
         times = max((counts.loops[kind][0] for kind in kinds), default=0)
         if times > max(self._max, 1):
             row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
-            fix = advise_memory(end.errors) if short else f"all ranks ended so; {CHECK}"
+            fix = advise_memory(end.errors, self._one_machine) if short else f"all ranks ended so; {CHECK}"
             return False, f"; {row} (SUNSPOT_MAX_FAILURES={self._max}): {fix}", replace(counts, final=True)
         if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             counts = replace(counts, starved=counts.starved + 1)

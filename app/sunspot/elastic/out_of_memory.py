@@ -55,11 +55,10 @@ def find_short_of_memory(errors: Mapping[int, Exception], told: list[RankError])
     return {*killed, *(error.node or "unknown" for error in told if error.out_of_memory)} - {""}
 
 
-def advise_memory(told: list[RankError]) -> str:
+def advise_memory(told: list[RankError], one_machine: bool = False) -> str:
     """Return advice for a run whose processes run out of memory; `told` are the errors that ranks have reported."""
     if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
         return "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
-    more = (
-        "give the workers more memory (by a lower SUNSPOT_NUM_WORKERS on this machine, or worker.memory in a profile)"
-    )
-    return f"{more}, or change the task so that it needs less"
+    if one_machine:
+        return "lower SUNSPOT_NUM_WORKERS, end other programs, or change the task so that it needs less"
+    return "give the workers more memory (worker.memory in the profile), or change the task so that it needs less"

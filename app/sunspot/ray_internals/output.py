@@ -1,7 +1,7 @@
 """What Ray prints in the driver and in the workers.
 
-ray._private.worker.print_to_stdstream   prints a page for each lost worker, which we tell on a line, whatever the
-                                         public log_to_driver is
+ray._private.worker.print_to_stdstream   prints messages of Ray's own processes in the driver, up to pages of logs,
+                                         whatever the public log_to_driver is
 core_worker.cc                           prints a line when a pool of Ray Data makes its first actor
 the names of Ray Train's loggers         some are those of files, which the public LoggingConfig does not reach: it sets
                                          the level of "ray.train"
@@ -9,31 +9,53 @@ the names of Ray Train's loggers         some are those of files, which the publ
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sunspot.formatting import brief
+
+log = logging.getLogger(__name__)
+
+TOLD_BY_US = re.compile(
+    r"A worker died or was killed while executing a task"
+    r"|\d+ worker\(s\) were killed due to the node running low on memory"
+    r"|WARNING: \d+ \w+ worker processes have been started on node"
+)
+"""Matches the beginning of Ray's messages (2.60) on lost workers, which the run's own lines tell, and on many workers,
+which SUNSPOT_ACCEPT allows."""
+
+MAX_MESSAGE = 200
+"""Characters shown of any other message of Ray's own processes; all of it is in the logs of Ray's session."""
+
 NO_NODE = "sunspot-no-node"
 """A resource that no node has."""
 
-LOST_WORKER = "A worker died or was killed while executing a task"
-"""How the page begins that Ray prints in the driver for each lost worker."""
-
 
 @contextmanager
-def quiet_losses() -> Iterator[None]:
-    """Keep Ray from printing a page for each lost worker: what ended which rank is said on one line."""
+def brief_ray() -> Iterator[None]:
+    """Show at most one line of each kind of message of Ray's own processes while the context lasts."""
     import ray._private.worker as module
 
-    if not (usual := getattr(module, "print_to_stdstream", None)):
+    usual = getattr(module, "print_to_stdstream", None)
+    if usual is None:
         yield
         return
+    shown: set[str] = set()
 
-    def print_others(data: dict[str, Any], *options: Any, **named: Any) -> None:
-        if not any(line.startswith(LOST_WORKER) for line in data.get("lines", ())):
+    def print_briefly(data: dict[str, Any], *options: Any, **named: Any) -> None:
+        if data.get("pid") != "raylet":
             usual(data, *options, **named)
+            return
+        for text in data.get("lines", ()):
+            first = brief(text.strip().partition("\n")[0], MAX_MESSAGE)
+            kind = re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", first)
+            if kind not in shown and not TOLD_BY_US.match(text):
+                shown.add(kind)
+                log.warning("Ray: %s", first)
 
-    module.print_to_stdstream = print_others
+    module.print_to_stdstream = print_briefly
     try:
         yield
     finally:

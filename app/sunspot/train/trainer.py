@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 import ray.data
+from ray.exceptions import OutOfMemoryError
 from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
@@ -28,10 +29,11 @@ from sunspot.elastic.membership import Membership
 from sunspot.elastic.membership_channel import MembershipServer, ask_living
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
+from sunspot.elastic.out_of_memory import advise_memory, find_killed_for_memory
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.elastic.supervisor import supervised
 from sunspot.elastic.watchdog import FIRST_STEP_S
-from sunspot.errors import SunspotError
+from sunspot.errors import SunspotError, shorten
 from sunspot.observe.progress import News, shown_progress
 from sunspot.observe.prometheus import exported_run
 from sunspot.plan import Plan, Resources, choose_resources
@@ -48,7 +50,6 @@ from sunspot.ray_internals.controller import (
 )
 from sunspot.ray_internals.coordinator import install_coordinator
 from sunspot.ray_internals.nodes import reachable_nodes, staying_nodes
-from sunspot.ray_internals.output import quiet_losses
 from sunspot.ray_session import ray_session
 from sunspot.run import Claimant, open_run
 from sunspot.run.attempts import fatal_error, read_attempts
@@ -121,12 +122,17 @@ def fit(
             now, reserved, others = start, reserved_groups(), live_controllers()
             try:
                 start = fit_once(plan, claimant, stop_request, now, note_end)
-            except ControllerError as error:
+            except (ControllerError, OutOfMemoryError) as error:  # Ray's memory monitor may end the controller, too
+                _, killed = find_killed_for_memory(getattr(error, "controller_failure", error))
+                told = killed or shorten(error)
+                if killed and plan.one_machine:
+                    failure = WorkersFailedError(f"{killed}, as the workers began; {advise_memory([], True)}", True)
+                    break
                 if attempt == DRIVER_TRIES or stop_request.asked or fatal_error(claimant):
-                    failure = error
+                    failure = WorkersFailedError(f"Ray's controller failed: {told}")
                     break
                 attempt += 1
-                log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {error}")
+                log.warning(f"Ray's controller failed, start {attempt} of {DRIVER_TRIES}: {told}")
                 time.sleep(DRIVER_BACKOFF_S * (attempt - 1))
                 start = replace(now, incident=Incident(Cause.DRIVER_LOST, "Ray's controller failed"))
             except (TrainingFailedError, WorkersFailedError) as error:
@@ -205,12 +211,12 @@ def fit_once(
     nodes = reachable_nodes(ray.nodes())  # a node that was just lost stays in Ray's list for a while
     probe_all_nodes(settings.storage_path, settings.run_name, nodes)
     resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
+    if plan.one_machine:
+        refuse_lack(settings, resources.per_worker, ray.cluster_resources())
     print(f"  {resources.reason}", flush=True)
     needed = Needed(resources.per_worker, settings.num_workers.least)
     left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
     given, outlive = settings.num_workers, outlives(plan, resources)
-    if plan.one_machine:
-        refuse_lack(settings, resources.per_worker, ray.cluster_resources())
     if given.elastic and not (outlive or choice):
         lag_s = install_coordinator()
     with (
@@ -245,10 +251,9 @@ def fit_once(
         placement = choose_placement(find_room(staying_nodes(), resources.per_worker)) if outlive else "PACK"
         trainer = make_trainer(config, resources, workers, placement, scratch)
         try:
-            judge = FailureJudge(
-                control, settings.max_failures, BrokenInTraining(control, needed, not outlive), outlive
-            )
-            with quiet_losses(), asked_of_failures(judge, outlive):
+            leave_out = BrokenInTraining(control, needed, not outlive)
+            judge = FailureJudge(control, settings.max_failures, leave_out, outlive, plan.one_machine)
+            with asked_of_failures(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
 
@@ -333,16 +338,16 @@ def left_alone(
     empty_since: float | None = None
     trained = time.monotonic()
     while not wait([fitting], ALONE_CHECK_S).done:
+        if has_nothing_to_save():
+            return True
+        if membership is None:
+            continue
         if membership.trains or not membership.generation.members:
             trained = time.monotonic()
         elif time.monotonic() - trained > limit_s:
             log.warning(f"all workers that trained are lost, and no replacement has trained within {limit_s:.0f} s")
             return True
         if membership.trains or not (membership.ended or membership.deserted):
-        if has_nothing_to_save():
-            return True
-        if membership is None:
-            continue
             empty_since = None
         elif empty_since is None:
             empty_since = time.monotonic()
