@@ -569,8 +569,8 @@ def test_running_out_of_memory_before_the_first_step_is_not_tried_again_on_one_m
     if not goes_on:
         [said] = control.gave_up_for
         assert said == (
-            f"1 worker lost: {FIGURES}; before the first step, and it would come again: lower NUM_WORKERS, end other "
-            "programs, or have the task keep less"
+            f"1 worker lost: {FIGURES}; before the first step, and it would come again: lower SUNSPOT_NUM_WORKERS, "
+            "end other programs, or change the task so that it needs less"
         )
         assert control.channel.group_end().counts.final
 

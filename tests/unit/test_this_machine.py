@@ -37,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 2}'},
             'RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, and this machine has 2; lower it, or set '
-            "NUM_WORKERS to 1",
+            "SUNSPOT_NUM_WORKERS to 1",
         ),
         (
             {"NUM_WORKERS": "64"},

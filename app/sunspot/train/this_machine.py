@@ -41,8 +41,8 @@ def refuse_impossible(settings: Settings) -> None:
         return
     fix = f"set it to {most} or less" if most else "free some memory"
     raise SettingsError(
-        f"NUM_WORKERS={settings.num_workers}: {plural(workers, 'worker')} would be too many for this machine, with "
-        f"{plural(cores, 'core')}{memory}; {fix}, or start them all the same with {PREFIX}ACCEPT={consent}"
+        f"SUNSPOT_NUM_WORKERS={settings.num_workers}: {plural(workers, 'worker')} would be too many for this machine, "
+        f"with {plural(cores, 'core')}{memory}; {fix}, or start them all the same with {PREFIX}ACCEPT={consent}"
     )
 
 
@@ -58,11 +58,11 @@ def refuse_lack(settings: Settings, per_worker: Mapping[str, float], machine: Ma
         if fits >= least:
             continue
         if name in settings.resources_per_worker:
-            setting, fix = f"RESOURCES_PER_WORKER={json.dumps(settings.resources_per_worker)}", "lower it"
+            setting, fix = f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(settings.resources_per_worker)}", "lower it"
         else:
-            setting, fix = f"USE_GPU={settings.use_gpu}", "leave it at auto"
+            setting, fix = f"SUNSPOT_USE_GPU={settings.use_gpu}", "leave it at auto"
         seen = " that torch sees" if name == "GPU" else ""
-        fewer = f", or set NUM_WORKERS to {fits}" if fits else ""
+        fewer = f", or set SUNSPOT_NUM_WORKERS to {fits}" if fits else ""
         raise SettingsError(
             f"{setting}: {plural(least, 'worker')} of {amount:g} {name} need {least * amount:g}, and this machine has "
             f"{has:g}{seen}; {fix}{fewer}"
