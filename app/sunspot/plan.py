@@ -5,8 +5,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sunspot.data.held_out import RowSubset
 from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
-from sunspot.data.source import DataPlan, ModelData, Source, find_sources, notes_on, rows_in
+from sunspot.data.source import DataPlan, ModelData, Source, notes_on, rows_in
+from sunspot.data.task_rows import open_rows_of_task
 from sunspot.errors import DataError, SettingsError
 from sunspot.formatting import plural
 from sunspot.settings import READING_SHARE, Settings
@@ -77,8 +79,7 @@ class Resources:
 
 def make_plan(settings: Settings, task: Any) -> Plan:
     """Read the size of the data and work out the steps; raises `DataError` for data that cannot be trained on."""
-    find = getattr(task, "find_sources", find_sources)
-    source, test = find(settings)
+    source, test = open_rows_of_task(settings, task)
     unrated = hasattr(task, "train") and not hasattr(task, "loss")
     test = None if unrated else test
     rows = rows_in(source)
@@ -106,12 +107,11 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     scaled = ", pictures scaled to it" if data.scales else ""
     classes = describe_classes(source)
     if test:
-        evaluated = f"{rows_in(test)} held-out rows"
+        evaluated = f"{rows_in(test)} held-out rows{describe_share(settings, test)}"
     elif unrated:
         evaluated = "no loss, so no evaluation"
     else:
-        how = "put them into test/ beside train/, or set SUNSPOT_TEST_DATASET"
-        evaluated = f"no held-out rows, so no evaluation ({how})"
+        evaluated = f"no held-out rows, so no evaluation ({describe_ways_to_evaluate(task)})"
     length = f"{plural(settings.epochs, 'epoch')} of {plural(steps.per_epoch, 'step')} of {describe_batch(steps)}"
     if total < by_epochs:
         length = f"SUNSPOT_MAX_STEPS, of {by_epochs} by SUNSPOT_EPOCHS"
@@ -142,6 +142,25 @@ def describe_batch(steps: Steps) -> str:
     if steps.rows >= steps.batch:
         return f"{steps.batch} rows"
     return f"{steps.rows} rows, all that the dataset has (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
+
+
+def describe_ways_to_evaluate(task: Any) -> str:
+    """Say how a run of this task gets held-out rows."""
+    own = "return train and test from build_dataset"
+    share = "hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
+    if hasattr(task, "build_trainer"):
+        return own
+    if hasattr(task, "build_dataset"):
+        return f"{own}, or {share}"
+    return f"put them into test/ beside train/, set SUNSPOT_TEST_DATASET, or {share}"
+
+
+def describe_share(settings: Settings, test: Source) -> str:
+    """Return a remark on TEST_SHARE for the line about held-out rows; empty without one."""
+    share = f"SUNSPOT_TEST_SHARE={settings.test_share:g}"
+    if isinstance(test, RowSubset):
+        return f" ({share} of the data)"
+    return f" (those of the data; {share} has no effect)" if settings.test_share else ""
 
 
 def describe_classes(source: Source) -> str:

@@ -224,6 +224,8 @@ class Settings(BaseModel):
     "What to train on."
     test_dataset: str = _setting("", "a path or URL as SUNSPOT_DATASET, or empty")
     "Held-out rows when SUNSPOT_DATASET is a path; empty: its folder test/ beside train/, if there is one."
+    test_share: float = _setting(0, "a share from 0 (0: none) to below 1, e.g. 0.1", ge=0, lt=1)
+    "Share of the rows that is held out when there are no other held-out rows; SUNSPOT_SEED chooses them."
     image_size: int = _setting(0, "a whole number from 0 (0: their own, or 64 where that differs)", ge=0, le=4096)
     "Height and width that pictures are scaled to, from their middle."
     data_root: str = _setting("data", "a directory", min_length=1)
@@ -344,7 +346,7 @@ class Settings(BaseModel):
         return {PREFIX + name.upper(): _as_text(value) for name, value in self.model_dump().items()}
 
 
-IDENTITY = ("task", "task_args", "dataset", "seed", "global_batch_size", "loader")
+IDENTITY = ("task", "task_args", "dataset", "test_share", "seed", "global_batch_size", "loader")
 """Settings that give the position and the weights of a run their meaning: a run keeps them to its last step."""
 
 

@@ -79,6 +79,8 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
             ends = np.cumsum(source.row_groups)
             for group in range(number, len(source.row_groups), readers):
                 first = ends[group] - source.row_groups[group]
+                if first == ends[group]:
+                    continue
                 for name, values in source.read(group).items():
                     columns[name][first : ends[group]] = values
 

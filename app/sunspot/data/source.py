@@ -183,7 +183,7 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
     parts = [
         source.read(group, np.arange(max(first, start), min(last, end)) - start)
         for group, (start, end) in enumerate(itertools.pairwise(starts))
-        if start < last and first < end
+        if max(first, start) < min(last, end)
     ]
     return {"row": np.arange(first, last), **{name: np.concatenate([p[name] for p in parts]) for name in parts[0]}}
 

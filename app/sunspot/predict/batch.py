@@ -27,7 +27,10 @@ import ray.data
 
 from sunspot.background import Timer, map_parallel
 from sunspot.checkpoint.parts import weights_digest
-from sunspot.data.source import PREDICTED_BY, Source, find_sources, notes_on, read_rows, rows_in
+from sunspot.data.held_out import hold_out
+from sunspot.data.order import MIN_ROWS
+from sunspot.data.source import PREDICTED_BY, Source, notes_on, read_rows, rows_in
+from sunspot.data.task_rows import open_whole_rows
 from sunspot.errors import (
     ConflictError,
     DamageError,
@@ -43,7 +46,9 @@ from sunspot.predict.classifier import Classifier, ModelCheckpoint, print_warnin
 from sunspot.ray_internals.output import hide_warning_of_restarts
 from sunspot.ray_session import ray_session
 from sunspot.run import to_json
-from sunspot.run.objects import parse, read_content
+from sunspot.run.checkpoints import CheckpointDirectory
+from sunspot.run.identity import read_identity
+from sunspot.run.objects import parse, read_content, read_if_there
 from sunspot.settings import Settings, differences
 from sunspot.storage import open_storage
 from sunspot.storage.base import Storage
@@ -140,7 +145,12 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
     chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
     asked = PREDICTED_BY.set(model.data)
     try:
-        train, test = getattr(task, "find_sources", find_sources)(model.settings.model_copy(update=chosen))
+        opened = model.settings.model_copy(update=chosen)
+        train, test = open_whole_rows(opened, task)
+        if test is None and opened.test_share and rows_in(train) > MIN_ROWS:
+            parts = hold_out(train, opened.test_share, opened.seed)
+            if trained_on(model, parts[0]):
+                train, test = parts
     finally:
         PREDICTED_BY.reset(asked)
     split = split or ("test" if test else "train")
@@ -154,6 +164,14 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
             f"{model.checkpoint.name} takes {list(model.data.shape)}"
         )
     return source, split
+
+
+def trained_on(model: ModelCheckpoint, rows: Source) -> bool:
+    """Return True if the run of the model is known to have trained on these very rows."""
+    if isinstance(model.run, CheckpointDirectory):
+        return False
+    identity = read_if_there(lambda: read_identity(model.run))
+    return bool(identity and identity.rows and identity.rows.data == rows.fingerprint)
 
 
 def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:

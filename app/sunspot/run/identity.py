@@ -12,6 +12,9 @@ log = logging.getLogger(__name__)
 
 FILE = "run.json"
 
+ADDED_LATER = {"SUNSPOT_TEST_SHARE": "0.0"}
+"""Settings that runs of older versions have not recorded, with the value that these runs had."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -84,7 +87,7 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
     from sunspot.settings import differences
 
     if identity := read_if_there(lambda: read_identity(run)):
-        begun = identity.settings
+        begun = {**ADDED_LATER, **identity.settings}
         kept = dict.fromkeys([*begun, *_variables(names)])
         refuse_changes(run, differences(begun, {name: environment[name] for name in kept if name in environment}))
 

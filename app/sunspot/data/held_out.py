@@ -1,0 +1,110 @@
+"""TEST_SHARE: holds out a share of a source's rows, the same ones on every start and on any number of workers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sunspot.data.fingerprint import digest
+from sunspot.data.order import MIN_ROWS
+from sunspot.data.source import Source, rows_in
+from sunspot.errors import DataError
+
+GROUP_STREAM, ROW_STREAM = 2, 3
+"""Words that distinguish the seeds of the two drawings below. A change holds out other rows."""
+
+
+@dataclass(frozen=True)
+class RowSubset:
+    """The rows of a source that are held out, or all others; a `Source`, with the source's other attributes.
+
+    Each row group gives its share, as exactly as whole rows allow, and the seed chooses the rows in it. So a row group
+    is read for both subsets, and no process needs a list of all rows.
+    """
+
+    source: Source
+    share: float
+    seed: int
+    held_out: bool
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the whole source, such as `class_names`."""
+        if name.startswith("__") or name == "source":  # asked for while this is being unpickled
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @cached_property
+    def row_groups(self) -> tuple[int, ...]:
+        counts = zip(self.source.row_groups, self._held_out_counts, strict=True)
+        return tuple(held_out if self.held_out else rows - held_out for rows, held_out in counts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def classes(self) -> int:
+        return self.source.classes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the source, which the training rows bring."""
+        return () if self.held_out else getattr(self.source, "notes", ())
+
+    @property
+    def fingerprint(self) -> str:
+        layout, _, content = self.source.fingerprint.partition("-")
+        subset = repr((layout, self.share, self.seed, self.held_out))
+        return f"{digest(subset.encode())}-{content}"
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        chosen = self._positions(group)
+        return self.source.read(group, chosen if rows is None else chosen[rows])
+
+    def where(self, group: int, row: int) -> str:
+        return self.source.where(group, int(self._positions(group)[row]))
+
+    def _positions(self, group: int) -> np.ndarray:
+        rows, held_out = self.source.row_groups[group], self._held_out_counts[group]
+        return draw_rows(self.seed, group, rows, held_out)[0 if self.held_out else 1]
+
+    @cached_property
+    def _held_out_counts(self) -> tuple[int, ...]:
+        return count_held_out(self.source.row_groups, self.share, self.seed)
+
+
+def hold_out(source: Source, share: float, seed: int) -> tuple[RowSubset, RowSubset]:
+    """Divide a source into training rows and held-out rows; raises `DataError` if it has too few rows for both."""
+    if rows_in(source) <= MIN_ROWS:
+        raise DataError(
+            f"TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must be left to train "
+            "on; leave it at 0"
+        )
+    return RowSubset(source, share, seed, held_out=False), RowSubset(source, share, seed, held_out=True)
+
+
+def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tuple[int, ...]:
+    """Return how many rows of each group are held out: together the share of all rows, rounded, and at least one."""
+    sizes, rows = np.array(row_groups, np.int64), sum(row_groups)
+    wanted = min(max(1, round(share * rows)), rows - MIN_ROWS)
+    # In random order, because groups that are too small to give a row each must not give one at regular intervals.
+    order = _random_order([seed, GROUP_STREAM], len(sizes))
+    counts = np.zeros_like(sizes)
+    counts[order] = np.diff([int(end) * wanted // rows for end in np.cumsum(sizes[order])], prepend=0)
+    return tuple(counts.tolist())
+
+
+@functools.lru_cache(maxsize=8)
+def draw_rows(seed: int, group: int, rows: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the held-out positions in a row group, and all others, both sorted."""
+    order = _random_order([seed, ROW_STREAM, group], rows)
+    return np.sort(order[:held_out]), np.sort(order[held_out:])
+
+
+def _random_order(words: list[int], count: int) -> np.ndarray:
+    # NumPy keeps the raw numbers of a bit generator the same in all versions, and not what a Generator makes of them.
+    return np.argsort(np.random.PCG64(words).random_raw(count), kind="stable")
