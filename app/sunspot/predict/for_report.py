@@ -120,7 +120,7 @@ class Summary:
         """Add rows (`row`, `label`, maybe `image`), their predicted classes, [B], and probabilities, [B, classes]."""
         labels, certainty = part["label"], probabilities.max(axis=1)
         np.add.at(self._confusion, (labels, predictions), 1)
-        if "image" not in part:
+        if not has_pictures(part):
             return
 
         def example(index: np.intp) -> Example:
@@ -169,9 +169,15 @@ def sample_rows(source: Source) -> list[Example]:
     return [
         Example(int(row), int(label), None, None, to_png(image))
         for part in parts
-        if "image" in part
+        if has_pictures(part)
         for row, label, image in zip(part["row"], part["label"], part["image"], strict=True)
     ]
+
+
+def has_pictures(rows: Mapping[str, np.ndarray]) -> bool:
+    """Return True if rows have a column `image` of pictures of bytes, which may also be of other numbers."""
+    images = rows.get("image")
+    return images is not None and images.dtype == np.uint8 and images.ndim == 4 and images.shape[1] in (1, 3)
 
 
 def to_png(image: np.ndarray) -> bytes:

@@ -20,6 +20,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from sunspot.data.source import HELD_OUT, Batch, RowNumbers, Source, number_rows, rows_in
+from sunspot.data.torch_dataset import find_splits
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks.defaults import refuse_given, refuse_unused
@@ -75,6 +76,7 @@ class TrainerTask:
         unread = [*UNREAD, "precision"] if settings.precision == "bf16" else UNREAD
         why = "has a Trainer, which does not read it; leave it out, and see max_grad_norm, torch_compile and bf16"
         refuse_given(settings, unread, f"{why} among its own arguments")
+        refuse_given(settings, ["test_share"], "has a Trainer; return a dict of train and test from build_dataset")
 
     def __getattr__(self, name: str) -> Any:
         """Return `build_trainer`, and `answer`, if the module has it."""
@@ -143,14 +145,9 @@ class TrainerTask:
         return files | model.adapter_files(state)
 
     def _number(self, dataset: Any) -> tuple[RowNumbers, RowNumbers | None]:
-        train, test = (dataset.get("train"), dataset.get("test")) if isinstance(dataset, Mapping) else (dataset, None)
-        if count(train) < 1 or (test is not None and count(test) < 1):
-            raise self._error(
-                f"build_dataset returned {type(train).__name__}; return rows with a length and by number (no "
-                "stream), at least one, or a dict of such as train and test"
-            )
+        splits = find_splits(dataset, self._settings.task)
         set_seed(self._settings.seed)  # for rows that change at random
-        return number_rows(train), number_rows(test, held_out=True) if test is not None else None
+        return number_rows(splits.train), number_rows(splits.test, held_out=True) if splits.test is not None else None
 
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
         """Raise `SettingsError` for a Trainer that would train on others than these training and held-out rows."""

@@ -1,0 +1,291 @@
+"""Rows of a map-style `torch.utils.data.Dataset`, or of anything else with a length and rows by number.
+
+A task's `build_dataset(settings)` returns it. Between processes travels only the name of that function. Each process
+that reads rows builds the dataset itself, so a dataset may be large, and need not be picklable.
+"""
+
+import math
+import os
+import pkgutil
+import random
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from sunspot.data.dataset_rows import (
+    IMAGE,
+    RowColumn,
+    RowName,
+    describe_columns,
+    describe_difference,
+    read_rows,
+)
+from sunspot.data.fingerprint import digest, digest_array
+from sunspot.data.labels import LABEL
+from sunspot.data.source import LOOKED_AT
+from sunspot.errors import ConflictError, DataError, SettingsError
+from sunspot.formatting import some_of
+from sunspot.settings import PREFIX, Settings
+
+GROUP_BYTES, GROUP_ROWS = 16 << 20, 1024
+"""Most bytes and rows of a row group. A change moves the rows of LOADER=ray, and TEST_SHARE holds out others."""
+
+READ_TWICE = 16
+"""Rows, spread evenly over all, that are read twice to find those that change at random."""
+
+
+class Splits(NamedTuple):
+    """The datasets that `build_dataset` returned."""
+
+    train: Any = None
+    test: Any = None
+    "None without held-out rows."
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """The training rows or the held-out rows of `build_dataset`; a `Source`."""
+
+    settings: Settings
+    folder: str
+    "The driver's working directory, to which the task's relative paths refer."
+    held_out: bool
+    rows: int
+    columns: dict[str, RowColumn]
+    fingerprint: str
+    class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def row_groups(self) -> tuple[int, ...]:
+        return tuple(min(self._group_rows, self.rows - first) for first in range(0, self.rows, self._group_rows))
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the column `image` if it has pictures; else how many numbers a row has besides its label."""
+        if IMAGE in self.columns and self.columns[IMAGE].is_picture:
+            return self.columns[IMAGE].shape
+        return (sum(math.prod(column.shape) for name, column in self.columns.items() if name != LABEL),)
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        positions = np.arange(self.row_groups[group]) if rows is None else rows
+        numbers = (group * self._group_rows + positions).tolist()
+        found = {name: np.empty((len(numbers), *shape), dtype) for name, (dtype, shape) in self.columns.items()}
+        name = partial(name_row, self.settings.task, self.held_out)
+        for place, row in enumerate(read_rows(_built.get(self), numbers, name)):
+            columns = {column: RowColumn.of(value) for column, value in row.items()}
+            if columns != self.columns:
+                raise DataError(f"{name(numbers[place])}: {describe_difference(columns, self.columns)}")
+            for column, value in row.items():
+                found[column][place] = value
+            self._refuse_label(row, name(numbers[place]))
+        return found
+
+    def where(self, group: int, row: int) -> str:
+        return name_row(self.settings.task, self.held_out, group * self._group_rows + row)
+
+    @cached_property
+    def _group_rows(self) -> int:
+        row_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in self.columns.values())
+        return max(1, min(GROUP_ROWS, GROUP_BYTES // max(1, row_bytes)))
+
+    def _refuse_label(self, row: Mapping[str, np.ndarray], name: str) -> None:
+        """Raise `DataError` for a label that is not the number of one of the named classes."""
+        label = row.get(LABEL)
+        if label is None or not self.classes or label.ndim or label.dtype.kind not in "iu":
+            return
+        if not 0 <= label < self.classes:
+            raise DataError(
+                f"{name}: label {label}, but the Dataset names {self.classes} classes; number the labels from 0 to "
+                f"{self.classes - 1}"
+            )
+
+
+def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | None]:
+    """Open the training rows and, if there are any, the held-out rows that the task's `build_dataset` returns.
+
+    Raises `SettingsError` for anything but datasets, and `DataError` for rows that cannot be a tensor in a batch.
+    """
+    folder = os.getcwd()
+    splits = _built.build(settings, folder)
+    train = _open(settings, folder, splits, held_out=False)
+    test = _open(settings, folder, splits, held_out=True) if splits.test is not None else None
+    if test and test.columns != train.columns:
+        raise DataError(
+            f"SUNSPOT_TASK={settings.task}: its build_dataset returned held-out rows of "
+            f"{describe_columns(test.columns)}, and training rows of {describe_columns(train.columns)}; return the "
+            "same columns for both"
+        )
+    return train, test
+
+
+def _open(settings: Settings, folder: str, splits: Splits, held_out: bool) -> DatasetSource:
+    dataset = splits.test if held_out else splits.train
+    refuse_random(dataset, settings.task, held_out)
+    [first] = read_rows(dataset, [0], partial(name_row, settings.task, held_out))
+    return DatasetSource(
+        settings=settings,
+        folder=folder,
+        held_out=held_out,
+        rows=len(dataset),
+        columns={name: RowColumn.of(value) for name, value in first.items()},
+        fingerprint=fingerprint(dataset, partial(name_row, settings.task, held_out)),
+        class_names=find_class_names(dataset),
+        notes=() if held_out else splits.notes,
+    )
+
+
+class _BuiltDatasets:
+    """The datasets that this process has built, of one task at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._key: tuple[Settings, str] | None = None
+        self._splits = Splits()
+        self._fingerprints: dict[bool, str] = {}
+        "By whether the rows are held out."
+
+    def build(self, settings: Settings, folder: str) -> Splits:
+        """Build the datasets of a task anew."""
+        with self._lock:
+            return self._build(settings, folder)
+
+    def get(self, source: DatasetSource) -> Any:
+        """Return the dataset of a source; raises `ConflictError` if its rows are not those of the driver."""
+        settings, held_out = source.settings, source.held_out
+        with self._lock:
+            if self._key != (settings, source.folder):
+                self._build(settings, source.folder)
+            dataset = self._splits.test if held_out else self._splits.train
+            if held_out not in self._fingerprints:
+                self._fingerprints[held_out] = fingerprint(dataset, partial(name_row, settings.task, held_out))
+            if self._fingerprints[held_out] != source.fingerprint:
+                raise ConflictError(
+                    f"{PREFIX}TASK={settings.task}: its build_dataset returns other rows here than on the driver; give "
+                    "what splits or shuffles them a seed, sort lists of files, and give all nodes the same files"
+                )
+            return dataset
+
+    def _build(self, settings: Settings, folder: str) -> Splits:
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self._key, self._fingerprints = None, {}
+        self._splits = build_splits(settings)
+        self._key = settings, folder
+        return self._splits
+
+
+_built = _BuiltDatasets()
+
+
+def build_splits(settings: Settings) -> Splits:
+    """Call the task's `build_dataset`, with random generators seeded by SEED; raises `SettingsError`."""
+    build = pkgutil.resolve_name(f"{settings.task}:build_dataset")
+    torch.manual_seed(settings.seed)
+    np.random.seed(settings.seed)
+    random.seed(settings.seed)
+    return find_splits(build(settings), settings.task)
+
+
+def find_splits(returned: Any, task: str) -> Splits:
+    """Return the training rows and the held-out rows in what `build_dataset` returned; raises `SettingsError`."""
+    who, notes = f"{PREFIX}TASK={task}: its build_dataset returned", tuple[str, ...]()
+    train, test = returned, None
+    if isinstance(returned, Mapping):
+        if "train" not in returned:
+            raise SettingsError(
+                f"{who} a dict of {some_of([str(name) for name in returned]) or 'nothing'}; name the training rows "
+                "'train', and the held-out ones 'test'"
+            )
+        train, test = returned["train"], returned.get("test")
+        unread = [str(name) for name in returned if name not in ("train", "test")]
+        notes = (f"build_dataset: not read: {', '.join(unread)}; held-out rows are those called 'test'",)[: len(unread)]
+    elif isinstance(returned, tuple) or is_list_of_datasets(returned):
+        if len(returned) != 2:
+            raise SettingsError(f"{who} {len(returned)} datasets; return the training rows and the held-out rows")
+        train, test = returned
+    for dataset in (train,) if test is None else (train, test):
+        fault = find_fault(dataset)
+        if fault:
+            raise SettingsError(f"{who} {fault}")
+    return Splits(train, test, notes)
+
+
+def is_list_of_datasets(returned: Any) -> bool:
+    """Return True for a list of datasets, as `random_split` returns one, and False for a list of rows."""
+    return isinstance(returned, list) and bool(returned) and all(isinstance(each, Dataset) for each in returned)
+
+
+def find_fault(dataset: Any) -> str:
+    """Return why a dataset cannot be used, and the fix; empty if it can."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        return "a DataLoader; return its dataset, because Sunspot makes the batches"
+    if hasattr(dataset, "row_groups"):
+        return f"a {kind}, which is a Source; return it from find_sources(settings)"
+    try:
+        rows = len(dataset) if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset) else None
+    except TypeError:
+        rows = None
+    if rows is None:
+        return (
+            f"a {kind}, which has no rows by number, and a run resumes at a row by its number; return a map-style "
+            "Dataset, with __len__ and __getitem__ (of Hugging Face: load_dataset without streaming=True)"
+        )
+    return "" if rows else f"a {kind} of length 0; return at least one row"
+
+
+def find_class_names(dataset: Any) -> tuple[str, ...]:
+    """Return the names of the classes: `classes` as torchvision has them, or those of the `label` of `datasets`."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    features = getattr(dataset, "features", None)
+    label = features.get(LABEL) if isinstance(features, Mapping) else None
+    names = getattr(label, "names", None) or getattr(dataset, "classes", None)
+    are_names = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    return tuple(names) if names and are_names else ()
+
+
+def fingerprint(dataset: Any, name: RowName) -> str:
+    """Return what identifies a dataset: the number and columns of its rows and, after a '-', the content of some."""
+    rows = list(read_rows(dataset, spread(len(dataset), LOOKED_AT), name))
+    columns = sorted((column, *RowColumn.of(value)) for column, value in rows[0].items())
+    content = [digest_array(row[column]).encode() for row in rows for column in sorted(row)]
+    return f"{digest(repr((len(dataset), columns)).encode())}-{digest(*content)}"
+
+
+def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
+    """Raise `SettingsError` if a row differs when it is read again, as one that is augmented at random does."""
+    row_name = partial(name_row, task, held_out)
+    numbers = spread(len(dataset), READ_TWICE)
+    first, again = (list(read_rows(dataset, numbers, row_name)) for _ in range(2))
+    for number, before, after in zip(numbers, first, again, strict=True):
+        changed = [name for name in before if name not in after or before[name].tobytes() != after[name].tobytes()]
+        if changed:
+            raise SettingsError(
+                f"{PREFIX}TASK={task}: {row_name(number)} has another {changed[0]} each time it is read, and a run may "
+                "read a row once for all epochs; move random transforms to augment_row(row), which is called for each "
+                "training row in each epoch (docs/tasks.md#augmentation)"
+            )
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers 0 .. count - 1, spread evenly."""
+    numbers: list[int] = np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
+    return numbers
+
+
+def name_row(task: str, held_out: bool, number: int) -> str:
+    """Name a row, for messages."""
+    return f"row {number} of the {'held-out' if held_out else 'training'} rows of {task}.build_dataset"
