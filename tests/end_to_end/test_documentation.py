@@ -48,8 +48,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / ".venv" / name).symlink_to(REPOSITORY / ".venv" / name)
     for stamp in ("uv", "submitter", "train", "dev"):
         (folder / ".venv" / stamp).touch()
-    for name in ("my_task.py", "my_loop.py", "my_augmentation.py", "flowers.py"):
+    for name in ("my_task.py", "my_loop.py", "my_augmentation.py", "my_f1.py", "flowers.py"):
         (folder / name).write_text(find_example("python", f"# {name}"))
+    (folder / "my_dataset.py").write_text(find_patched("my_dataset.py"))
     (folder / "mine.yaml").write_text(find_example("yaml", "# mine.yaml"))
     rows = "".join(f"0.{number},1.{number},{'setosa' if number % 2 else 'virginica'}\n" for number in range(40))
     (folder / "flowers.csv").write_text(f"width,length,label\n{rows}")

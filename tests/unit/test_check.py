@@ -164,6 +164,31 @@ def test_arguments_that_the_task_never_reads_are_named(
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
 
 
+def test_metrics_of_all_held_out_rows_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = f"{TASK}\ndef compute_metrics(scores, rows): return {{'sevens': (rows['label'] == 7).sum()}}\n"
+    checked = check_task(tmp_path, counts, monkeypatch, CHECKPOINT_METRIC="sevens")
+    assert checked.metrics["test_sevens"] > 0
+    assert "it trains, evaluates, saves and restores" in [*checked.describe()][-1]
+    assert "CHECKPOINT_METRIC" not in caplog.text
+    check_task(tmp_path, counts, monkeypatch, CHECKPOINT_METRIC="eights")
+    assert "SUNSPOT_CHECKPOINT_METRIC=eights: the task has no such metric; it has hits, loss, test_hits" in caplog.text
+    broken = counts.replace("return {'sevens'", "raise ValueError({'sevens'").replace(".sum()}", ".sum()})")
+    with pytest.raises(SunspotError, match=r"(?s)last step and eval.*: ValueError: .*in compute_metrics at .*\.py:"):
+        check_task(tmp_path, broken, monkeypatch)
+
+
+@pytest.mark.parametrize(("share", "done"), [("0", "evaluates nothing"), ("0.5", "trains, evaluates")])
+def test_a_check_says_whether_it_has_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, done: str
+) -> None:
+    rows = "[{'image': torch.full((1, 28, 28), n), 'label': n % 10} for n in range(40)]"
+    dataset = f"{TASK}\ndef build_dataset(settings): return {rows}\n"
+    checked = check_task(tmp_path, dataset.replace("def predict", "def scores"), monkeypatch, TEST_SHARE=share)
+    assert done in [*checked.describe()][-1]
+
+
 def test_parameters_without_a_gradient_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
@@ -88,8 +89,11 @@ class Task(Protocol):
 
     # augment_row(row) -> the columns of a training row that it changes; other random numbers are seeded for each row.
     # augment(batch, draw) -> the columns of a batch that it changes, on its device; `draw` is that of `TrainingRun`.
+    # build_dataset(settings) -> a map-style Dataset of the training rows, or two, with that of the held-out rows.
     # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (data/source.py), for rows
     # other than those of DATASET.
+    # compute_metrics(scores, rows) -> metrics by name, numbers, of all held-out rows at once: their scores by `predict`
+    # (float [N, ...]), and their columns `row`, `label` and others of one number a row, on the CPU, sorted by `row`.
     # checkpoint_files(model, state) -> files, bytes by name, that each checkpoint holds besides, given the state_dict.
     # answer(model, prompts, tokens) -> a text for each prompt, of at most so many tokens, for `sunspot.predict`.
     # predict(model, batch) -> scores, float [B, classes] before softmax, or without classes values [B, ...], of a batch
@@ -167,7 +171,11 @@ def load_predict(settings: Settings) -> Predict:
 
     That of a task on images may take these alone.
     """
-    task = load_task(settings)
+    return find_predict(load_task(settings), settings)
+
+
+def find_predict(task: Task, settings: Settings) -> Predict:
+    """Return what `load_predict` returns, of a task that is loaded."""
     predict: Callable[..., torch.Tensor] | None = getattr(task, "predict", None)
     if predict is None:
         raise SettingsError(
@@ -216,6 +224,7 @@ def load_task(settings: Settings) -> Task:
         # An imported function may be meant for the library itself.
         if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
             raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {RATES_BY[function]}")
+    refuse_unusable(module, function, settings)
     if adapter:
         return cast(Task, adapter(module, settings))
     needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")
@@ -226,3 +235,21 @@ def load_task(settings: Settings) -> Task:
         )
     refuse_other_arguments(settings.task, module)
     return cast(Task, fill_in(module, settings))
+
+
+def refuse_unusable(module: ModuleType, adapted: str, settings: Settings) -> None:
+    """Raise `SettingsError` for functions that cannot be used together; `adapted` is the one for a library, if any."""
+    task = f"SUNSPOT_TASK={settings.task}"
+    if hasattr(module, "build_dataset") and hasattr(module, "find_sources"):
+        raise SettingsError(f"{task}: has both build_dataset and find_sources, which return the rows; keep one")
+    if not hasattr(module, "compute_metrics"):
+        return
+    if adapted == "build_trainer":
+        raise SettingsError(f"{task}: compute_metrics would never be called: its Trainer evaluates held-out rows")
+    if not hasattr(module, "predict") and adapted not in ("build_keras", "build_trees"):
+        raise SettingsError(f"{task}: compute_metrics gets the scores of predict(model, batch); define that, too")
+    if hasattr(module, "train") and not hasattr(module, "loss"):
+        raise SettingsError(
+            f"{task}: compute_metrics would never be called: held-out rows are evaluated by loss(model, batch); define "
+            "that, too"
+        )

@@ -10,6 +10,9 @@ from sunspot.settings import PREFIX
 CALLED_WITH = {
     "build_model": ("settings", "source"),
     "loss": ("model", "batch"),
+    "build_dataset": ("settings",),
+    "find_sources": ("settings",),
+    "compute_metrics": ("scores", "rows"),
     "build_optimizer": ("model", "settings"),
     "build_scheduler": ("optimizer", "settings", "total_steps"),
     "schedule": ("step", "total_steps"),

@@ -16,6 +16,7 @@ from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
 from sunspot.run.checkpoints import SINCE_BEST, is_out_of_patience
 from sunspot.settings import PREFIX, Settings
+from sunspot.train.held_out_scores import HeldOutScores
 from sunspot.train.learner import Learner, row_losses
 
 BEST = "best_evaluation"
@@ -26,7 +27,8 @@ class Evaluation(NamedTuple):
     """How an evaluation ended: with results, or cut short to stop or restart, as a notice may be shorter."""
 
     results: dict[str, float] | None = None
-    "Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ...; empty without such rows."
+    """Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ..., and those that the task
+    computes of all these rows at once; empty without such rows."""
     stop: bool = False
     restart: bool = False
 
@@ -40,6 +42,7 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
     if not learner.plan.test:
         return Evaluation({})
     model, group, sums = learner.model, learner.place.group, Sums()
+    scores = HeldOutScores(learner) if hasattr(learner.task, "compute_metrics") else None
     assert group
     settings = learner.plan.settings
     together = settings.parallel == "fsdp"
@@ -57,13 +60,16 @@ def evaluate(learner: Learner, poll: Callable[[], Command], heartbeat: Callable[
                 break
             if batch or together:  # under FSDP, workers make each forward pass together, with rows or without
                 losses, metrics = row_losses(learner, model, batch or learner.padding_batch)
+                if scores:
+                    scores.predict(batch or learner.padding_batch, counts=bool(batch))
                 if batch:
                     sums.add({"loss": losses, **metrics})
             heartbeat(bool(batch) or together)
     if end.stop or end.restart:
         return Evaluation(None, end.stop, end.restart)
     means, _ = reduce(sums, [], group)
-    return Evaluation({f"test_{name}": mean for name, mean in means.items()})
+    computed = scores.compute_metrics(means.keys()) if scores else {}
+    return Evaluation({f"{HELD_OUT}{name}": value for name, value in {**means, **computed}.items()})
 
 
 @contextmanager

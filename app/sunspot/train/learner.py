@@ -107,16 +107,21 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
     Under COMPILE every pass has the same number of rows, so that one graph serves all: short passes are padded by
     repeating rows, of which no loss is returned. Only where rows see each other (batch norm) do these count.
     """
-    rows = len(batch["row"])
-    missing = learner.plan.pass_rows - rows
-    if missing > 0:
-        again = torch.arange(rows + missing, device=batch["row"].device) % rows
-        batch = {name: column[again] for name, column in batch.items()}
+    rows, batch = len(batch["row"]), fill_up(learner, batch)
     with in_precision(learner):
-        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), rows + max(0, missing))
-    if missing > 0:
+        losses, metrics = refuse_means(learner, learner.task.loss(model, batch), len(batch["row"]))
+    if len(batch["row"]) > rows:
         losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
     return losses, metrics
+
+
+def fill_up(learner: Learner, batch: Batch) -> Batch:
+    """Repeat rows of a batch that has too few for a pass under COMPILE; the first rows remain those of the batch."""
+    rows = len(batch["row"])
+    if rows >= learner.plan.pass_rows:
+        return batch
+    again = torch.arange(learner.plan.pass_rows, device=batch["row"].device) % rows
+    return {name: column[again] for name, column in batch.items()}
 
 
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:

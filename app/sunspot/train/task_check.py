@@ -33,7 +33,7 @@ from sunspot.elastic.restore import TrainingState, read_init
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError, SunspotError
 from sunspot.formatting import plural, some_of
-from sunspot.metric_names import HELD_OUT
+from sunspot.metric_names import HELD_OUT, LOSS
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
@@ -132,7 +132,7 @@ class Check:
         yield f"  a checkpoint has {self.checkpoint_bytes / 1e6:.3g} MB"
         if self.not_checked:
             yield f"  not checked: {'; '.join(self.not_checked)}"
-        evaluated = any("evaluation" in name for name in self.seconds)
+        evaluated = any(name.startswith(HELD_OUT) for name in self.metrics)
         done = (
             "trains, evaluates, saves and restores"
             if evaluated
@@ -209,6 +209,10 @@ def check_plan(plan: Plan, checked: Check) -> None:
         idle = worker.describe_idle()
         if idle:
             log.warning(f"{PREFIX}TASK={checked.task}: {idle}")
+        metric = rows.plan.settings.checkpoint_metric
+        if metric != LOSS and restored.metrics.keys().isdisjoint((metric, HELD_OUT + metric)):
+            found = ", ".join(sorted(restored.metrics))
+            log.warning(f"{PREFIX}CHECKPOINT_METRIC={metric}: the task has no such metric; it has {found}")
         checked.metrics = {f"{name}{AT_FIRST}": value for name, value in worker.metrics.items()} | restored.metrics
         checked.checkpoint_bytes = saved.bytes
     finally:

@@ -1,0 +1,90 @@
+"""Metrics of all held-out rows at once, such as F1 or AUC, by the task's `compute_metrics(scores, rows)`."""
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sunspot.data.labels import LABEL
+from sunspot.data.source import Batch, model_inputs, rows_in
+from sunspot.errors import SettingsError
+from sunspot.formatting import as_bytes
+from sunspot.metric_names import refuse_names
+from sunspot.parallel.collectives import broadcast_from_rank0
+from sunspot.tasks import find_predict
+from sunspot.train.learner import Learner, fill_up, in_precision
+
+MAX_BYTES = 1 << 30
+"""Largest size of the scores and columns of all held-out rows, which rank 0 has in memory twice for a moment."""
+
+SCORES = "scores of predict"
+"""The key of the scores beside the columns, whose names are Python's or a file's."""
+
+
+class HeldOutScores:
+    """The scores of the held-out rows that this worker evaluates, and then those of all workers' rows."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._task: Any = learner.task
+        self._who = f"SUNSPOT_TASK={learner.plan.settings.task}: its compute_metrics"
+        self._predict = find_predict(learner.task, learner.plan.settings)
+        self._parts: list[Batch] = []
+
+    def predict(self, batch: Batch, counts: bool) -> None:
+        """Predict the rows of a batch, and keep their scores if the batch `counts`. All workers do so under FSDP."""
+        inputs, rows = model_inputs(fill_up(self._learner, batch)), len(batch["row"])
+        with in_precision(self._learner):
+            scores: Any = self._predict(self._learner.model, inputs)
+        if not isinstance(scores, torch.Tensor) or not scores.ndim or len(scores) < rows:
+            got = list(getattr(scores, "shape", [type(scores).__name__]))
+            raise SettingsError(f"{self._who} needs the score of each of {rows} rows, and predict returned {got}")
+        if not counts:
+            return
+        scores = scores[:rows].float() if scores.is_floating_point() else scores[:rows]
+        columns = {name: column for name, column in batch.items() if column.ndim == 1 or name == LABEL}
+        self._parts.append({name: column.cpu() for name, column in {**columns, SCORES: scores}.items()})
+        self._refuse_size(rows)
+
+    def compute_metrics(self, names: Set[str]) -> dict[str, float]:
+        """Return what the task computes of all held-out rows, on rank 0; all workers call this together.
+
+        `names` are those of the metrics of each row. Raises `SettingsError` for anything but numbers by name.
+        """
+        mine = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]} if self._parts else {}
+        group = self._learner.place.group
+        everyone: list[Batch] = [{} for _ in range(dist.get_world_size(group))]
+        dist.gather_object(mine, everyone if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
+        return broadcast_from_rank0(group, lambda: self._compute(list(filter(None, everyone)), names))
+
+    def _compute(self, parts: list[Batch], names: Set[str]) -> dict[str, float]:
+        order = torch.cat([part["row"] for part in parts]).argsort()
+        rows = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        returned = self._task.compute_metrics(rows.pop(SCORES), rows)
+        if not isinstance(returned, Mapping):
+            raise SettingsError(f"{self._who} returned a {type(returned).__name__}; return a dict of numbers by name")
+        refuse_names(returned, f"{self._who} returns")
+        if known := sorted(names & returned.keys()):
+            raise SettingsError(f"{self._who} returned {known[0]}, which loss returns for each row; rename one")
+        return {name: self._to_number(name, value) for name, value in returned.items()}
+
+    def _to_number(self, name: str, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = type(value).__name__
+            raise SettingsError(f"{self._who} returned {name} as a {kind}; return one number for each name") from error
+
+    def _refuse_size(self, rows: int) -> None:
+        """Raise `SettingsError` if all held-out rows would take too much memory, by the rows of the newest part."""
+        test = self._learner.plan.test
+        assert test
+        newest = sum(column.nbytes for column in self._parts[-1].values())
+        size = newest // rows * rows_in(test)
+        if size > MAX_BYTES:
+            raise SettingsError(
+                f"{self._who}: the scores and labels of {rows_in(test)} held-out rows take {as_bytes(size)}, more than "
+                f"the {as_bytes(MAX_BYTES)} that it may get; return less from predict, such as the class instead of a "
+                "score for each, or hold out fewer rows"
+            )
