@@ -51,6 +51,7 @@ OTHER_SETTINGS = {
     **dict.fromkeys(("BUCKET", "OUTPUT", "OUTPUT_DIR", "RUNS", "SAVE_DIR", "STORAGE"), "STORAGE_PATH"),
     **dict.fromkeys(("DATA", "DATA_DIR", "DATA_PATH", "TRAIN_DATA"), "DATASET"),
     **dict.fromkeys(("EVAL_DATASET", "TEST_DATA", "VAL_DATA", "VAL_DATASET"), "TEST_DATASET"),
+    **dict.fromkeys(("TEST_SIZE", "TEST_SPLIT", "VAL_SPLIT"), "TEST_SHARE"),
     **dict.fromkeys(("AMP", "BF16", "DTYPE", "FP16", "MIXED_PRECISION"), "PRECISION"),
     **dict.fromkeys(("DDP", "FSDP", "STRATEGY"), "PARALLEL"),
     **dict.fromkeys(("CLIP", "GRAD_CLIP", "GRADIENT_CLIP_VAL", "MAX_GRAD_NORM"), "CLIP_NORM"),

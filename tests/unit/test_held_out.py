@@ -123,10 +123,10 @@ def test_a_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None:
     assert isinstance(plan.test, RowSubset)
     assert (plan.steps.rows, rows_in(plan.test)) == (30, 10)
     assert "30 training rows" in plan.reasons[0]
-    assert plan.reasons[0].endswith("10 held-out rows (TEST_SHARE=0.25 of the data)")
+    assert plan.reasons[0].endswith("10 held-out rows (SUNSPOT_TEST_SHARE=0.25 of the data)")
     without = load_settings(given)
     assert (
-        "set TEST_DATASET, or hold out a tenth of the rows with TEST_SHARE=0.1"
+        "set SUNSPOT_TEST_DATASET, or hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
         in (make_plan(without, load_task(without)).reasons[0])
     )
 
@@ -134,7 +134,7 @@ def test_a_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None:
 def test_held_out_rows_of_the_data_come_first() -> None:
     settings = load_settings({"TEST_SHARE": "0.5"})
     plan = make_plan(settings, load_task(settings))
-    assert plan.reasons[0].endswith("2000 held-out rows (those of the data; TEST_SHARE=0.5 has no effect)")
+    assert plan.reasons[0].endswith("2000 held-out rows (those of the data; SUNSPOT_TEST_SHARE=0.5 has no effect)")
     assert plan.steps.rows == 12_000
 
 

@@ -307,7 +307,7 @@ def test_a_share_of_a_dataset_is_held_out(task: Callable[..., Settings]) -> None
     numbers = [everything(source)["input"].tolist() for source in (plan.source, plan.test)]
     assert sorted(numbers[0] + numbers[1]) == list(range(40))
     without = settings.model_copy(update={"test_share": 0.0})
-    told = "return train and test from build_dataset, or hold out a tenth of the rows with TEST_SHARE=0.1"
+    told = "return train and test from build_dataset, or hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
     assert told in make_plan(without, load_task(without)).reasons[0]
 
 

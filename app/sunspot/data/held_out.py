@@ -81,8 +81,8 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[RowSubset, RowSub
     """Divide a source into training rows and held-out rows; raises `DataError` if it has too few rows for both."""
     if rows_in(source) <= MIN_ROWS:
         raise DataError(
-            f"TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must be left to train "
-            "on; leave it at 0"
+            f"SUNSPOT_TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must be left to "
+            "train on; leave it at 0"
         )
     return RowSubset(source, share, seed, held_out=False), RowSubset(source, share, seed, held_out=True)
 
