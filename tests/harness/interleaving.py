@@ -247,7 +247,7 @@ class World:
 
     def carry_out(self, process: Process, operation: Operation, act: Callable[[], Any], late: bool = False) -> Any:
         result = act()
-        if operation.changes:
+        if operation.changes and result is not False:  # or else another process has created the object before
             self.changed(process, operation, late)
         return result
 

@@ -577,7 +577,7 @@ def test_an_audit_that_was_not_recorded(run: Run, sunspot: StorageCommand) -> No
     commit(run, started(run, "job"), 5)
     answer = sunspot.process("audit", "run", "--json")
     assert (answer.code, answer.out) == (3, "")
-    assert "begin a run of another name with AUDIT=true" in answer.err
+    assert "begin a run of another name with SUNSPOT_AUDIT=true" in answer.err
 
 
 def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: StorageCommand) -> None:

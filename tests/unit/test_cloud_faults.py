@@ -185,7 +185,7 @@ def test_a_missing_bucket_is_no_missing_object(cloud: Cloud) -> None:
     scheme = cloud.storage.locate("").partition("://")[0]
     elsewhere = open_storage(f"{scheme}://test-not-there/runs")
     for ask in (elsewhere.list, elsewhere.exists):
-        with pytest.raises(StorageError, match="correct STORAGE_PATH") as raised:
+        with pytest.raises(StorageError, match="correct SUNSPOT_STORAGE_PATH") as raised:
             ask("run")
         assert not isinstance(raised.value, NotFoundError)
         assert raised.value.final, "no other cluster would find it"

@@ -437,4 +437,3 @@ def test_without_a_cluster_a_run_that_storage_does_not_know_is_named_as_that(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert sunspot("dashboard", "run") == 3
     assert "no run run in" in sunspot.err
-    assert "set KUBECONFIG" in sunspot.err

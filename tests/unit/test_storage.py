@@ -845,7 +845,7 @@ def test_prove_refuses_a_server_without_conditional_writes(
 
 def test_prove_names_the_folder_and_not_its_probe(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"/file/run: Not a directory; check that STORAGE_PATH can"):
+    with pytest.raises(StorageError, match=r"/file/run: Not a directory; check that SUNSPOT_STORAGE_PATH can"):
         prove(open_storage(str(tmp_path / "file")), "run")
 
 

@@ -62,7 +62,7 @@ def test_the_newest_is_often_the_best(run: Run, capsys: pytest.CaptureFixture[st
 def test_a_metric_that_is_misspelt_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     restore_status(run, STATUS)
     commit(run, start(begin(run), "job", **attempt_metadata(checkpoint_metric="lots")), 5, loss=0.5)
-    assert "warning: CHECKPOINT_METRIC=lots is not among loss; the newest were kept" in told(run, capsys)
+    assert "warning: SUNSPOT_CHECKPOINT_METRIC=lots is not among loss; the newest were kept" in told(run, capsys)
 
 
 def test_a_run_that_failed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

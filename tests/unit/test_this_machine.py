@@ -28,21 +28,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"USE_GPU": "true"},
-            "USE_GPU=true: 2 workers of 1 GPU need 2, and this machine has 0 that torch sees; leave it at auto",
+            "SUNSPOT_USE_GPU=true: 2 workers of 1 GPU need 2, and this machine has 0 that torch sees; leave it at auto",
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 4}'},
-            'RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, and this machine has 2; lower it',
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, and this machine has 2; lower it',
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 2}'},
-            'RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, and this machine has 2; lower it, or set '
-            "SUNSPOT_NUM_WORKERS to 1",
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, and this machine has 2; lower it, or '
+            "set SUNSPOT_NUM_WORKERS to 1",
         ),
         (
             {"NUM_WORKERS": "64"},
-            "NUM_WORKERS=64: 64 workers would be too many for this machine, with 2 cores and 30 GB of free memory, of "
-            "which a worker takes at least 300 MB; set it to 8 or less, or start them all the same with "
+            "SUNSPOT_NUM_WORKERS=64: 64 workers would be too many for this machine, with 2 cores and 30 GB of free "
+            "memory, of which a worker takes at least 300 MB; set it to 8 or less, or start them all the same with "
             "SUNSPOT_ACCEPT=64-workers",
         ),
     ],

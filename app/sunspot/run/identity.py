@@ -87,7 +87,8 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
     from sunspot.settings import differences
 
     if identity := read_if_there(lambda: read_identity(run)):
-        begun = {**ADDED_LATER, **identity.settings}
+        added = {name: value for name, value in ADDED_LATER.items() if name in _variables(names)}
+        begun = {**added, **identity.settings}
         kept = dict.fromkeys([*begun, *_variables(names)])
         refuse_changes(run, differences(begun, {name: environment[name] for name in kept if name in environment}))
 
