@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import sunspot.ray_session
 from sunspot.errors import SettingsError
 from sunspot.settings import load_settings
 from sunspot.train import this_machine
@@ -17,7 +18,7 @@ from sunspot.train.this_machine import refuse_impossible, refuse_lack
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have two cores, no GPU, and room for a hundred workers in memory."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sunspot.ray_session, "starts_own_session", lambda: True)  # other tests may have started Ray
     monkeypatch.setattr(this_machine, "cores_here", lambda: 2)
     monkeypatch.setattr(this_machine, "memory_left", lambda: 30_000_000_000)
     monkeypatch.setattr(this_machine.torch.cuda, "device_count", lambda: 0)
