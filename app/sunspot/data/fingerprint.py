@@ -38,3 +38,9 @@ def sample_ranges(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
         [(begin - end + size, min(SAMPLE_BYTES, end - begin)) for begin in begins if end - size <= begin < end]
         for size, end in zip(sizes, accumulate(sizes), strict=True)
     ]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers 0 .. count - 1, spread evenly."""
+    numbers: list[int] = np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
+    return numbers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from sunspot.data.fingerprint import digest
+from sunspot.data.fingerprint import digest, spread
 from sunspot.data.order import Steps
 from sunspot.errors import DataError
 from sunspot.settings import Settings
@@ -191,7 +191,7 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
     """Number the rows of a dataset that has a length, and rows by number; its `shape` is how many columns they have."""
     count = len(dataset)
-    chosen = [dataset[int(number)] for number in np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int)]
+    chosen = [dataset[number] for number in spread(count, LOOKED_AT)]
     rows = [dict(row) if isinstance(row, Mapping) else row for row in chosen]
     columns = sorted(rows[0]) if rows and isinstance(rows[0], dict) else []
     layout, content = digest(repr((count, columns)).encode()), digest(*map(pickle.dumps, rows))

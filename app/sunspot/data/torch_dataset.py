@@ -26,7 +26,7 @@ from sunspot.data.dataset_rows import (
     describe_difference,
     read_rows,
 )
-from sunspot.data.fingerprint import digest, digest_array
+from sunspot.data.fingerprint import digest, digest_array, spread
 from sunspot.data.labels import LABEL
 from sunspot.data.source import LOOKED_AT
 from sunspot.errors import ConflictError, DataError, SettingsError
@@ -45,7 +45,7 @@ class Splits(NamedTuple):
 
     train: Any = None
     test: Any = None
-    "None without held-out rows."
+    "The held-out rows, or None."
     notes: tuple[str, ...] = ()
 
 
@@ -140,7 +140,7 @@ def _open(settings: Settings, folder: str, splits: Splits, held_out: bool) -> Da
         held_out=held_out,
         rows=len(dataset),
         columns={name: RowColumn.of(value) for name, value in first.items()},
-        fingerprint=fingerprint(dataset, partial(name_row, settings.task, held_out)),
+        fingerprint=_built.fingerprint(settings.task, held_out),
         class_names=find_class_names(dataset),
         notes=() if held_out else splits.notes,
     )
@@ -154,7 +154,7 @@ class _BuiltDatasets:
         self._key: tuple[Settings, str] | None = None
         self._splits = Splits()
         self._fingerprints: dict[bool, str] = {}
-        "By whether the rows are held out."
+        "Fingerprints of the held-out rows (True) and of the training rows (False), once they are known."
 
     def build(self, settings: Settings, folder: str) -> Splits:
         """Build the datasets of a task anew."""
@@ -168,14 +168,23 @@ class _BuiltDatasets:
             if self._key != (settings, source.folder):
                 self._build(settings, source.folder)
             dataset = self._splits.test if held_out else self._splits.train
-            if held_out not in self._fingerprints:
-                self._fingerprints[held_out] = fingerprint(dataset, partial(name_row, settings.task, held_out))
-            if self._fingerprints[held_out] != source.fingerprint:
+            if self._fingerprint(settings.task, held_out) != source.fingerprint:
                 raise ConflictError(
                     f"{PREFIX}TASK={settings.task}: its build_dataset returns other rows here than on the driver; give "
                     "what splits or shuffles them a seed, sort lists of files, and give all nodes the same files"
                 )
             return dataset
+
+    def fingerprint(self, task: str, held_out: bool) -> str:
+        """Return the fingerprint of the held-out rows or of the training rows that were built last."""
+        with self._lock:
+            return self._fingerprint(task, held_out)
+
+    def _fingerprint(self, task: str, held_out: bool) -> str:
+        if held_out not in self._fingerprints:
+            dataset = self._splits.test if held_out else self._splits.train
+            self._fingerprints[held_out] = fingerprint(dataset, partial(name_row, task, held_out))
+        return self._fingerprints[held_out]
 
     def _build(self, settings: Settings, folder: str) -> Splits:
         if os.path.isdir(folder):
@@ -200,7 +209,8 @@ def build_splits(settings: Settings) -> Splits:
 
 def find_splits(returned: Any, task: str) -> Splits:
     """Return the training rows and the held-out rows in what `build_dataset` returned; raises `SettingsError`."""
-    who, notes = f"{PREFIX}TASK={task}: its build_dataset returned", tuple[str, ...]()
+    who = f"{PREFIX}TASK={task}: its build_dataset returned"
+    notes: tuple[str, ...] = ()
     train, test = returned, None
     if isinstance(returned, Mapping):
         if "train" not in returned:
@@ -210,7 +220,8 @@ def find_splits(returned: Any, task: str) -> Splits:
             )
         train, test = returned["train"], returned.get("test")
         unread = [str(name) for name in returned if name not in ("train", "test")]
-        notes = (f"build_dataset: not read: {', '.join(unread)}; held-out rows are those called 'test'",)[: len(unread)]
+        if unread:
+            notes = (f"build_dataset: not read: {', '.join(unread)}; held-out rows are those called 'test'",)
     elif isinstance(returned, tuple) or is_list_of_datasets(returned):
         if len(returned) != 2:
             raise SettingsError(f"{who} {len(returned)} datasets; return the training rows and the held-out rows")
@@ -278,12 +289,6 @@ def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
                 "read a row once for all epochs; move random transforms to augment_row(row), which is called for each "
                 "training row in each epoch (docs/tasks.md#augmentation)"
             )
-
-
-def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 .. count - 1, spread evenly."""
-    numbers: list[int] = np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
-    return numbers
 
 
 def name_row(task: str, held_out: bool, number: int) -> str:
