@@ -37,7 +37,7 @@ SHARED = {
 SLOW_TO_IMPORT = {"keras", "lightning", "peft", "torch._dynamo", "torch.distributed.tensor", "transformers"}
 """Each takes seconds, and each process of pytest-xdist collects all tests: a test or fixture imports what it needs."""
 
-USERS = ("SUNSPOT_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "MLFLOW_", "WANDB_", "RAY_ADDRESS")
+USER_VARIABLES = ("SUNSPOT_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "MLFLOW_", "WANDB_", "RAY_ADDRESS")
 """First letters of the environment variables that name what is the developer's."""
 
 LAST_START = pytest.StashKey[float]()
@@ -106,23 +106,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def environment_of_nobody() -> Iterator[None]:
+def clean_shared_environment() -> Iterator[None]:
     """Keep what the developer's shell names from fixtures that many tests share; `SHELL` still has it."""
     with pytest.MonkeyPatch.context() as patch:
-        forget_user(patch)
+        remove_user_variables(patch)
         yield
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep from each test what the developer's shell names, and what earlier tests have left."""
-    forget_user(monkeypatch)
+    remove_user_variables(monkeypatch)
 
 
-def forget_user(patch: pytest.MonkeyPatch) -> None:
+def remove_user_variables(patch: pytest.MonkeyPatch) -> None:
     """Remove the developer's settings, credentials, cluster and Ray from the environment."""
     for name in list(os.environ):
-        if name.startswith(USERS) and name != "AWS_CA_BUNDLE":
+        if name.startswith(USER_VARIABLES) and name != "AWS_CA_BUNDLE":
             patch.delenv(name)
     for name in ("KUBECONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         patch.setenv(name, os.devnull)

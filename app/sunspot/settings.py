@@ -475,9 +475,8 @@ def _misspelt(variable: str) -> str:
 
 def _explain(problem: Any) -> str:
     field = str(problem["loc"][0])
-    if (
-        problem["type"] == "string_unicode"
-    ):  # Python decodes bytes that are invalid in the locale's encoding as surrogates
+    if problem["type"] == "string_unicode":
+        # Python decodes bytes that are invalid in the locale's encoding as surrogates.
         fix = "use other characters, or set LC_ALL=C.UTF-8 if the name is in UTF-8"
         seen = f"{PREFIX}{field.upper()}={cut(problem['input'])}"
         return f"{seen}: it has bytes that are not valid {sys.getfilesystemencoding()}, this process's encoding; {fix}"

@@ -27,7 +27,8 @@ def find_module(path: str) -> tuple[str, str]:
     while (folder / "__init__.py").is_file():
         names.insert(0, folder.name)
         folder = folder.parent
-    if wrong := [name for name in names if not name.isidentifier()]:
+    wrong = [name for name in names if not name.isidentifier()]
+    if wrong:
         raise SettingsError(f"{path}: {wrong[0]!r} cannot be imported; rename it to letters, digits and '_'")
     if folder.samefile("."):
         return ".".join(names), ""

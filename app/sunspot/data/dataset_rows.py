@@ -41,7 +41,7 @@ class RowColumn(NamedTuple):
 
     @property
     def is_picture(self) -> bool:
-        """Whether its values are pictures as in other datasets: uint8 [C, H, W] of one or three channels."""
+        """Return True if the values are pictures as in other datasets: uint8 [C, H, W] with one or three channels."""
         return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[0] in (1, 3)
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ class TableFile(ABC):
     groups: list[int]
     "The rows of each row group."
     has_types = True
-    "Whether its columns have types. If not, all are text, and the task's declaration says which are numbers."
+    "True if the columns have types. If not, all are text, and the task's declaration says which are numbers."
     notes: tuple[str, ...] = ()
     "Notes for the user on how its rows are read."
 

@@ -125,8 +125,8 @@ class FailureCounts:
     error: tuple[object, ...] | None = None
     "What the newest one failed with, if all of its ranks did so alike."
     loops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By an error that all ranks raised alike, or by Ray's id of a node on which a process ran out of memory: how often
-    it came in a row, each time soon after the one before, and the time of the newest in seconds since the epoch."""
+    """How often the same end came in a row, each time soon after the one before, and the time of the newest in seconds
+    since the epoch. A key is an error that all ranks raised, or Ray's id of a node where a process lacked memory."""
     final: bool = False
     "Whether another group would fail in the same way, on any cluster."
 

@@ -36,7 +36,8 @@ def refuse_wrong(arguments: argparse.Namespace) -> None:
         raise SettingsError("--dataset and --output go together")
     if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
         raise SettingsError("give either files, or --dataset and --output, or --prompt")
-    if missing := [file for file in arguments.file if not Path(file).exists()]:
+    missing = [file for file in arguments.file if not Path(file).exists()]
+    if missing:
         raise SettingsError(f"{missing[0]}: no such file")
     if arguments.tokens < 1:
         raise SettingsError(f"--tokens {arguments.tokens}: a whole number from 1")

@@ -1,4 +1,4 @@
-"""What a signal to the driver does to Ray: to its own processes, and to the driver's handler.
+"""Signals to the driver: they must reach neither Ray's own processes nor a handler that Ray has installed.
 
 ray._private.services.ConsolePopen       starts Ray's processes in the driver's process group: the public API sets no
                                          other

@@ -56,12 +56,18 @@ when complete: no single one takes a day, nor does a commit that storage keeps r
 SINCE_BEST = "evaluations_since_best"
 """In the metrics of a checkpoint: evaluations since the best one, if they may end the run (EARLY_STOP_EVALUATIONS)."""
 
-NAN_SINCE, NAN_WINDOWS, NAN_WEIGHTS = "nan_since", "nan_windows", "nan_weights"
-"""In the metrics of a checkpoint whose loss or weights are not finite: the step since which they are not (the first of
-the window in which it was seen), how many windows in a row have ended so, and 1 if the weights are not."""
+NAN_SINCE = "nan_since"
+"""Name in a checkpoint's metrics of the step since which loss or weights are not finite: the first step of the window
+in which that was seen."""
+
+NAN_WINDOWS = "nan_windows"
+"""Name in a checkpoint's metrics of the number of windows in a row that ended with a loss that is not finite."""
+
+NAN_WEIGHTS = "nan_weights"
+"""Name in a checkpoint's metrics of a 1 if the weights are not finite."""
 
 NAN_ACCEPTED = "nan_accepted"
-"""In the metrics of a checkpoint: 1 if the run began with infinite weights, so that nothing looks at them."""
+"""Name in a checkpoint's metrics of a 1 if the run began with infinite weights, which are then not checked."""
 
 FILES_AT_ONCE = 2
 """Files of a checkpoint that are read at once: SHA-256 takes a core for each, and storage memory."""
@@ -123,7 +129,7 @@ class Checkpoint:
 
     @property
     def finite(self) -> bool:
-        """Whether its weights are finite; also True if they were not checked (older versions, MAX_NAN_WINDOWS=0)."""
+        """Return True if the weights are finite, or were not checked (by older versions, or with MAX_NAN_WINDOWS=0)."""
         return not self.metrics.get(NAN_WEIGHTS)
 
     @property

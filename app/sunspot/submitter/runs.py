@@ -30,7 +30,8 @@ class Target:
 def find_run(name: str, storage_path: str | None = None) -> Run:
     """Find the run in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
     run = named_run(name, storage_path)
-    if absence := describe_absence(run):
+    absence = describe_absence(run)
+    if absence:
         raise NotFoundError(absence)
     return run
 

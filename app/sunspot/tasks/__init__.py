@@ -38,7 +38,7 @@ RATES_BY = {
     "build_trainer": "its Trainer builds the optimizer and its scheduler by its arguments",
     "build_trees": "trees have one rate, in SUNSPOT_TASK_ARGS",
 }
-"""What sets the learning rates instead, by the function that a task for another library defines."""
+"""The source of the learning rates, by the function that a task for another library defines."""
 
 ADAPTERS = {
     "build_module": "sunspot.tasks.lightning_adapter:LightningTask",
@@ -224,7 +224,7 @@ def load_task(settings: Settings) -> Task:
         # An imported function may be meant for the library itself.
         if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
             raise SettingsError(f"SUNSPOT_TASK={settings.task}: {name} would never be called: {RATES_BY[function]}")
-    refuse_unusable(module, function, settings)
+    refuse_unused_functions(module, function, settings)
     if adapter:
         return cast(Task, adapter(module, settings))
     needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")
@@ -237,8 +237,8 @@ def load_task(settings: Settings) -> Task:
     return cast(Task, fill_in(module, settings))
 
 
-def refuse_unusable(module: ModuleType, adapted: str, settings: Settings) -> None:
-    """Raise `SettingsError` for functions that cannot be used together; `adapted` is the one for a library, if any."""
+def refuse_unused_functions(module: ModuleType, adapted: str, settings: Settings) -> None:
+    """Raise `SettingsError` for functions of a task that would not be called; `adapted` is its one for a library."""
     task = f"SUNSPOT_TASK={settings.task}"
     if hasattr(module, "build_dataset") and hasattr(module, "find_sources"):
         raise SettingsError(f"{task}: has both build_dataset and find_sources, which return the rows; keep one")

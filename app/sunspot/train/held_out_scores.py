@@ -65,7 +65,8 @@ class HeldOutScores:
         if not isinstance(returned, Mapping):
             raise SettingsError(f"{self._who} returned a {type(returned).__name__}; return a dict of numbers by name")
         refuse_names(returned, f"{self._who} returns")
-        if known := sorted(names & returned.keys()):
+        known = sorted(names & returned.keys())
+        if known:
             raise SettingsError(f"{self._who} returned {known[0]}, which loss returns for each row; rename one")
         return {name: self._to_number(name, value) for name, value in returned.items()}
 

@@ -26,13 +26,14 @@ def refuse_impossible(settings: Settings) -> None:
 
     ACCEPT may name more workers than are sensible, but not resources that the machine does not have.
     """
-    machine = {"CPU": float(cores_here()), "GPU": float(torch.cuda.device_count())}
+    cores = cores_here()
+    machine = {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}
     per_worker = choose_resources(settings, machine, nodes=1).per_worker
     known = {name: amount for name, amount in per_worker.items() if name in machine}
     fits = refuse_lack(settings, known, machine)
-    workers, cores, left = min(fits, settings.num_workers.most), cores_here(), memory_left()
+    workers = min(fits, settings.num_workers.most)
     most = cores * WORKERS_PER_CORE
-    memory = ""
+    left, memory = memory_left(), ""
     if left is not None:
         most = min(most, left // WORKER_BYTES)
         memory = f" and {as_bytes(left)} of free memory, of which a worker takes at least {as_bytes(WORKER_BYTES)}"

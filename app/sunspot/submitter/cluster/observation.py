@@ -88,7 +88,7 @@ class RunSnapshot:
 
     @property
     def lacks_workers(self) -> bool:
-        """Whether its driver works, but fewer workers train than requested."""
+        """Return True if the run's driver works, but fewer workers train than requested."""
         status, job = self.storage.status, self.job
         if not (status and job and self.driver_began):
             return False

@@ -87,7 +87,7 @@ class JobView:
 
     @property
     def failed_for_good(self) -> bool:
-        """Whether its driver ended it for good, because no other try can succeed (`SunspotError.final`)."""
+        """Return True if the driver ended the job for good, because no other try can succeed (`SunspotError.final`)."""
         said = (self.raw.get("status") or {}).get("message", "")
         return self.job_status == "STOPPED" and said.startswith(FAILED_FOR_GOOD)
 

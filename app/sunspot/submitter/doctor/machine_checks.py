@@ -1,4 +1,4 @@
-"""What this machine needs for training here."""
+"""Checks that this machine can train."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -9,7 +9,7 @@ from sunspot.submitter.local_training import find_missing_packages
 
 
 def check_training_here() -> Iterator[Check]:
-    """Check that the packages are installed without which only the command works."""
+    """Check that the packages for training are installed."""
     missing = find_missing_packages()
     if missing:
         yield Check("training here", Result.FAILED, f"without {' and '.join(missing)}", how_to_install("train"))

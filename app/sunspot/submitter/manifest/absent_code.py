@@ -11,7 +11,8 @@ from sunspot.submitter.manifest.render import Rendered, settings_of
 
 def find_absent(rendered: Rendered) -> Iterator[str]:
     """Yield a warning for each task without code, or whose code lacks it, and for each file on this machine."""
-    archive, settings, variables = rendered.archive, rendered.settings, settings_of(rendered.manifest)
+    archive, settings = rendered.archive, rendered.settings
+    variables = settings_of(rendered.manifest)
     varied = [dimension.arguments for dimension in find_dimensions(variables) if dimension.name == "TASK"]
     for task in varied[0] if varied else [settings.task]:
         top = str(task).partition(".")[0]

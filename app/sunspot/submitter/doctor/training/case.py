@@ -30,7 +30,7 @@ class Case:
     now: float = 0.0
     "Seconds since the epoch."
     local: bool = False
-    "Whether it trains outside any cluster: advice then speaks of processes and this machine, not of pods."
+    "True if the run trains outside any cluster. Advice then names processes and this machine instead of pods."
 
     @property
     def newest(self) -> Attempt | None:
