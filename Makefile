@@ -49,7 +49,7 @@ test: .venv/dev  ## the tests that need no cluster, without the slow ones
 
 test-all: .venv/dev  ## all tests that need no cluster, slow ones only in the first: make test-all MINUTES=40
 	$(PYTEST) --durations=20 --hypothesis-profile=thorough $(if $(MINUTES),--minutes=$(MINUTES))
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup
 
 lint: .venv/dev  ## format, lint, types, import layers, parameter lists
 	$(BIN)/ruff format --check .

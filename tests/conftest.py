@@ -87,6 +87,18 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_finish() -> None:
+    """Start PyTorch's autograd engine in each process that collected tests.
+
+    The engine starts once. If torch.compile runs before the first backward pass, it registers a CUDA device that does
+    not exist. The engine then starts a thread for that device, and a forked process cannot run a backward pass (PyTorch
+    2.15).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Refuse a file of tests that takes seconds to import."""
