@@ -364,7 +364,7 @@ def test_files_whose_names_no_run_uses_stay_and_are_named(sunspot: Command, run:
         ("attempts/0001.json", "checkpoints/x/model.pt"),
         ("checkpoints/step-00000005-attempt-0001-9f3c21ab/model.pt",),
         ("status/attempt-0001-9f3c21ab.json", "metrics/x"),
-        ("submissions/0001-run-1.yaml",),
+        ("submissions/0001-run-1.json",),
         ("delete.json", "metrics/x"),
         ("run.json",),
     ],

@@ -18,7 +18,7 @@ from sunspot.run.attempts import lineage, newest_number, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.identity import Identity, Rows, keep_identity, read_identity
-from sunspot.run.objects import digest, parse_verified, read_content, with_checksum
+from sunspot.run.objects import parse_verified, read_content, with_checksum
 from sunspot.run.overview import list_runs, read_state
 from sunspot.run.requests import SubmissionRecord, newest_submission, record_submission
 from sunspot.run.search import read_trial
@@ -26,7 +26,6 @@ from sunspot.run.size_limits import MAX_OBJECT_BYTES, MAX_STATUS_BYTES
 from sunspot.run.status import RunState, Status, list_statuses, read_status, write_status
 from tests.harness.commands import Command
 from tests.harness.runs import (
-    age,
     begin,
     commit,
     consumed,
@@ -184,26 +183,6 @@ def test_an_attempt_that_was_changed_is_refused(run: Run) -> None:
         read_attempts(run)
 
 
-def test_a_run_begun_before_1_0_is_refused(run: Run, sunspot: Command) -> None:
-    """Its words were others. It keeps its files, is listed, and can be deleted."""
-    record = {"number": 1, "owner": "job", "starts_from": None, "step": 0, "time": 5.0, "about": {"world_size": 2}}
-    old = to_json({**record, "sha256": digest(record)})
-    begun = {"settings": {"SUNSPOT_SEED": "0"}, "data": "data", "rows": 22, "steps_per_epoch": 5}
-    run.storage.write(run.key("run.json"), to_json({**begun, "sha256": digest(begun)}))
-    with pytest.raises(ConflictError, match=r"run\.json was written by a version of Sunspot before 1\.0.* begin a new"):
-        keep_identity(run, {"SUNSPOT_SEED": "0"}, ["seed"])
-    run.storage.write(run.key("attempts", "0001.json"), old)
-    with pytest.raises(ConflictError, match=r"0001\.json was written by a version of Sunspot before 1\.0"):
-        read_attempts(run)
-    for verb in ("status", "audit", "report"):
-        assert sunspot(verb, "run") == 6, sunspot.err
-        assert "before 1.0" in sunspot.err
-    assert run.storage.read(run.key("attempts", "0001.json")) == old
-    assert sunspot("list") == 0
-    age(run, 1000)
-    assert sunspot("delete", "run", "--yes") == 0, sunspot.err
-
-
 def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
     """Python makes such text of file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
@@ -223,11 +202,6 @@ def test_a_damaged_submission_still_tells_its_job(run: Run) -> None:
     for changed in (content[:-3], b"\xff", b"[" * 9999, b"[]", content.replace(b'"sunspot"', b"3")):
         run.storage.write(entry.key, changed)
         assert newest_submission(run) == SubmissionRecord("run-1234")
-
-
-def test_a_submission_of_an_earlier_version_is_not_parsed(run: Run) -> None:
-    run.storage.write(run.key("submissions", "0001-run-1234.yaml"), b"a: &a [*a]")
-    assert newest_submission(run) == SubmissionRecord("run-1234")
 
 
 # ------------------------------------------------------------------------------------------------------------- listings

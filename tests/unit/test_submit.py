@@ -655,7 +655,6 @@ ELSEWHERE = {
     "another namespace": "run-0#1a2b3c4d@teamb/{cluster}",
     "another cluster": "{job}@sunspot/ffffffffff",
     "a process": "laptop-4711-1a2b3c4d",
-    "an earlier version": "run-0#3",
 }
 
 

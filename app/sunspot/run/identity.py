@@ -12,9 +12,6 @@ log = logging.getLogger(__name__)
 
 FILE = "run.json"
 
-ADDED_LATER = {"SUNSPOT_TEST_SHARE": "0.0"}
-"""Settings that runs of older versions have not recorded, with the value that these runs had."""
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -86,11 +83,12 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
     """Raise `ConflictError` when the run was begun with other values of these settings, or keeps more of them."""
     from sunspot.settings import differences
 
-    if identity := read_if_there(lambda: read_identity(run)):
-        added = {name: value for name, value in ADDED_LATER.items() if name in _variables(names)}
-        begun = {**added, **identity.settings}
-        kept = dict.fromkeys([*begun, *_variables(names)])
-        refuse_changes(run, differences(begun, {name: environment[name] for name in kept if name in environment}))
+    identity = read_if_there(lambda: read_identity(run))
+    if identity is None:
+        return
+    kept = dict.fromkeys([*identity.settings, *_variables(names)])
+    given = {name: environment[name] for name in kept if name in environment}
+    refuse_changes(run, differences(identity.settings, given))
 
 
 def refuse_changes(run: Run, changed: list[str]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, Lt, Predicate
 
-from sunspot.errors import ConflictError, DamageError, NotFoundError, OutsideStorageError
+from sunspot.errors import DamageError, NotFoundError, OutsideStorageError
 from sunspot.log import warn_once
 from sunspot.run import Run, to_json
 from sunspot.run.size_limits import MAX_OBJECT_BYTES, spend
@@ -63,7 +63,7 @@ DIGEST = "sha256"
 """Field of an object with a checksum: the SHA-256 of all others."""
 
 FORMAT, FORMAT_NUMBER = "format", 1
-"""Field of an object with a checksum: the format of the run's files. Versions before 1.0 wrote no such field."""
+"""Field of an object with a checksum: the format of the run's files."""
 
 
 def read(run: Run, form: type[Form], *parts: str) -> Form:
@@ -73,15 +73,9 @@ def read(run: Run, form: type[Form], *parts: str) -> Form:
 
 
 def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
-    """Read what `with_checksum` wrote; raises like `read`, and `ConflictError` when a version before 1.0 wrote it."""
+    """Read what `with_checksum` wrote; raises like `read`."""
     key = run.key(*parts)
-    content, place = read_content(run.storage, key), run.storage.locate(key)
-    if FORMAT not in parse_verified(dict[str, Any], content, place):
-        raise ConflictError(
-            f"{place} was written by a version of Sunspot before 1.0, whose files this version does not read: finish "
-            "the run with that version, or begin a new one under another SUNSPOT_RUN_NAME"
-        )
-    return parse(form, content, place)
+    return parse_verified(form, read_content(run.storage, key), run.storage.locate(key))
 
 
 def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> bytes:

@@ -7,7 +7,6 @@ owner also has the namespace, the cluster and the submission. Attempts and statu
 
 import hashlib
 import os
-import re
 import socket
 import uuid
 from pathlib import Path
@@ -21,9 +20,6 @@ POD_NAMESPACE = "POD_NAMESPACE"
 
 CLUSTER_DIGITS = 10
 """Hexadecimal digits of a cluster's identity. Two of 1,000 clusters share one with a probability below 10^-6."""
-
-COUNTED = re.compile("[0-9]{1,7}")
-"""Submissions in owners that an earlier version recorded: the number of times that the job had been submitted."""
 
 
 class Owner(NamedTuple):

@@ -125,8 +125,8 @@ def clear_deletion(run: Run) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- submissions
 
-SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.(json|yaml)")
-"""Names of the files that Sunspot writes to `submissions/`. Earlier versions wrote the manifest alone, as YAML."""
+SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.json")
+"""Names of the files in `submissions/`."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,6 @@ def newest_submission(run: Run) -> SubmissionRecord | None:
         return None
     file = keys[-1].rpartition("/")[2]
     known = SubmissionRecord(submitted_job(keys[-1]))
-    if file.endswith(".yaml"):
-        return known
     return read_if_there(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
 
 
