@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.errors import SettingsError
-from sunspot.report.model import gather
+from sunspot.report.model import read_report
 from sunspot.report.page import render as render_page
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, Metadata
-from sunspot.run.cost import Spending, cost_of_loss, spent
+from sunspot.run.cost import Spending, compute_spending, cost_of_loss
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.overview import read_view
-from sunspot.run.status import RunState, Status, new_driver, restore_status, write_status
+from sunspot.run.status import RunState, Status, new_driver, write_status, write_status_as_is
 from sunspot.search_space import load_search
 from sunspot.settings import load_settings
 from sunspot.submitter.cluster.progress_lines import print_pods
@@ -91,7 +91,7 @@ def test_every_second_of_every_node_is_paid_once(history: tuple[list[Attempt], l
         if any("on_demand_price" in price for price in known):
             saved += sum(p.get("on_demand_price", p["price"]) for p in known) * (not is_lost)
             saved -= sum(price["price"] for price in known)
-    found = spent(attempts, receipts, end)
+    found = compute_spending(attempts, receipts, end)
     expected = [nodes, unpriced, cost, lost_nodes, lost, saved]
     figures = [found.node_hours, found.unpriced_hours, found.cost, found.lost_hours, found.lost, found.saved]
     assert [(figure or 0) * HOUR for figure in figures] == pytest.approx(expected, abs=1e-6)
@@ -101,7 +101,7 @@ def test_sums_of_runs_leave_out_what_nobody_knows() -> None:
     known, unknown = Spending(2.0, 0.0, 3.0, 1.0, 1.5, 4.0), Spending(5.0, 5.0, None, 0.0, None, None)
     assert known + unknown == Spending(7.0, 5.0, 3.0, 1.0, 1.5, 4.0)
     assert unknown + unknown == Spending(10.0, 10.0)
-    assert spent([], [], 10.0) == Spending()
+    assert compute_spending([], [], 10.0) == Spending()
 
 
 # ------------------------------------------------------------------------------------------------- three runs, by hand
@@ -117,7 +117,7 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
         first = start(run, "job-1", at=BEGAN, world_size=4, nodes=hosts("a", "a", "b", "b"), **more)
         write_receipt(run, first, 0, Cause.BEGIN)
         state = {"attempt": 1, "driver": first.driver, "step": 500, "time": BEGAN + hours * HOUR}
-        restore_status(run, Status(RunState.SUCCEEDED, "job-1", **state))
+        write_status_as_is(run, Status(RunState.SUCCEEDED, "job-1", **state))
         return run
 
     ended("digits", 2.0, settings=settings(team="vision"))
@@ -136,7 +136,7 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
     times = {"left": BEGAN + 3.5 * HOUR, "first_step": BEGAN + 4.5 * HOUR}
     write_receipt(run, second, 1, **times, worker_seconds_lost=4.0 * HOUR, cost=3.75)
     state = {"attempt": 2, "driver": second.driver, "step": 1000, "time": BEGAN + 10 * HOUR}
-    restore_status(run, Status(RunState.SUCCEEDED, "job-1", **state))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job-1", **state))
     return StorageCommand(storage, capsys)
 
 
@@ -189,7 +189,7 @@ def test_a_run_says_what_it_cost_wherever_it_is_shown(sunspot: StorageCommand) -
     assert f"cost:       {line}" in sunspot("status", "words").out
     assert "cost:       2 node hours, 0 of them lost to incidents; no price is known" in sunspot("status", "plain").out
     assert "14400 worker-seconds lost (3.75), from" in sunspot("events", "words").out
-    page = render_page(gather(open_run(sunspot.storage, "words"), RunState.SUCCEEDED, "")).decode()
+    page = render_page(read_report(open_run(sunspot.storage, "words"), RunState.SUCCEEDED, "")).decode()
     assert '<dd id="figure-cost">40.50<small>' in page
     assert f"Cost: {line}." in page
 
@@ -207,7 +207,7 @@ def test_a_run_that_was_stopped_costs_nothing_until_it_trains_again(tmp_path: Pa
     run = begin(open_run(str(tmp_path), "run"))
     first = start(run, "job-1", at=BEGAN, nodes=hosts("a"), settings=settings())
     state = {"attempt": 1, "driver": first.driver, "time": BEGAN + HOUR}
-    restore_status(run, Status(RunState.STOPPED, "job-1", **state))
+    write_status_as_is(run, Status(RunState.STOPPED, "job-1", **state))
     assert read_view(run).spending.node_hours == pytest.approx(1.0)
     write_status(run, Status(RunState.STARTING, "job-2", attempt=1, driver=new_driver()))
     assert read_view(run).spending.node_hours == 0.0, (

@@ -26,7 +26,7 @@ from sunspot.run.logs import LogWriter
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.predictions import Predictions, read_shown
 from sunspot.run.requests import SubmissionRecord, mark_deletion, record_submission, request_stop
-from sunspot.run.search import Results, Trial, best_of, read_trial, write_results
+from sunspot.run.search import SearchResults, Trial, find_best_checkpoint, read_trial, write_results
 from sunspot.run.status import RunState, new_driver
 from sunspot.tracking.delivery import Delivery, read_delivered, read_tracking_run
 from tests.harness.fuzz import damaged, ends_well
@@ -80,7 +80,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.storage.write(run.key("tracking", "mlflow-delivered.json"), to_json({"step": 3, "attempt": 1, "records": 3}))
     record_submission(run, SubmissionRecord("run-1a2b3c4d"))
     trial = Trial("run", {"LEARNING_RATE": 0.1}, RunState.SUCCEEDED, "", 5, 100, 0.125)
-    write_results(begin(Run(run.storage, "search")), Results("loss", "min", {"LEARNING_RATE": "x"}, (trial,), "run"))
+    write_results(
+        begin(Run(run.storage, "search")), SearchResults("loss", "min", {"LEARNING_RATE": "x"}, (trial,), "run")
+    )
     return folder
 
 
@@ -133,7 +135,7 @@ READERS: list[Callable[[Run], Any]] = [
     lambda run: (read_tracking_run(run, "mlflow"), read_delivered(run, "mlflow")),
     lambda run: Delivery(run, "mlflow", "project").missing(),
     lambda run: read_trial(run, {}, "loss", "min"),
-    lambda run: best_of(run, "loss", "min"),
+    lambda run: find_best_checkpoint(run, "loss", "min"),
 ]
 
 

@@ -16,7 +16,7 @@ from sunspot.run import Run, node_memory_directory, open_run
 from sunspot.run.attempts import Attempt, claim, ensure_owner, read_attempts
 from sunspot.run.objects import with_checksum
 from sunspot.run.requests import DELETION, SubmissionRecord, deletion_begun, mark_deletion, record_submission
-from sunspot.run.search import Results, Trial, write_results
+from sunspot.run.search import SearchResults, Trial, write_results
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import deletion_order
@@ -202,7 +202,7 @@ def test_the_trials_of_a_search_stay_and_are_told_of(sunspot: Command, run: Run)
     for trial in trials:
         fill(trial)
     ended = tuple(Trial(trial.name, {}, RunState.SUCCEEDED) for trial in trials)
-    write_results(run, Results("loss", "min", {}, ended))
+    write_results(run, SearchResults("loss", "min", {}, ended))
     assert sunspot("delete", "run", "--yes") == 0
     assert "its 2 trials, run-01 to run-02, are runs of their own, and stay" in sunspot.out
     assert not files_of(run)

@@ -10,7 +10,7 @@ import pytest
 from sunspot.errors import StorageError
 from sunspot.run import Run, streams
 from sunspot.run.attempts import Attempt, checkpoint_name, lineage
-from sunspot.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
+from sunspot.run.history import Journal, iter_records, list_journal, newest_record, read_journal, tidy_journals
 
 
 def steps_in(run: Run, **options: Any) -> list[int]:
@@ -96,7 +96,7 @@ def test_segments_merged_while_they_are_read_are_still_found(
     monkeypatch.setattr(run.storage, "read", read_late)
     assert steps_in(run)[:108] == list(range(1, 109))
     with pytest.raises(StorageError, match="changes while it is read"):
-        list(each_record(run, "metrics", None, listed))
+        list(iter_records(run, "metrics", None, listed))
 
 
 def test_the_newest_record_is_read_from_the_end(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:

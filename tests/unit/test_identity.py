@@ -12,7 +12,7 @@ from sunspot.errors import ConflictError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import make_plan
 from sunspot.run import Run
-from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.identity import Rows, record_identity
 from sunspot.settings import IDENTITY, load_settings
 from sunspot.tasks import load_task
 from sunspot.train.build import make_loader
@@ -23,7 +23,7 @@ NAMES = ("seed", "dataset")
 
 
 def start(run: Run, rows: Rows = ROWS, **settings: str) -> None:
-    keep_identity(run, load_settings(settings).environment(), NAMES, rows)
+    record_identity(run, load_settings(settings).environment(), NAMES, rows)
 
 
 def test_the_same_settings_and_rows_are_accepted(run: Run) -> None:
@@ -62,7 +62,7 @@ def test_another_order_of_the_rows_is_refused_unless_it_is_accepted(
 
 def test_a_search_has_no_rows(run: Run) -> None:
     for _ in range(2):
-        keep_identity(run, load_settings().environment(), NAMES)
+        record_identity(run, load_settings().environment(), NAMES)
     assert [entry.key for entry in run.storage.list("run")] == ["run/run.json"]
 
 

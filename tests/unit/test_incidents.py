@@ -13,10 +13,10 @@ from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.incidents import (
     Cause,
     Receipt,
-    describe,
+    describe_receipt,
+    display_event,
     find_gaps,
     goodput,
-    name_start,
     read_receipts,
     worker_seconds,
 )
@@ -50,7 +50,7 @@ def receipt(number: int, left: float, first_step: float, **fields: Any) -> Recei
 def test_only_a_start_after_a_disturbance_is_shown_as_a_recovery(cause: Cause, shown: str) -> None:
     event = receipt(1, 10, 20, cause=cause).record()
     assert event["event"] == "recovered", "readers of other versions know a receipt by it"
-    named = name_start(json.loads(json.dumps(event)))
+    named = display_event(json.loads(json.dumps(event)))
     assert named == {**event, "event": shown}
     assert [each.cause for each in read_receipts([named])] == [cause], "its line tells what the start has cost"
 
@@ -111,7 +111,7 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
     ],
 )
 def test_a_receipt_for_people(fields: dict[str, Any], line: str) -> None:
-    assert describe(receipt(2, 10, 20, **fields)) == line
+    assert describe_receipt(receipt(2, 10, 20, **fields)) == line
 
 
 # ------------------------------------------------------------------------------------------------------------- goodput

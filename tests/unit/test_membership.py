@@ -31,7 +31,7 @@ from sunspot.elastic.copies import LiveState, NodeInventory
 from sunspot.elastic.membership import NEXT_WAIT_S, SETTLE_S, Change, Generation, Member, Membership
 from sunspot.run import Claimant, Run
 from sunspot.run.attempts import IN_PLACE, Attempt, checkpoint_name
-from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.identity import Rows, record_identity
 from sunspot.settings import IDENTITY, Settings
 from tests.harness.interleaving import MemoryStorage
 
@@ -108,7 +108,7 @@ class Decisions(RuleBasedStateMachine):
         self.copies: dict[str, tuple[MemorySnapshot, tuple[int, ...]]] = {}
         "The copy in each node's memory, with its state."
         self.run = Run(MemoryStorage(), "run")
-        keep_identity(self.run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
+        record_identity(self.run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
 
     # ------------------------------------------------------------------------------------------------------- rules
 

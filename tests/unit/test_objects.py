@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.errors import ConflictError, DamageError, NotFoundError
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, newest_number, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.history import Journal, read_journal
-from sunspot.run.identity import Identity, Rows, keep_identity, read_identity
+from sunspot.run.identity import Identity, Rows, read_identity, record_identity
 from sunspot.run.objects import parse_verified, read_content, with_checksum
 from sunspot.run.overview import list_runs, read_state
 from sunspot.run.requests import SubmissionRecord, newest_submission, record_submission
@@ -70,7 +70,7 @@ def test_a_damaged_status_is_left_out_and_said_once(
     set_status(begin(other), RunState.SUCCEEDED)
     assert sunspot("list", "--json") == 0
     assert {row["run"]: row["state"] for row in sunspot.json} == {"other": "succeeded", "run": "starting"}
-    assert render(gather(run, *read_state(run)))
+    assert render(read_report(run, *read_state(run)))
 
 
 def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
@@ -102,15 +102,15 @@ def test_a_sealed_record_is_itself_and_no_other(record: dict[str, Any]) -> None:
 def test_a_changed_identity_is_refused(run: Run) -> None:
     environment = {"SUNSPOT_SEED": "0", "SUNSPOT_DATASET": "sample"}
     rows = Rows("data", 22, 5, "1a2b", "NumPy")
-    keep_identity(run, environment, ["seed"], rows)
+    record_identity(run, environment, ["seed"], rows)
     assert read_identity(run) == Identity({"SUNSPOT_SEED": "0"}, rows)
-    keep_identity(run, environment, ["seed"], rows)
+    record_identity(run, environment, ["seed"], rows)
     with pytest.raises(ConflictError):
-        keep_identity(run, {**environment, "SUNSPOT_SEED": "1"}, ["seed"], rows)
+        record_identity(run, {**environment, "SUNSPOT_SEED": "1"}, ["seed"], rows)
     content = run.storage.read(run.key("run.json"))
     run.storage.write(run.key("run.json"), content.replace(b'"0"', b'"1"'))
     with pytest.raises(DamageError, match=r"run\.json cannot be used: it was changed"):
-        keep_identity(run, environment, ["seed"], rows)
+        record_identity(run, environment, ["seed"], rows)
 
 
 def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:

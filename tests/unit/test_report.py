@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.report.charts import BUCKETS, Point, downsample, linear_axis, log_axis
 from sunspot.report.history import History
 from sunspot.run import Run
@@ -25,7 +25,7 @@ from sunspot.run.failures import Failure, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.predictions import write_shown
-from sunspot.run.status import RunState, read_status, restore_status
+from sunspot.run.status import RunState, read_status, write_status_as_is
 from sunspot.storage.local import LocalStorage
 from tests.harness.browser import CONTRAST, Browser
 from tests.harness.commands import Command
@@ -88,7 +88,7 @@ class Page(HTMLParser):
 
 def made(run: Run, state: RunState = RunState.SUCCEEDED, reason: str = "") -> Page:
     """The report of a run, read again."""
-    page = render(gather(run, state, reason))
+    page = render(read_report(run, state, reason))
     assert len(page) <= LIMIT
     return Page(page)
 
@@ -150,14 +150,14 @@ def test_windows_that_stay_short_are_drawn_as_they_are() -> None:
 
 
 def test_curves_are_interrupted_while_nothing_trained(run: Run) -> None:
-    page = render(gather(trained(run), RunState.SUCCEEDED, "")).decode()
+    page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over wall clock.*?</svg>', page)
     lines = re.findall(r'class="line ([ab])" d="([^"]*)"', chart)
     assert {style: path.count("M") for style, path in lines} == {"a": 2, "b": 2}
 
 
 def test_a_mark_stands_where_the_restart_was(run: Run) -> None:
-    page = render(gather(trained(run), RunState.SUCCEEDED, "")).decode()
+    page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over steps.*?</svg>', page)
     [mark] = re.findall(r'class="mark" d="M([\d.]+) ', chart)
     lines = re.findall(r'class="line a" d="M([\d.]+) .*?L([\d.]+) [\d.]+"', chart)
@@ -491,9 +491,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.storage.write(run.key("checkpoints", "step-00000189-attempt-0002", "model.pt"), b"begun")
     status = read_status(run)
     assert status
-    restore_status(run, replace(status, state=RunState.FAILED, reason="a reason " + "without_a_place_to_break" * 20))
+    write_status_as_is(
+        run, replace(status, state=RunState.FAILED, reason="a reason " + "without_a_place_to_break" * 20)
+    )
     path = folder / "report.html"
-    path.write_bytes(render(gather(run, RunState.FAILED, "a reason " + "without_a_place_to_break" * 20)))
+    path.write_bytes(render(read_report(run, RunState.FAILED, "a reason " + "without_a_place_to_break" * 20)))
     return path
 
 

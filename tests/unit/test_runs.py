@@ -22,9 +22,17 @@ from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim, reco
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from sunspot.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
+from sunspot.run.overview import (
+    LOST_AFTER_S,
+    RunSummary,
+    list_runs,
+    read_state,
+    read_statuses,
+    read_view,
+    state_from_storage,
+)
 from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
-from sunspot.run.status import SILENT_S, RunState, Status, read_status, restore_status, write_status
+from sunspot.run.status import SILENT_AFTER_S, RunState, Status, read_status, write_status, write_status_as_is
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
 from sunspot.submitter.commands import status as status_command
@@ -117,17 +125,24 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (None, False, None, 60, "pending", "submitted at "),
         (None, True, None, 60, "stopped", "before its driver started"),
         (None, False, 5, 60, "starting", "its driver has begun"),
-        (None, False, LOST_S + 1, None, "lost", "no sign of life since"),
-        (status(RunState.STARTING, LOST_S + 1), False, None, None, "lost", "nothing trains it"),
+        (None, False, LOST_AFTER_S + 1, None, "lost", "no sign of life since"),
+        (status(RunState.STARTING, LOST_AFTER_S + 1), False, None, None, "lost", "nothing trains it"),
         (status(RunState.RUNNING, 10), False, 10, None, "running", "2 workers train"),
         (status(RunState.RUNNING, 10), False, None, None, "running", ""),
         (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),
-        (status(RunState.RUNNING, SILENT_S - 1), False, None, None, "running", ""),
+        (status(RunState.RUNNING, SILENT_AFTER_S - 1), False, None, None, "running", ""),
         (status(RunState.RUNNING, 30), False, 5, None, "silent", "no sign of life since 1970-01-12 13:46:10 UTC, 30 s"),
         (status(RunState.STARTING, 30), False, None, None, "silent", "it is frozen, cut off from its storage, or gone"),
         (status(RunState.RUNNING, 30), True, None, None, "stopping", "told to stop; no sign of life since"),
-        (status(RunState.RUNNING, LOST_S + 1), False, 20, None, "lost", ""),
-        (status(RunState.RUNNING, LOST_S + 1), False, LOST_S + 1, None, "lost", "no sign of life since 1970-01-12"),
+        (status(RunState.RUNNING, LOST_AFTER_S + 1), False, 20, None, "lost", ""),
+        (
+            status(RunState.RUNNING, LOST_AFTER_S + 1),
+            False,
+            LOST_AFTER_S + 1,
+            None,
+            "lost",
+            "no sign of life since 1970-01-12",
+        ),
         (
             status(RunState.RUNNING, 5, heartbeat=NOW - 305),
             False,
@@ -141,7 +156,14 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (status(RunState.RUNNING, 9999, stored=NOW - 5), False, None, None, "running", ""),
         (status(RunState.RUNNING, -9999, stored=NOW - 40), False, None, None, "silent", "40 s ago"),
         (status(RunState.RUNNING, 3 * 3600), False, 3 * 3600, None, "lost", "3 h ago"),
-        (status(RunState.RUNNING, LOST_S + 1), True, LOST_S + 1, None, "stopped", "told to stop; no sign of life"),
+        (
+            status(RunState.RUNNING, LOST_AFTER_S + 1),
+            True,
+            LOST_AFTER_S + 1,
+            None,
+            "stopped",
+            "told to stop; no sign of life",
+        ),
         (status(RunState.RUNNING, 3600), False, 3600, 30, "pending", "its driver has not begun"),
         (status(RunState.SUCCEEDED, 9999), False, 9999, 10000, "succeeded", "succeeded at step 40"),
         (status(RunState.FAILED, 9999, reason="no luck"), True, 9999, None, "failed", "no luck"),
@@ -165,7 +187,7 @@ def test_the_state_by_storage_alone(
 
 @pytest.mark.parametrize(
     ("ago", "known", "shown"),
-    [(LOST_S + 1, 0, (12, 3)), (LOST_S + 1, 17, (17, 4)), (5, 0, (0, 0))],
+    [(LOST_AFTER_S + 1, 0, (12, 3)), (LOST_AFTER_S + 1, 17, (17, 4)), (5, 0, (0, 0))],
     ids=["lost", "lost after more steps", "alive"],
 )
 def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
@@ -192,14 +214,14 @@ def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
         patch.setattr(LocalStorage, "list", lambda self, prefix: [listed.append(prefix), *usual(self, prefix)][1:])
         assert read_state(run)[0] is RunState.RUNNING
         assert listed == ["run/status"]
-        age(run, SILENT_S + 1)
+        age(run, SILENT_AFTER_S + 1)
         listed.clear()
         assert read_state(run)[0] is RunState.SILENT
         assert "run/submissions" in listed
         assert "run" not in listed, "the whole of a long run has thousands of objects"
     report(run, Attempt(1, "job", None, 0), {"step": 1})
     assert read_state(run)[0] is RunState.SILENT, "only its status is a sign of life"
-    age(run, LOST_S)
+    age(run, LOST_AFTER_S)
     assert read_state(run)[0] is RunState.LOST
     record_submission(run, SubmissionRecord("run-1234"))
     assert read_state(run)[0] is RunState.PENDING
@@ -244,7 +266,7 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     view = read_view(run)
     assert (view.state, view.reason, view.seconds_left) == (RunState.FAILED, "no luck", None)
-    restore_status(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
+    write_status_as_is(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
     assert read_view(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "what passes after its end is not lost"
 
 

@@ -16,7 +16,7 @@ from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
 from sunspot.predict.for_report import show, to_parts
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.run import Run
 from sunspot.run.overview import read_state
 from sunspot.run.predictions import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_shown, write_shown
@@ -29,7 +29,7 @@ from tests.harness.trained import trained
 
 
 def page_of(run: Run) -> str:
-    return render(gather(run, *read_state(run))).decode()
+    return render(read_report(run, *read_state(run))).decode()
 
 
 def test_texts_numbers_and_tables_become_parts() -> None:

@@ -15,17 +15,17 @@ import torch
 
 from sunspot.checkpoint.files import unpack
 from sunspot.errors import DamageError, TooLargeError
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.report.history import History, Series
 from sunspot.report.html import table
 from sunspot.report.search import render_stored
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
-from sunspot.run.history import Journal, each_record, newest_record
+from sunspot.run.history import Journal, iter_records, newest_record
 from sunspot.run.logs import LogWriter, read_stream, read_tail
 from sunspot.run.predictions import MAX_PARTS, Exhibit, Predictions, TaskExhibit, read_shown, write_shown
-from sunspot.run.search import Results, Trial, write_results
+from sunspot.run.search import SearchResults, Trial, write_results
 from sunspot.run.size_limits import (
     MAX_DAMAGED_LINES,
     MAX_EPOCHS,
@@ -60,7 +60,7 @@ def sparse(path: Path, size: int) -> None:
 
 def page_of(run: Run) -> str:
     began = time.monotonic()
-    page = render(gather(run, RunState.SUCCEEDED, "")).decode()
+    page = render(read_report(run, RunState.SUCCEEDED, "")).decode()
     assert time.monotonic() - began < 60
     assert len(page) < 2 * MAX_PAGE_BYTES
     return page
@@ -74,7 +74,7 @@ def test_a_segment_that_is_too_large_counts_as_damage_and_is_not_read(run: Run) 
     sparse(write_lines(run, "metrics", b""), MAX_SEGMENT_BYTES + 1)
     sparse(write_lines(run, "events", b""), 700 << 30)
     damaged: list[str] = []
-    records = list(each_record(run, "metrics", damaged=damaged))
+    records = list(iter_records(run, "metrics", damaged=damaged))
     assert records
     assert "more than 32 MiB" in "".join(damaged)
     page = page_of(run)
@@ -129,7 +129,7 @@ def test_lines_that_cannot_be_used_are_given_up_after_a_thousand(run: Run) -> No
     path = write_lines(run, "metrics", b"\n" * (8 << 20))
     damaged: list[str] = []
     began = time.monotonic()
-    assert list(each_record(run, "metrics", damaged=damaged))
+    assert list(iter_records(run, "metrics", damaged=damaged))
     assert time.monotonic() - began < 5
     assert damaged == [
         f"{path}: {MAX_DAMAGED_LINES + 1} of its first {MAX_DAMAGED_LINES + 1} lines cannot be used, "
@@ -301,7 +301,7 @@ def test_a_section_without_room_on_the_page_is_named(run: Run) -> None:
 def test_a_search_of_thousands_of_trials_is_drawn_in_part(run: Run) -> None:
     begin(run)
     trials = [Trial(f"run-{n}", {"lr": n}, RunState.SUCCEEDED, best=float(n)) for n in range(2000)]
-    write_results(run, Results("loss", "min", {"lr": "choice(1)"}, tuple(trials)))
+    write_results(run, SearchResults("loss", "min", {"lr": "choice(1)"}, tuple(trials)))
     page = render_stored(run).decode()
     assert "1,500 more rows are not shown" in page
     assert "1,500 more trials are not shown in charts" in page

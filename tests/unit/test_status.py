@@ -21,20 +21,20 @@ from sunspot.run.outcome import DriverStatusWriter
 from sunspot.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
 from sunspot.run.predictions import Predictions, read_shown
 from sunspot.run.status import (
-    SILENT_S,
+    SILENT_AFTER_S,
     STATUS_EVERY_S,
-    WORKERS_SILENT_S,
+    WORKERS_SILENT_AFTER_S,
     RunState,
     Status,
     delete_older_statuses,
+    find_own_status,
     list_statuses,
     newest_status,
-    own_status,
     read_status,
     refuse_if_ended,
-    restore_status,
     withdraw_status,
     write_status,
+    write_status_as_is,
 )
 from sunspot.settings import Settings
 from sunspot.storage.base import Entry
@@ -164,7 +164,7 @@ def test_a_second_start_is_shown_until_it_withdraws(run: Run) -> None:
     second = replace(OLD, state=RunState.STARTING, driver="cccccccc")
     write_status(run, second)
     assert read_status(run, "aaaaaaaa") != read_status(run) == read_status(run, "cccccccc")
-    assert own_status(run, "aaaaaaaa"), "it has claimed nothing: the first still owns the run"
+    assert find_own_status(run, "aaaaaaaa"), "it has claimed nothing: the first still owns the run"
     withdraw_status(run, "cccccccc")
     assert read_status(run) == read_status(run, "aaaaaaaa")
 
@@ -286,7 +286,7 @@ def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Cloc
     assert (look(1).state, look(STATUS_EVERY_S + 1).state) == (RunState.RUNNING, RunState.RUNNING)
     write_status(run, replace(OLD, attempt=8, step=6, world_size=2))
     assert (look(1).step, look(STATUS_EVERY_S + 1).state) == (6, RunState.RUNNING)
-    silent = look(WORKERS_SILENT_S - STATUS_EVERY_S)
+    silent = look(WORKERS_SILENT_AFTER_S - STATUS_EVERY_S)
     assert (silent.state, silent.attempt, silent.step, silent.world_size) == (RunState.STARTING, 8, 6, 0)
     assert silent.reason.startswith("no sign of life from its workers since 2")
     later = look(1), look(STATUS_EVERY_S + 1)
@@ -296,9 +296,9 @@ def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Cloc
     driver.note_end("rank 0: KeyError: 'x', in loss at evil.py:37; starting again")
     look(1)
     why = "its workers ended, and start again: rank 0: KeyError: 'x', in loss at evil.py:37; starting again"
-    assert look(WORKERS_SILENT_S + 1).reason == why
+    assert look(WORKERS_SILENT_AFTER_S + 1).reason == why
     write_status(run, replace(OLD, state=RunState.FINISHING, attempt=8, step=7, reason="all steps are taken"))
-    finishing = look(1), look(WORKERS_SILENT_S + 1)
+    finishing = look(1), look(WORKERS_SILENT_AFTER_S + 1)
     assert [(status.state, status.reason) for status in finishing] == 2 * [(RunState.FINISHING, "all steps are taken")]
     assert finishing[1].time > finishing[0].time
     driver.end(RunState.FAILED, "no good")
@@ -307,7 +307,7 @@ def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Cloc
 
 def test_a_wrong_clock_of_the_writer_does_not_matter(run: Run) -> None:
     for wrong_by in (-86400, 86400):
-        restore_status(run, replace(OLD, time=time.time() + wrong_by))
+        write_status_as_is(run, replace(OLD, time=time.time() + wrong_by))
         assert read_state(run)[0] is RunState.RUNNING
 
 
@@ -325,7 +325,7 @@ def test_the_readers_wrong_clock_does_not_freeze_a_live_run(
     assert abs(wrong.time() - status.seen) < 5
     assert abs(run.storage.ahead_s + ahead_s) < 5
     assert read_state(run)[0] is RunState.RUNNING
-    wrong.time = lambda: time.time() + ahead_s + SILENT_S + 2  # of which it knows that it has passed
+    wrong.time = lambda: time.time() + ahead_s + SILENT_AFTER_S + 2  # of which it knows that it has passed
     assert state_from_storage(status, RunSummary("run"), wrong.time())[0] is RunState.SILENT
 
 
@@ -341,7 +341,7 @@ def test_caches_of_an_nfs_client_are_no_silence(run: Run, clock: Clock, monkeypa
 
     monkeypatch.setattr(LocalStorage, "list", cached)
     monkeypatch.setattr(LocalStorage, "refresh", lambda storage, prefix: asked.append(prefix))
-    clock.pass_by(SILENT_S + 1)
+    clock.pass_by(SILENT_AFTER_S + 1)
     write_status(run, OLD)
     os.utime(run.storage.locate("run/status/attempt-0007-aaaaaaaa.json"), (time.time(), time.time()))
     assert read_state(run)[0] is RunState.RUNNING
@@ -360,5 +360,5 @@ def test_a_directory_that_may_not_be_written_is_read_as_it_is(
 
     monkeypatch.setattr(LocalStorage, "refresh", refuse)
     write_status(run, OLD)
-    clock.pass_by(SILENT_S + 1)
+    clock.pass_by(SILENT_AFTER_S + 1)
     assert read_state(run)[0] is RunState.SILENT

@@ -10,7 +10,7 @@ import pytest
 from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError
 from sunspot.run import Run
 from sunspot.run.checkpoints import delete_checkpoint
-from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.train.driver import report_result
 from tests.harness.runs import begin, commit, start
 from tests.harness.trained import attempt_metadata, trained
@@ -32,7 +32,7 @@ def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | No
 
 
 def test_the_newest_and_the_best_checkpoint_are_told_apart(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    restore_status(run, STATUS)
+    write_status_as_is(run, STATUS)
     first = start(begin(run), "job", **attempt_metadata(checkpoint_metric="test_loss"))
     commit(run, first, 5, test_loss=0.25, accuracy=0.9, top2=0.99, rows=5)
     commit(run, first, 10, test_loss=0.5, accuracy=0.95, mae=2e-5, rows=5)
@@ -60,7 +60,7 @@ def test_the_newest_is_often_the_best(run: Run, capsys: pytest.CaptureFixture[st
 
 
 def test_a_metric_that_is_misspelt_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    restore_status(run, STATUS)
+    write_status_as_is(run, STATUS)
     commit(run, start(begin(run), "job", **attempt_metadata(checkpoint_metric="lots")), 5, loss=0.5)
     assert "warning: SUNSPOT_CHECKPOINT_METRIC=lots is not among loss; the newest were kept" in told(run, capsys)
 
@@ -69,7 +69,7 @@ def test_a_run_that_failed(run: Run, capsys: pytest.CaptureFixture[str]) -> None
     trained(run)
     status = read_status(run)
     assert status
-    restore_status(run, replace(status, state=RunState.FAILED, reason="no good"))
+    write_status_as_is(run, replace(status, state=RunState.FAILED, reason="no good"))
     out = told(run, capsys, SunspotError("no good"))
     assert out.startswith("failed at step 188 of 188\n")
     assert "no good" not in out, "the entry point prints the error after it"
@@ -116,5 +116,5 @@ def test_a_report_that_cannot_be_written_changes_nothing(
 def test_a_defect_in_the_report_changes_nothing(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.train.driver.gather", lambda *about: 1 / 0)
+    monkeypatch.setattr("sunspot.train.driver.read_report", lambda *about: 1 / 0)
     assert told(trained(run), capsys) == "warning: the report could not be written: division by zero\n"

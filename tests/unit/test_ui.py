@@ -27,7 +27,7 @@ from sunspot.errors import NotFoundError, StorageError, SunspotError
 from sunspot.report.html import Html
 from sunspot.run import Run
 from sunspot.run.logs import LogWriter
-from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.run.streams import new_stream
 from sunspot.search_space import SEARCH_LABEL
 from sunspot.storage.base import Entry, Storage
@@ -110,7 +110,7 @@ def fetch(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
 def ended(storage: Storage, name: str, state: RunState = RunState.SUCCEEDED, **fields: Any) -> Run:
     """A run that has ended a moment ago, of which there is only the status."""
     run = begin(Run(storage, name))
-    restore_status(run, Status(state, "job", **{"attempt": 1, "step": 10, "total_steps": 10, **fields}))
+    write_status_as_is(run, Status(state, "job", **{"attempt": 1, "step": 10, "total_steps": 10, **fields}))
     return run
 
 
@@ -243,7 +243,7 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     assert {row.name: row.state for row in runs.known}["live"] is RunState.RUNNING
     status = read_status(live)
     assert status
-    restore_status(live, replace(status, step=11, time=time.time()))
+    write_status_as_is(live, replace(status, step=11, time=time.time()))
     runs.refresh()
     assert {row.name: row.status.step for row in runs.known if row.status}["live"] == 11
     age(live, 600)

@@ -146,7 +146,7 @@ class History:
         return [None if index in self._few else value for index, value in enumerate(values)]
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
-        """Add a record, in the form that `each_record` checks."""
+        """Add a record, in the form that `iter_records` checks."""
         step = record["step"]
         numbers = {name: value for name in record if (value := _number(record, name)) is not None}
         results = [name for name in numbers if name in self.results or self._keeps_new_result(name, record, best_by)]

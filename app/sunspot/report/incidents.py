@@ -108,7 +108,7 @@ def _failures(report: Report) -> Html:
     """Return the errors that ended processes, causes before consequences."""
     if not report.failures:
         return Html("")
-    found = sorted(report.failures, key=lambda failure: failure.consequence)
+    found = sorted(report.failures, key=lambda failure: failure.is_consequence)
     shown = found[:MAX_FAILURES]
     of = f", {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
     rows = [

@@ -22,7 +22,7 @@ from sunspot.run.checkpoints import (
     verify,
 )
 from sunspot.run.failures import Failure, read_failures
-from sunspot.run.history import each_rank_record, each_record, read_journal
+from sunspot.run.history import iter_rank_records, iter_records, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
@@ -115,7 +115,7 @@ class Report(RunView):
         return (float(value), checkpoint.step) if isinstance(value, int | float) else found
 
 
-def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
+def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
     """Read everything a report shows of a run in `state`. Raises `StorageError` when storage cannot be reached.
 
     Without `read_bytes`, no file of a checkpoint is read: one that was written after its commit is `unread`.
@@ -140,9 +140,9 @@ def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> R
     receipts = read_receipts(events)
     history = History()
     _, best_by, _ = retention(attempts)
-    for record in each_record(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
+    for record in iter_records(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
         history.add(record, best_by)
-    for record in each_rank_record(run, spans, damaged["a part of the numbers of each rank"]):
+    for record in iter_rank_records(run, spans, damaged["a part of the numbers of each rank"]):
         history.add_ranks(record)
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
     checkpoints, not_shown = tried(

@@ -9,14 +9,14 @@ from sunspot.formatting import plural
 from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, fitting_axis, linear_axis, log_axis
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, element, join, paragraph, result, table, whole
-from sunspot.report.model import gather
+from sunspot.report.model import read_report
 from sunspot.report.page import fitting, footer, in_colour, render, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
-from sunspot.run.history import each_record
+from sunspot.run.history import iter_records
 from sunspot.run.objects import read_or_default
 from sunspot.run.overview import read_state
-from sunspot.run.search import Results, Trial, read_results
+from sunspot.run.search import SearchResults, Trial, read_results
 from sunspot.run.size_limits import MAX_LISTED, MAX_TRIALS, cut
 from sunspot.run.status import RunState
 
@@ -30,12 +30,12 @@ MAX_NAMED = 24
 def render_stored(run: Run) -> bytes:
     """Render the page of a search or, if it is none, of a run, as storage knows it now."""
     try:
-        return render_search(*gather_search(run))
+        return render_search(*read_search(run))
     except NotFoundError:
-        return render(gather(run, *read_state(run)))
+        return render(read_report(run, *read_state(run)))
 
 
-def gather_search(run: Run) -> tuple[Run, Results, Curves]:
+def read_search(run: Run) -> tuple[Run, SearchResults, Curves]:
     """Return what a report shows of a search. Raises `NotFoundError` when the run is not one, and `StorageError`."""
     results = read_results(run)
     if results is None:
@@ -45,12 +45,12 @@ def gather_search(run: Run) -> tuple[Run, Results, Curves]:
     return run, results, curves
 
 
-def render_search(run: Run, results: Results, curves: Curves, link: str = "") -> bytes:
+def render_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> bytes:
     """Return the page, in UTF-8; `link`, with {} for the run of a trial, leads from it to that one's report."""
     return whole_page(f"{run.name}: search", show_search(run, results, curves, link))
 
 
-def show_search(run: Run, results: Results, curves: Curves, link: str = "") -> Html:
+def show_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> Html:
     """Return what is in the body of the page."""
     parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
     parts = dict(zip(parts, fitting(parts.values()), strict=True))
@@ -61,15 +61,15 @@ def show_search(run: Run, results: Results, curves: Curves, link: str = "") -> H
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
     spans = read_or_default(lambda: lineage(read_attempts(run)), list[Span]())
-    values = [(record["step"], record.get(metric)) for record in each_record(run, "metrics", spans)]
+    values = [(record["step"], record.get(metric)) for record in iter_records(run, "metrics", spans)]
     return [(step, float(value)) for step, value in values if isinstance(value, int | float) and can_draw(value)]
 
 
-def _name(results: Results) -> str:
+def _name(results: SearchResults) -> str:
     return results.metric.replace("_", " ").capitalize()
 
 
-def _lead(results: Results) -> Html:
+def _lead(results: SearchResults) -> Html:
     counts = {state: sum(trial.state is state for trial in results.trials) for state in RunState}
     states = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
     said: list[Any] = [f"{plural(len(results.trials), 'trial')}: {states}."]
@@ -84,7 +84,7 @@ def _lead(results: Results) -> Html:
     return paragraph(*said, kind="lead")
 
 
-def _trials(results: Results, link: str) -> Html:
+def _trials(results: SearchResults, link: str) -> Html:
     rows = []
     for trial in results.ranking:
         run = element("a", trial.run, href=link.format(trial.run)) if link else trial.run
@@ -98,7 +98,7 @@ def _trials(results: Results, link: str) -> Html:
     return join([table("Trials, the best first", columns, rows), element("h3", "Search space"), space])
 
 
-def _charts(results: Results, curves: Curves) -> Html:
+def _charts(results: SearchResults, curves: Curves) -> Html:
     """Return the metric of each trial over its steps, and its best over each setting."""
     measured = [trial for trial in results.ranking[:MAX_TRIALS] if can_draw(trial.best)]
     y = linear_axis(float(trial.best or 0.0) for trial in measured)
@@ -109,7 +109,7 @@ def _charts(results: Results, curves: Curves) -> Html:
     return join([charts, *(paragraph(f"{said} in charts.", kind="note") for said in (more_trials, more) if said)])
 
 
-def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> Html:
+def _scatter(results: SearchResults, name: str, trials: Sequence[Trial], y: Axis) -> Html:
     values = [trial.settings[name] for trial in trials]
     x, places = _axis_of(results.space[name], values)
     drawn = list(zip(trials, values, places, strict=True))
@@ -121,7 +121,7 @@ def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> H
     return figure(title, legend, drawing)
 
 
-def _best_in_front(results: Results, points: dict[str, list[Point]]) -> list[Line]:
+def _best_in_front(results: SearchResults, points: dict[str, list[Point]]) -> list[Line]:
     """Return a line for each trial, that of the best one last."""
     order = sorted(points, key=lambda run: run == results.promoted)
     return [Line(run, points[run], "a" if run == results.promoted else "c") for run in order]
@@ -140,7 +140,7 @@ def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]
     return Axis(-0.5, len(kinds) - 0.5, ticks), [places[_shown(value)] for value in values]
 
 
-def _learning(results: Results, curves: Curves) -> Html:
+def _learning(results: SearchResults, curves: Curves) -> Html:
     """Return the metric of every trial over its steps, the best trial in front."""
     drawn = {run: [Point(step, value) for step, value in curve] for run, curve in curves.items() if curve}
     if not drawn:

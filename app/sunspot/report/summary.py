@@ -6,10 +6,10 @@ from sunspot.formatting import columns
 from sunspot.report import Report
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.history import in_digits, measured
+from sunspot.run.history import format_metric, model_metrics
 
 
-def describe(run: Run, report: Report) -> Iterator[str]:
+def describe_outcome(run: Run, report: Report) -> Iterator[str]:
     """Yield the state, the newest and the best checkpoint side by side, and the path of the weights.
 
     The error that ended the run is not among the lines, because the entry point prints it after them.
@@ -41,6 +41,6 @@ def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]
     shown = [newest, best or newest]
     yield ["checkpoint", *(checkpoint.name for checkpoint in shown)]
     yield ["epoch", *(str(checkpoint.epoch) for checkpoint in shown)]
-    numbers = [measured(checkpoint.metrics) for checkpoint in shown]
+    numbers = [model_metrics(checkpoint.metrics) for checkpoint in shown]
     for name in sorted({name for each in numbers for name in each}):
-        yield [name, *(in_digits(each[name]) if name in each else "" for each in numbers)]
+        yield [name, *(format_metric(each[name]) if name in each else "" for each in numbers)]

@@ -112,7 +112,7 @@ class Claimant:
     "The job or process that trains; the same for all of its starts."
     driver: str = ""
     "Identifies this start (`status.new_driver`); empty: a process that is none's driver."
-    given_up: Event = field(default_factory=Event)
+    cancelled: Event = field(default_factory=Event)
     "Set once the worker group that claims for it is no more: a thread of it that waited for storage claims nothing."
 
 

@@ -32,7 +32,7 @@ from sunspot.run.objects import (
     Count,
     Moment,
     Workers,
-    read_if_there,
+    read_if_exists,
     read_verified,
     with_checksum,
 )
@@ -341,7 +341,7 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
     run.storage.refresh(run.key("attempts"))
     if run.storage.exists(_key(run, attempt.number + 1)) and (attempts := read_attempts(run)):
         raise _superseded(attempts[-1])  # or else it has just been deleted
-    claimed = read_if_there(lambda: _read_attempt(run, f"{attempt.number:04d}.json"))
+    claimed = read_if_exists(lambda: _read_attempt(run, f"{attempt.number:04d}.json"))
     if not claimed or claimed.nonce != attempt.nonce:
         raise _deleted(run, attempt)
 
@@ -353,7 +353,7 @@ def is_of_newest_driver(run: Run, attempt: Attempt) -> bool:
 
 
 @dataclass(frozen=True)
-class Ended:
+class FatalError:
     """The error that ended an attempt for good."""
 
     type: str
@@ -363,13 +363,13 @@ class Ended:
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:
     """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
-    ended = Ended(type(error).__name__, str(error), time.time())
+    ended = FatalError(type(error).__name__, str(error), time.time())
     run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(asdict(ended)))
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:
     """Return the error recorded for an attempt, as an exception of its class; raises `DamageError`."""
-    ended = read_if_there(lambda: read_verified(run, Ended, "attempts", f"{attempt:04d}-error.json"))
+    ended = read_if_exists(lambda: read_verified(run, FatalError, "attempts", f"{attempt:04d}-error.json"))
     return by_name(ended.type)(ended.message) if ended else None
 
 

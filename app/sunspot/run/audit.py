@@ -16,7 +16,7 @@ from sunspot.errors import DamageError, shorten
 from sunspot.run import Run
 from sunspot.run.attempts import Span
 from sunspot.run.size_limits import MAX_AUDIT_ROWS
-from sunspot.run.streams import Segment, StreamWriter, list_all, read_segment, read_segments, tidy, without_parts
+from sunspot.run.streams import Segment, StreamWriter, list_all, read_segment, read_segments, tidy, without_merged_parts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -75,7 +75,7 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
     bounds = {span.label: (span.after, span.upto) for span in spans}
 
     def find() -> list[Segment]:
-        segments = without_parts(list_all(run.storage, run.key(FOLDER), NAME))
+        segments = without_merged_parts(list_all(run.storage, run.key(FOLDER), NAME))
         return [segment for segment in segments if _counted(segment, bounds)]
 
     tables = []

@@ -34,13 +34,13 @@ from sunspot.run.objects import (
     CHECKPOINT,
     CheckpointName,
     Count,
+    Int64,
     Moment,
-    Whole,
     is_count,
     parse_verified,
     read,
     read_content,
-    read_if_there,
+    read_if_exists,
     with_checksum,
 )
 from sunspot.storage import open_storage
@@ -88,7 +88,7 @@ class Unusable(StrEnum):
     GONE = "gone"
 
 
-class PassedOver(NamedTuple):
+class SkippedCheckpoint(NamedTuple):
     """A checkpoint that is not whole, or not there any more."""
 
     name: str
@@ -112,7 +112,7 @@ class Checkpoint:
     total_steps: Count
     "Steps of the whole run by its settings at the time."
     attempt: Count
-    metrics: dict[str, Whole | float | None] = field(default_factory=dict)
+    metrics: dict[str, Int64 | float | None] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     "For each file: `size` in bytes, `sha256`, and the `version` (`Entry.version`) it was committed with."
     time: Moment = field(default_factory=time.time)
@@ -348,7 +348,7 @@ def verify(
 
 def find_newest_good(
     run: Run, attempts: list[Attempt], trust_listing: bool = False, inspect: Inspect | None = None
-) -> tuple[Checkpoint | None, tuple[PassedOver, ...]]:
+) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
     """Return the newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
 
     One whose weights are not finite is passed over, too, unless all whole ones are like that.
@@ -357,21 +357,21 @@ def find_newest_good(
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
     spans, directories = lineage(attempts), list_directories(run)
-    passed: list[PassedOver] = []
-    not_finite: tuple[Checkpoint | None, tuple[PassedOver, ...]] = None, ()
+    passed: list[SkippedCheckpoint] = []
+    not_finite: tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]] = None, ()
     for name in reversed(by_step(name for name in directories if leads_to_newest(name, spans))):
         if MANIFEST not in directories[name]:
-            passed.append(PassedOver(name, Unusable.INCOMPLETE, "it has no manifest"))
+            passed.append(SkippedCheckpoint(name, Unusable.INCOMPLETE, "it has no manifest"))
         elif checkpoint := read_manifest(run, name):
             faults = inspect(checkpoint, directories[name])
             if not faults and checkpoint.finite:
                 return checkpoint, tuple(passed)
             if faults:
-                passed.append(PassedOver(name, Unusable.DAMAGED, "; ".join(faults)))
+                passed.append(SkippedCheckpoint(name, Unusable.DAMAGED, "; ".join(faults)))
                 continue
             if not_finite[0] is None:
                 not_finite = checkpoint, tuple(passed)
-            passed.append(PassedOver(name, Unusable.NOT_FINITE, "some of its weights are NaN or infinite"))
+            passed.append(SkippedCheckpoint(name, Unusable.NOT_FINITE, "some of its weights are NaN or infinite"))
     return not_finite if not_finite[0] else (None, tuple(passed))
 
 
@@ -445,7 +445,9 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
         good = [checkpoint for checkpoint, faults in checked if not faults]
         whole = best_first(good, ranking_metric(good, metric), order)
         chosen = whole[0] if whole else None
-        passed_over = tuple(PassedOver(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults)
+        passed_over = tuple(
+            SkippedCheckpoint(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults
+        )
         if chosen and metric not in chosen.metrics:
             notes.append(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); this is the newest")
     notes += [f"passed over {each}" for each in passed_over]
@@ -492,7 +494,7 @@ def open_directory(location: str) -> tuple[Run, Checkpoint]:
     location = location.rstrip("/") if "://" in location else os.path.realpath(local_path(location))
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)
-    named = read_if_there(lambda: read(directory, Named, "checkpoints", name, MANIFEST))
+    named = read_if_exists(lambda: read(directory, Named, "checkpoints", name, MANIFEST))
     checkpoint = read_manifest(directory, named.name) if named else None
     if checkpoint is None:
         raise NotFoundError(f"{location}: holds no {MANIFEST}, so it is no checkpoint, or an incomplete one")

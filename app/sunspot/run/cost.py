@@ -25,7 +25,7 @@ FIRST_GROUP = "workers"
 
 HOUR_S = 3600
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 """Begin and end, in seconds since the epoch."""
 
 
@@ -90,7 +90,7 @@ class _Rate(NamedTuple):
     on_demand: float | None
 
 
-def spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], end: float) -> Spending:
+def compute_spending(attempts: Sequence[Attempt], receipts: Sequence[Receipt], end: float) -> Spending:
     """Return what a run cost until `end`, in seconds since the epoch; attempts and receipts are in their order."""
     if not attempts:
         return Spending()
@@ -124,14 +124,14 @@ def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple
     return total
 
 
-def _hours_of(spans: Sequence[Span], pauses: Sequence[Span], bounds: Sequence[float]) -> list[float]:
+def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Sequence[float]) -> list[float]:
     """Return how many hours of the spans, without the pauses, are between each two bounds; overlaps count once."""
     covered, paused = _until([*spans, *pauses], bounds), _until(pauses, bounds)
     until = [one - other for one, other in zip(covered, paused, strict=True)]
     return [max(0.0, after - before) / HOUR_S for before, after in pairwise(until)]
 
 
-def _until(spans: Iterable[Span], bounds: Sequence[float]) -> list[float]:
+def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
     """Return how many seconds of the spans are before each bound."""
     merged = list(without_overlap(span for span in spans if span[0] < span[1]))
     before = [0.0, *accumulate(last - first for first, last in merged)]

@@ -61,7 +61,7 @@ class Failure:
         return f"{self.type}: {first}" if first else self.type
 
     @property
-    def consequence(self) -> bool:
+    def is_consequence(self) -> bool:
         """Whether it failed because another process was gone."""
         return bool(LOST_PEER.search(f"{self.type}: {self.message}"))
 
@@ -149,7 +149,7 @@ def read_hangs(events: Iterable[dict[str, Any]]) -> list[Hang]:
     return [hang for event in events if event["event"] == HUNG and (hang := as_event(Hang, event))]
 
 
-def suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
+def find_suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
     """Return the ranks of one attempt that probably blocked the others; empty when its hangs point at none.
 
     A hung rank makes all others wait in a collective: it is one that was not waiting, or that left no stacks, as its
@@ -159,17 +159,17 @@ def suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []
 
 
-def starved(hangs: Sequence[Hang], world_size: int) -> bool:
+def waited_for_rows(hangs: Sequence[Hang], world_size: int) -> bool:
     """Return whether the ranks that blocked the others waited for rows of Ray Data, and so did not hang."""
     loading = {hang.rank for hang in hangs if hang.loading}
-    blamed = suspects(hangs, world_size)
+    blamed = find_suspects(hangs, world_size)
     return bool(blamed) and loading.issuperset(blamed)
 
 
-def blame(hangs: Sequence[Hang], world_size: int) -> str:
+def describe_suspects(hangs: Sequence[Hang], world_size: int) -> str:
     """Return which ranks of one attempt blocked the others, and where; all ranks, when none can be singled out."""
     ordered = sorted(hangs, key=lambda hang: hang.rank)
-    blamed = suspects(ordered, world_size)
+    blamed = find_suspects(ordered, world_size)
     details = [hang.detail for hang in ordered if hang.rank in blamed or not blamed]
     silent = [f"rank {rank}: {NO_STACKS}" for rank in blamed if rank not in {hang.rank for hang in ordered}]
     return "; ".join([*details, *silent])

@@ -19,17 +19,17 @@ from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.formatting import as_bytes, plural
 from sunspot.metric_names import RECORD_NAMES
 from sunspot.run import Run, dump_json
-from sunspot.run.attempts import Attempt, Ended, Span, read_attempts
-from sunspot.run.incidents import name_start
+from sunspot.run.attempts import Attempt, FatalError, Span, read_attempts
+from sunspot.run.incidents import display_event
 from sunspot.run.objects import (
+    Int64,
     Measure,
-    Whole,
     adapter,
     is_count,
     is_moment,
     read_or_default,
     read_verified,
-    tell_damage,
+    report_damage,
 )
 from sunspot.run.owner import Owner
 from sunspot.run.size_limits import MAX_DAMAGED_LINES, MAX_JOURNAL_BYTES
@@ -48,13 +48,13 @@ from sunspot.run.streams import (
 Kind = Literal["metrics", "ranks", "events"]
 
 
-def measured(record: Mapping[str, Any]) -> dict[str, float]:
+def model_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record or a checkpoint that measure the model, by the names that the task gave."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
     return {name: numbers[name] for name in sorted(numbers.keys() - RECORD_NAMES)}
 
 
-def in_digits(value: float) -> str:
+def format_metric(value: float) -> str:
     """Return a measured number for people: four places, or of a small one four digits."""
     return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.4g}"
 
@@ -107,7 +107,7 @@ def read_journal(
 
     Damaged records are left out; `damaged` gets a line on each segment that has some, or else a warning tells.
     """
-    return list(each_record(run, kind, spans, damaged=damaged))
+    return list(iter_records(run, kind, spans, damaged=damaged))
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
@@ -117,7 +117,7 @@ def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> l
     return [segment for segment in segments if attempts is None or segment.attempt in attempts]
 
 
-def each_record(
+def iter_records(
     run: Run,
     kind: Kind,
     spans: Sequence[Span] | None = None,
@@ -133,11 +133,13 @@ def each_record(
         run.storage, run.key(kind), lambda: list_journal(run, kind, spans), listed
     ):
         if isinstance(text, DamageError):
-            tell_damage(str(text), damaged)
+            report_damage(str(text), damaged)
             continue
         size += len(text)
         if size > MAX_JOURNAL_BYTES:
-            tell_damage(f"{run.storage.locate(run.key(kind))}: it has more than {as_bytes(MAX_JOURNAL_BYTES)}", damaged)
+            report_damage(
+                f"{run.storage.locate(run.key(kind))}: it has more than {as_bytes(MAX_JOURNAL_BYTES)}", damaged
+            )
             return
         place = run.storage.locate(segment.entry.key)
         whole = _count_lines(text) == segment.last - segment.first + 1  # not downsampled
@@ -201,10 +203,12 @@ def _parse_lines(
             yield record
         damaged += not usable
         if damaged > MAX_DAMAGED_LINES:
-            tell_damage(f"{place}: {damaged} of its first {total} lines cannot be used, and no more are read", troubles)
+            report_damage(
+                f"{place}: {damaged} of its first {total} lines cannot be used, and no more are read", troubles
+            )
             return
     if damaged:
-        tell_damage(f"{place}: {damaged} of {total} lines cannot be used", troubles)
+        report_damage(f"{place}: {damaged} of {total} lines cannot be used", troubles)
 
 
 def _is_of_ranks(record: dict[str, Any]) -> bool:
@@ -226,9 +230,9 @@ def _is_placed(record: dict[str, Any]) -> bool:
 
 
 FORMS: dict[Kind, tuple[Any, Callable[[dict[str, Any]], bool]]] = {
-    "metrics": (dict[str, float | Whole | str | None], _is_placed),
-    "ranks": (dict[str, float | Whole | dict[str, list[Measure | Whole | None]]], _is_of_ranks),
-    "events": (dict[str, float | Whole | bool | str | None], _is_event),
+    "metrics": (dict[str, float | Int64 | str | None], _is_placed),
+    "ranks": (dict[str, float | Int64 | dict[str, list[Measure | Int64 | None]]], _is_of_ranks),
+    "events": (dict[str, float | Int64 | bool | str | None], _is_event),
 }
 """Of a line, and what else holds of it. Numbers may be NaN and infinite, but for those of the `ranks`. (Floats first:
 most are.)"""
@@ -245,10 +249,10 @@ def to_rows(ranks: Columns) -> list[dict[str, Any]]:
     return [dict(zip(ranks, values, strict=True)) for values in zip(*ranks.values(), strict=True)]
 
 
-def each_rank_record(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the records of the steps that count."""
     newest: dict[int, int] = {}
-    for record in each_record(run, "ranks", spans, damaged=damaged):
+    for record in iter_records(run, "ranks", spans, damaged=damaged):
         if record["step"] > newest.get(record["attempt"], -1):  # it was not combined while it was read
             newest[record["attempt"]] = record["step"]
             yield record
@@ -258,7 +262,7 @@ def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]
     """Return the records of the newest attempt that has any."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
-        if span.attempt in recorded and (found := list(each_rank_record(run, [span]))):
+        if span.attempt in recorded and (found := list(iter_rank_records(run, [span]))):
             return found
     return []
 
@@ -270,7 +274,7 @@ def read_events(run: Run) -> list[dict[str, Any]]:
     """Read every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
     attempts = read_attempts(run)
     before = [None, *attempts]
-    recorded = map(name_start, read_journal(run, "events"))
+    recorded = map(display_event, read_journal(run, "events"))
     found = [*map(_began, attempts, before), *recorded, *_errors(run, attempts)]
     return sorted(found, key=lambda event: (event["time"], event["attempt"]))
 
@@ -302,7 +306,7 @@ def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
             continue
         event = {"attempt": int(number), "step": steps[number], "event": "failed for good"}
         try:
-            ended = read_verified(run, Ended, "attempts", file)
+            ended = read_verified(run, FatalError, "attempts", file)
             yield {**event, "time": ended.time, "detail": f"{ended.type}: {ended.message}"}
         except (NotFoundError, DamageError):
             yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from sunspot.errors import ConflictError
 from sunspot.run import Run
-from sunspot.run.objects import Count, read_if_there, read_verified, with_checksum
+from sunspot.run.objects import Count, read_if_exists, read_verified, with_checksum
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def read_identity(run: Run) -> Identity:
     return read_verified(run, Identity, FILE)
 
 
-def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
+def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
     """Record what a run may never change; raise `ConflictError`, with a diff, when it was begun with other values.
 
     `environment` has all settings by variable, of which the run keeps those called `names`; a search has no `rows`.
@@ -83,7 +83,7 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
     """Raise `ConflictError` when the run was begun with other values of these settings, or keeps more of them."""
     from sunspot.settings import differences
 
-    identity = read_if_there(lambda: read_identity(run))
+    identity = read_if_exists(lambda: read_identity(run))
     if identity is None:
         return
     kept = dict.fromkeys([*identity.settings, *_variables(names)])

@@ -151,13 +151,13 @@ def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
     return sorted(found, key=lambda receipt: receipt.attempt)
 
 
-def name_start(event: dict[str, Any]) -> dict[str, Any]:
+def display_event(event: dict[str, Any]) -> dict[str, Any]:
     """Return an event as it is shown: a receipt is a recovery only if a disturbance preceded its start."""
     deliberate = event.get("cause") in [cause for cause in Cause if not cause.incident]
     return {**event, "event": STARTED} if event.get("event") == RECOVERED and deliberate else event
 
 
-def describe(receipt: Receipt) -> str:
+def describe_receipt(receipt: Receipt) -> str:
     """Return a line for people."""
     if not receipt.cause.incident:
         passed, since = receipt.first_step - receipt.restarted, "the start"

@@ -153,7 +153,7 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
             log.end()
 
 
-def log_only() -> Callable[[str], None]:
+def log_shipper() -> Callable[[str], None]:
     """Return a function that ships text without printing it, while output is shipped; else it does nothing."""
     return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
 
@@ -241,7 +241,7 @@ def list_streams(run: Run) -> dict[str, int]:
     return sizes
 
 
-class Piece(NamedTuple):
+class LogPart(NamedTuple):
     """A part of a stream."""
 
     data: bytes
@@ -251,10 +251,10 @@ class Piece(NamedTuple):
 
 def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
     """Return a stream from byte `offset` on; empty when there is nothing (yet)."""
-    return b"".join(piece.data for piece in read_pieces(run, stream, offset))
+    return b"".join(piece.data for piece in read_parts(run, stream, offset))
 
 
-def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
+def read_parts(run: Run, stream: str, offset: int = 0) -> Iterator[LogPart]:
     """Yield a stream by segments, each with a note of what was left out before it. Nothing new costs one listing."""
 
     def find_unread() -> list[Segment]:
@@ -269,7 +269,7 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
             end, new = begin + len(text), text[max(0, offset - begin) :]
         data = (gap if begin > offset else b"") + new
         offset = end
-        yield Piece(data, offset)
+        yield LogPart(data, offset)
 
 
 def read_tail(run: Run, stream: str, size: int) -> bytes:

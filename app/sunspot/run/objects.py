@@ -52,7 +52,7 @@ Measure = Annotated[float, Ge(-MAX_NUMBER), Le(MAX_NUMBER)]
 Moment = Annotated[float, Ge(0), Le(LAST_MOMENT)]
 """Seconds since the epoch."""
 
-Whole = Annotated[int, Ge(-(2**63)), Lt(2**63)]
+Int64 = Annotated[int, Ge(-(2**63)), Lt(2**63)]
 
 
 CheckpointName = Annotated[str, Predicate(CHECKPOINT.fullmatch)]
@@ -139,20 +139,20 @@ def digest(record: dict[str, Any]) -> str:
 
 
 def read_or_default(read: Callable[[], Form], otherwise: Form, damaged: list[str] | None = None) -> Form:
-    """Return what `read` returns, or `otherwise` when that is damaged, which `tell_damage` tells."""
+    """Return what `read` returns, or `otherwise` when that is damaged, which `report_damage` tells."""
     try:
         return read()
     except DamageError as error:
-        tell_damage(str(error), damaged)
+        report_damage(str(error), damaged)
         return otherwise
 
 
 def read_if_usable(load: Callable[[], Form]) -> Form | None:
     """Return what `load` returns; None when that is not there, or damaged, which is warned of."""
-    return read_if_there(lambda: read_or_default(load, None))
+    return read_if_exists(lambda: read_or_default(load, None))
 
 
-def read_if_there(load: Callable[[], Form]) -> Form | None:
+def read_if_exists(load: Callable[[], Form]) -> Form | None:
     """Return what `load` returns; None when that is not there."""
     try:
         return load()
@@ -160,7 +160,7 @@ def read_if_there(load: Callable[[], Form]) -> Form | None:
         return None
 
 
-def tell_damage(text: str, damaged: list[str] | None = None) -> None:
+def report_damage(text: str, damaged: list[str] | None = None) -> None:
     """Add what cannot be used to `damaged`, or else warn of it."""
     if damaged is None:
         warn_once(log, f"{text}; left out")

@@ -22,18 +22,18 @@ from sunspot.run.owner import Owner
 from sunspot.run.requests import StopRequest, list_submissions
 from sunspot.run.status import (
     STATUS_EVERY_S,
-    WORKERS_SILENT_S,
+    WORKERS_SILENT_AFTER_S,
     RunState,
     Status,
-    attempt_in,
-    driver_of,
+    attempt_of_status,
+    driver_of_status,
+    find_own_status,
     is_alive,
     list_statuses,
     load_status,
+    load_usable_status,
     newest_status,
-    own_status,
     read_status,
-    usable_status,
     withdraw_status,
     write_status,
 )
@@ -111,7 +111,7 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         began=time.time(),
         starts=before.starts + 1 if before and again else 1,
         attempt=0 if before and before.owner != owner and is_alive(before, time.time()) else known,
-        after=tuple(sorted({driver_of(entry) for entry in list_statuses(run)})),
+        after=tuple(sorted({driver_of_status(entry) for entry in list_statuses(run)})),
         driver=claimant.driver,
         checkpoint=name,
         checkpoint_time=newest.time if newest else None,
@@ -133,7 +133,7 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     if newest_number(run) > known:
         return False
     entry = newest_status(list_statuses(run), other_than=begun.driver)
-    other = usable_status(run.storage, entry) if entry else before
+    other = load_usable_status(run.storage, entry) if entry else before
     if not other:
         return not run.storage.exists(run.key("run.json")) and not list_submissions(run)
     if other.owner == begun.owner:
@@ -168,7 +168,7 @@ class DriverStatusWriter:
         self._group_ended = why
 
     def _refresh(self) -> None:
-        entry = own_status(self._run, self._last.driver)
+        entry = find_own_status(self._run, self._last.driver)
         if not entry:
             self._step_forward()
             return
@@ -179,7 +179,7 @@ class DriverStatusWriter:
             return
         self._load(entry)
         if self._last.state is RunState.RUNNING:
-            if unchanged_s < WORKERS_SILENT_S:
+            if unchanged_s < WORKERS_SILENT_AFTER_S:
                 return
             since = as_time(self._last.time)
             reason = f"no sign of life from its workers since {since}: the driver waits for them"
@@ -192,7 +192,7 @@ class DriverStatusWriter:
         """Show a start that has stood back for another one (attempt 0), once that is silent or has ended."""
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
-        if own and attempt_in(own) == 0 and other and not is_alive(other, time.time()):
+        if own and attempt_of_status(own) == 0 and other and not is_alive(other, time.time()):
             self._last = replace(self.begun, attempt=other.attempt)
             write_status(self._run, self._last)
 
@@ -222,7 +222,7 @@ class DriverStatusWriter:
 
         def write() -> bool:
             with self._writing:
-                entry = own_status(self._run, self._last.driver)
+                entry = find_own_status(self._run, self._last.driver)
                 if entry:
                     self._load(entry)
                     self._last = replace(self._last, **fields)

@@ -18,25 +18,33 @@ from sunspot.formatting import as_time, in_words, plural
 from sunspot.log import warn_once
 from sunspot.run import Run
 from sunspot.run.attempts import CLAIM, IN_PLACE, Attempt, attempt_of, lineage, read_attempts, recorded_setting, step_of
-from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
-from sunspot.run.cost import Spending, spent
+from sunspot.run.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    SkippedCheckpoint,
+    Unusable,
+    by_step,
+    find_newest_good,
+    retention,
+)
+from sunspot.run.cost import Spending, compute_spending
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Receipt, goodput, read_receipts
 from sunspot.run.logs import SEGMENT, STREAM
-from sunspot.run.objects import CHECKPOINT, RUN, parse, read_if_there, read_or_default
+from sunspot.run.objects import CHECKPOINT, RUN, parse, read_if_exists, read_or_default
 from sunspot.run.requests import DELETION, STOP, SUBMISSION, deletion_begun, list_submissions
 from sunspot.run.status import (
     FOLDER,
-    SILENT_S,
+    SILENT_AFTER_S,
     STATUS_EVERY_S,
     RunState,
     Status,
     is_alive,
     list_statuses,
+    load_usable_status,
     newest_status,
     read_status,
-    usable_status,
 )
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
@@ -50,10 +58,10 @@ HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delet
 MAX_NAMED = 5
 """Other runs named when the one asked for does not exist, the nearest names first."""
 
-LOST_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
+LOST_AFTER_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 """A run that is silent for this long is lost: two status writes may fail, and a request to slow storage takes long."""
 
-STALLED_S, STALLED_STEPS = 20.0, 10
+STALLED_AFTER_S, STALLED_AFTER_STEPS = 20.0, 10
 """A run that trains is said to take no steps after these seconds, and at least so many step times: a rank hangs, or
 its node is frozen, if it does not wait for storage."""
 
@@ -117,11 +125,11 @@ def list_runs(storage: Storage) -> list[RunSummary]:
         folders.pop(name, None)
         if RUN.fullmatch(name):  # the folder lost+found of a disk is no run
             warn_once(log, f"{name}: {error}; left out")
-    found = [summary for name, entries in folders.items() if (summary := summarize(name, entries))]
+    found = [summary for name, entries in folders.items() if (summary := summarize_run(name, entries))]
     return sorted(found, key=lambda summary: summary.modified, reverse=True)
 
 
-def summarize(name: str, entries: Collection[Entry]) -> RunSummary | None:
+def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary | None:
     """Return the summary of the folder with these objects; None when it is not a run."""
     status = newest_status(entries)
     times: dict[str, float] = {}
@@ -176,7 +184,7 @@ def holds_run(name: str, entries: Collection[Entry]) -> bool:
         }
         return bool(forms.get(top))
 
-    return summarize(name, entries) is not None or any(map(is_of_run, entries))
+    return summarize_run(name, entries) is not None or any(map(is_of_run, entries))
 
 
 def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:
@@ -184,7 +192,7 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
     def read(run: RunSummary) -> Status | None:
         with contextlib.suppress(NotFoundError):  # gone since it was listed
-            status = _refreshed(Run(storage, run.name), usable_status(storage, run.status) if run.status else None)
+            status = _refreshed(Run(storage, run.name), load_usable_status(storage, run.status) if run.status else None)
             return with_newest_checkpoint(status, run, time.time())
         return None
 
@@ -210,7 +218,12 @@ def with_newest_checkpoint(status: Status | None, summary: RunSummary, now: floa
 
 def _refreshed(run: Run, status: Status | None) -> Status | None:
     """Return the `status` that was read, or a newer one where it seems silent."""
-    if status and not run.storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S:
+    if (
+        status
+        and not run.storage.is_bucket
+        and not status.state.terminal
+        and time.time() - status.seen > SILENT_AFTER_S
+    ):
         with contextlib.suppress(StorageError):  # it may not be written here
             run.storage.refresh(run.key(FOLDER))
             return read_status(run)
@@ -233,8 +246,8 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
         return status.state, status.reason or f"{status.state} at step {status.step}"
 
     seen = status.seen if status else summary.last_active
-    silence = describe_silence(seen, now) if now - seen > SILENT_S else ""
-    if now - seen > LOST_S:
+    silence = describe_silence(seen, now) if now - seen > SILENT_AFTER_S else ""
+    if now - seen > LOST_AFTER_S:
         if summary.stop_requested:
             return RunState.STOPPED, f"told to stop; {silence}"
         return RunState.LOST, f"{silence}: nothing trains it; {START_AGAIN}"
@@ -257,7 +270,7 @@ def describe_stall(status: Status) -> str:
     if status.state is not RunState.RUNNING or not status.heartbeat:
         return ""
     still_s = status.time - status.heartbeat  # both by rank 0's clock
-    if still_s <= max(STALLED_S, STALLED_STEPS * (status.step_time_s or 0.0)):
+    if still_s <= max(STALLED_AFTER_S, STALLED_AFTER_STEPS * (status.step_time_s or 0.0)):
         return ""
     return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
 
@@ -281,7 +294,7 @@ def read_state(run: Run, status: Status | None = None) -> tuple[RunState, str]:
     status = status or read_fresh_status(run)
     now = time.time()
     summary = None
-    if not status or status.state.terminal or now - status.seen > SILENT_S:
+    if not status or status.state.terminal or now - status.seen > SILENT_AFTER_S:
         summary = _summarize(run)
     return state_from_storage(status, summary or RunSummary(run.name), now)
 
@@ -308,7 +321,7 @@ class RunView:
     "What each start of its workers cost, oldest first."
     checkpoint: Checkpoint | None
     "The newest verified one."
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[SkippedCheckpoint, ...] = ()
     "Newer checkpoints that are not whole, or gone."
     last: dict[str, Any] = field(default_factory=dict)
     "The newest record of the metric history; empty before there is one."
@@ -387,7 +400,7 @@ class RunView:
     @property
     def spending(self) -> Spending:
         """What its nodes cost."""
-        return spent(self.attempts, self.receipts, self._had_nodes_until)
+        return compute_spending(self.attempts, self.receipts, self._had_nodes_until)
 
     @property
     def _had_nodes_until(self) -> float:
@@ -427,24 +440,24 @@ def read_view(run: Run) -> RunView:
     def attempts() -> tuple[list[Attempt], Any, dict[str, Any] | None]:
         found = read_attempts(run)
         # Of checkpoints, nothing is read that the listing vouches for.
-        good, last = read_parts(
+        good, last = read_in_parallel(
             lambda: find_newest_good(run, found, trust_listing=True), lambda: newest_record(run, lineage(found))
         )
         return found, good, last
 
-    summary, status, (found, (checkpoint, passed_over), last), identity, events = read_parts(
+    summary, status, (found, (checkpoint, passed_over), last), identity, events = read_in_parallel(
         lambda: _summarize(run),
         lambda: read_fresh_status(run),
         attempts,
-        lambda: read_if_there(lambda: read_identity(run)),
+        lambda: read_if_exists(lambda: read_identity(run)),
         lambda: read_journal(run, "events"),
     )
     if not summary:
         raise NotFoundError(f"{run.location}: no run is there")
     left = [each.name for each in passed_over if each.kind in (Unusable.DAMAGED, Unusable.NOT_FINITE)]
-    if gone := find_gone(status, [*left, *([checkpoint.name] if checkpoint else [])]):
+    if gone := find_deleted_checkpoint(status, [*left, *([checkpoint.name] if checkpoint else [])]):
         others = [each for each in passed_over if each.name != gone]
-        passed_over = (PassedOver(gone, Unusable.GONE, "though the run ended with it"), *others)
+        passed_over = (SkippedCheckpoint(gone, Unusable.GONE, "though the run ended with it"), *others)
     now = time.time()
     state, reason = state_from_storage(status, summary, now)
     return RunView(
@@ -464,7 +477,7 @@ def read_view(run: Run) -> RunView:
     )
 
 
-def find_gone(status: Status | None, committed: Collection[str]) -> str:
+def find_deleted_checkpoint(status: Status | None, committed: Collection[str]) -> str:
     """Return the last checkpoint of an ended run, if it is newer than all `committed` that are left; or empty.
 
     A run keeps its newest whatever its metric: somebody else, a lifecycle rule say, has deleted it.
@@ -473,7 +486,7 @@ def find_gone(status: Status | None, committed: Collection[str]) -> str:
     return name if name and name not in committed and by_step([name, *committed])[-1] == name else ""
 
 
-def read_parts(*parts: Callable[[], Any]) -> list[Any]:
+def read_in_parallel(*parts: Callable[[], Any]) -> list[Any]:
     """Return what each part returns, read in parallel."""
     return map_parallel(lambda part: part(), parts)
 
@@ -482,4 +495,4 @@ def _summarize(run: Run) -> RunSummary | None:
     """Summarize what a view needs, without listing all that a long run has written, if there is a status."""
     parts = ("run.json", FOLDER, "submissions", STOP, DELETION)
     entries = [entry for part in map_parallel(lambda name: run.storage.list(run.key(name)), parts) for entry in part]
-    return summarize(run.name, entries if newest_status(entries) else run.storage.list(run.name))
+    return summarize_run(run.name, entries if newest_status(entries) else run.storage.list(run.name))

@@ -16,7 +16,7 @@ from typing import Any
 
 from sunspot.errors import SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import Moment, read, read_if_there, read_or_default
+from sunspot.run.objects import Moment, read, read_if_exists, read_or_default
 
 STOP, DELETION = "stop.json", "delete.json"
 """There while the run must stand still, or is being deleted."""
@@ -62,7 +62,7 @@ class StopRequest:
         raise SunspotError(told) if job else TerminatedError(told, self.signal)
 
 
-def who_asks() -> str:
+def describe_requester() -> str:
     """Return user and host of this process as text for people; a container's user may have only a number."""
     try:
         user = getpass.getuser()
@@ -78,7 +78,7 @@ def request_stop(run: Run, by: str) -> None:
 
 def read_stop(run: Run) -> Request | None:
     """Return the request to stop, if there is one. It holds even when it is damaged."""
-    return read_if_there(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
+    return read_if_exists(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
 
 
 def stop_requested(run: Run) -> bool:
@@ -91,7 +91,7 @@ def clear_stop(run: Run) -> None:
     run.storage.delete(run.key(STOP))
 
 
-def how_to_resume(arguments: str, on_cluster: bool) -> str:
+def resume_hint(arguments: str, on_cluster: bool) -> str:
     """Say how a stopped run goes on: `resume` itself starts a cluster's job again, but no training on a machine.
 
     `arguments` are those of `sunspot resume`.
@@ -163,7 +163,7 @@ def newest_submission(run: Run) -> SubmissionRecord | None:
         return None
     file = keys[-1].rpartition("/")[2]
     known = SubmissionRecord(submitted_job(keys[-1]))
-    return read_if_there(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
+    return read_if_exists(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
 
 
 def submitted_job(key: str) -> str:

@@ -39,7 +39,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Results:
+class SearchResults:
     """All trials of a search, by number."""
 
     metric: str
@@ -63,14 +63,14 @@ class Results:
         return sorted(self.trials, key=lambda t: (not t.eligible, t.best is None, sign * (t.best or 0.0)))
 
 
-def write_results(run: Run, results: Results) -> None:
+def write_results(run: Run, results: SearchResults) -> None:
     """Replace the results of a search; raises `StorageError`."""
     run.storage.write(run.key(FILE), to_json(asdict(results)))
 
 
-def read_results(run: Run) -> Results | None:
+def read_results(run: Run) -> SearchResults | None:
     """Read the results of a search; None when there are none, or they are damaged. Raises `StorageError`."""
-    return read_if_usable(lambda: read(run, Results, FILE))
+    return read_if_usable(lambda: read(run, SearchResults, FILE))
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
@@ -85,14 +85,16 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
     if state is RunState.STOPPED:
         stop = read_stop(run)
         reason = f"by {stop.by}" if stop and stop.by else reason
-    best = read_or_default(lambda: best_of(run, metric, order), None)  # one damaged trial does not end a search
+    best = read_or_default(
+        lambda: find_best_checkpoint(run, metric, order), None
+    )  # one damaged trial does not end a search
     trial = Trial(run.name, dict(settings), state, reason, status.step, status.total_steps)
     if best is None:
         return trial
     return replace(trial, step=max(trial.step, best.step), best=_number(best, metric), checkpoint=best.name)
 
 
-def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:
+def find_best_checkpoint(run: Run, metric: str, order: str) -> Checkpoint | None:
     """Return the best checkpoint with the metric as a number; nothing is verified."""
     found = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))
     measured = [checkpoint for checkpoint in found if math.isfinite(_number(checkpoint, metric))]

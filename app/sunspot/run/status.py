@@ -42,10 +42,10 @@ READ_TRIES = 3
 STATUS_EVERY_S = 10.0
 """Rank 0 writes the status at least this often, from a thread: a long step or evaluation is no silence."""
 
-WORKERS_SILENT_S = 15.0
+WORKERS_SILENT_AFTER_S = 15.0
 """When rank 0 has not written for so long, its driver writes that no worker gives a sign of life."""
 
-SILENT_S = 25.0
+SILENT_AFTER_S = 25.0
 """A run whose status is older gives no sign of life: its driver, too, has missed a write, or storage is very slow."""
 
 
@@ -153,7 +153,7 @@ class Status:
 
 def is_alive(status: Status, now: float) -> bool:
     """Return True if a run has not ended and its newest status is recent; `now` is in seconds since the epoch."""
-    return not status.state.terminal and now - status.seen <= SILENT_S
+    return not status.state.terminal and now - status.seen <= SILENT_AFTER_S
 
 
 def new_driver() -> str:
@@ -163,10 +163,10 @@ def new_driver() -> str:
 
 def write_status(run: Run, status: Status) -> None:
     """Replace the status of its driver's attempt, with the current time; raises `StorageError`."""
-    restore_status(run, replace(status, time=time.time()))
+    write_status_as_is(run, replace(status, time=time.time()))
 
 
-def restore_status(run: Run, status: Status) -> None:
+def write_status_as_is(run: Run, status: Status) -> None:
     """Replace the status of its driver's attempt as it is, time included; raises `StorageError`."""
     record = asdict(status)
     del record["stored"]
@@ -182,18 +182,18 @@ def newest_status(listed: Iterable[Entry], driver: str = "", other_than: str = "
 
     With `driver`, only of those of that start of a driver; with `other_than`, only of those of all other starts.
     """
-    of_driver = [(entry, driver_of(entry)) for entry in listed if NAME.fullmatch(entry.key)]
+    of_driver = [(entry, driver_of_status(entry)) for entry in listed if NAME.fullmatch(entry.key)]
     found = [entry for entry, its in of_driver if driver in ("", its) and its != other_than]
-    return max(found, key=lambda entry: (attempt_in(entry), entry.modified), default=None)
+    return max(found, key=lambda entry: (attempt_of_status(entry), entry.modified), default=None)
 
 
-def attempt_in(entry: Entry) -> int:
+def attempt_of_status(entry: Entry) -> int:
     """Return the attempt of a status object, from its name; -1 for another object."""
     match = NAME.fullmatch(entry.key)
     return int(match[1]) if match else -1
 
 
-def driver_of(entry: Entry) -> str:
+def driver_of_status(entry: Entry) -> str:
     """Return the start of the driver that a status object is of, from its name; empty for another object."""
     match = NAME.fullmatch(entry.key)
     return match[2] if match else ""
@@ -204,11 +204,11 @@ def list_statuses(run: Run) -> list[Entry]:
     return [entry for entry in run.storage.list(run.key(FOLDER)) if NAME.fullmatch(entry.key)]
 
 
-def own_status(run: Run, driver: str) -> Entry | None:
+def find_own_status(run: Run, driver: str) -> Entry | None:
     """Return the status object of this start of a driver; None when another one owns the run, or it was deleted."""
     listed = list_statuses(run)
     newest, own = newest_status(listed), newest_status(listed, driver)
-    return own if own and newest and attempt_in(own) == attempt_in(newest) else None
+    return own if own and newest and attempt_of_status(own) == attempt_of_status(newest) else None
 
 
 def read_status(run: Run, driver: str = "", other_than: str = "") -> Status | None:
@@ -227,7 +227,7 @@ def load_newest_status(run: Run, driver: str = "", other_than: str = "") -> Stat
     return None
 
 
-def usable_status(storage: Storage, entry: Entry) -> Status | None:
+def load_usable_status(storage: Storage, entry: Entry) -> Status | None:
     """Load a status; None when it is damaged."""
     return read_or_default(lambda: load_status(storage, entry), None)
 
@@ -251,9 +251,9 @@ def refuse_if_ended(run: Run, status: Status) -> None:
 def delete_older_statuses(run: Run, attempt: int) -> None:
     """Tidy away the statuses of older attempts; a failure is made up for by the next attempt."""
     with contextlib.suppress(StorageError):
-        run.storage.delete_many([entry.key for _, entry in run.entries(FOLDER) if attempt_in(entry) < attempt])
+        run.storage.delete_many([entry.key for _, entry in run.entries(FOLDER) if attempt_of_status(entry) < attempt])
 
 
 def withdraw_status(run: Run, driver: str) -> None:
     """Delete what this start of a driver said: the run stands where it stood before. Raises `StorageError`."""
-    run.storage.delete_many([entry.key for entry in list_statuses(run) if driver_of(entry) == driver])
+    run.storage.delete_many([entry.key for entry in list_statuses(run) if driver_of_status(entry) == driver])

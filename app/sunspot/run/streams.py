@@ -19,7 +19,7 @@ from typing import NamedTuple
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.formatting import as_bytes
-from sunspot.run.objects import read_if_there
+from sunspot.run.objects import read_if_exists
 from sunspot.run.size_limits import MAX_BYTES_AT_ONCE, MAX_SEGMENT_BYTES, spend
 from sunspot.storage.base import Entry, Storage
 
@@ -52,7 +52,7 @@ def new_stream(attempt: int) -> str:
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
     """Return the segments that make up the streams of a folder, by attempt, stream and line."""
-    return without_parts(list_all(storage, folder))
+    return without_merged_parts(list_all(storage, folder))
 
 
 def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> list[Segment]:
@@ -65,7 +65,7 @@ def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> lis
     return found
 
 
-def without_parts(segments: Iterable[Segment]) -> list[Segment]:
+def without_merged_parts(segments: Iterable[Segment]) -> list[Segment]:
     """Return the segments without those whose lines another one has, too; sorted."""
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
@@ -87,7 +87,7 @@ def read_segments(
     tries, given = READ_TRIES, dict[str, int]()
     while todo:
         part = _first_few(todo)
-        contents = map_parallel(lambda each: read_if_there(lambda: _read_or_damage(storage, each)), part)
+        contents = map_parallel(lambda each: read_if_exists(lambda: _read_or_damage(storage, each)), part)
         for segment, content in zip(part, contents, strict=True):
             if content is None:  # merged, or deleted, since it was listed
                 break
@@ -256,7 +256,7 @@ def tidy(
     segment with their lines. `read` gives the content of a segment, and raises `DamageError` if that cannot be used.
     """
     read = read or (lambda segment: read_segment(storage, segment))
-    whole = without_parts(listed)
+    whole = without_merged_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(whole)])
     for group in _neighbours(each for each in whole if each.entry.size < SIZES[-1]):
         with suppress(NotFoundError, DamageError):  # merged by another process; left as it is, for a reader to find

@@ -22,10 +22,10 @@ from sunspot.run.cost import Spending
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.run.objects import RUN, is_count
-from sunspot.run.overview import RunView, state_from_storage, summarize, with_newest_checkpoint
+from sunspot.run.overview import RunView, state_from_storage, summarize_run, with_newest_checkpoint
 from sunspot.run.requests import DELETION, STOP
 from sunspot.run.size_limits import budget
-from sunspot.run.status import FOLDER, SILENT_S, RunState, Status, newest_status, usable_status
+from sunspot.run.status import FOLDER, SILENT_AFTER_S, RunState, Status, load_usable_status, newest_status
 from sunspot.run.streams import Segment, list_segments
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.limits import refuse_if_given_up
@@ -229,11 +229,11 @@ def read_row(run: Run) -> RunRow | None:
     """Read where a run stands, without a look at what it has made; None when the folder is no run."""
     entries = run.storage.list(run.key(FOLDER))
     entry = newest_status(entries)
-    status = usable_status(run.storage, entry) if entry else None
+    status = load_usable_status(run.storage, entry) if entry else None
     now = time.time()
     for part in _other_parts(status, now):
         entries += run.storage.list(run.key(part))
-    summary = summarize(run.name, entries)
+    summary = summarize_run(run.name, entries)
     if summary is None:
         return None
     status = with_newest_checkpoint(status, summary, now)
@@ -245,9 +245,9 @@ def read_row(run: Run) -> RunRow | None:
 def _other_parts(status: Status | None, now: float) -> Iterator[str]:
     """Yield what besides the status can change the state."""
     yield STOP
-    if status is None or status.state.terminal or now - status.seen > SILENT_S:
+    if status is None or status.state.terminal or now - status.seen > SILENT_AFTER_S:
         yield from ("submissions", DELETION)
-    if status and not status.state.terminal and now - status.seen > SILENT_S:
+    if status and not status.state.terminal and now - status.seen > SILENT_AFTER_S:
         yield "checkpoints"
     if status is None:
         yield "run.json"

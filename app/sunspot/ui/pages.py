@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from sunspot.errors import NotFoundError, SunspotError
 from sunspot.report.html import Html, element, paragraph
-from sunspot.report.model import Report, gather
-from sunspot.report.search import gather_search, show_search
+from sunspot.report.model import Report, read_report
+from sunspot.report.search import read_search, show_search
 from sunspot.run import Run
 from sunspot.run.search import read_results
 from sunspot.storage.base import Storage
@@ -31,7 +31,7 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
     [name] = names
     run = Run(storage, name)
     with contextlib.suppress(NotFoundError):
-        return RunPage(name, show_search(*gather_search(run), link="/run/{}"))
+        return RunPage(name, show_search(*read_search(run), link="/run/{}"))
     report = _read_report(run)
     return RunPage(f"{name}: {report.state}", show_run(report))
 
@@ -55,4 +55,4 @@ def _read_report(run: Run) -> Report:
     row = read_row(run)
     if row is None or row.state is None:
         raise NotFoundError(f"{run.location}: no run is there")
-    return gather(run, row.state, row.reason, read_bytes=False)
+    return read_report(run, row.state, row.reason, read_bytes=False)

@@ -40,7 +40,7 @@ class Reading(Generic[Value]):
     "Whether that was because nothing is there."
 
 
-class Refreshed(Generic[Value]):
+class RefreshingValue(Generic[Value]):
     """A value of storage, read in the background by one thread at a time, and only while somebody asks for it."""
 
     def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:

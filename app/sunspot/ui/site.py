@@ -21,7 +21,7 @@ from sunspot.ui.all_runs import AllRuns
 from sunspot.ui.list_page import Query, show_all
 from sunspot.ui.pages import PageReader, RunPage, read_comparison, read_run
 from sunspot.ui.read_only import ReadOnlyStorage
-from sunspot.ui.refreshed import Reading, Refreshed
+from sunspot.ui.refreshed import Reading, RefreshingValue
 from sunspot.ui.run_pages import BACK, LOG, Log, show_log
 
 EVERY_S = 10.0
@@ -69,8 +69,8 @@ class Site:
         self._storage = ReadOnlyStorage(storage)
         self._read_page = read_page or (lambda read, names: read(self._storage, names))
         self._runs = AllRuns(self._storage)
-        self._all = Refreshed("reading the runs", self._runs.refresh, EVERY_S)
-        self._kept = OrderedDict[str, Refreshed[Any]]()
+        self._all = RefreshingValue("reading the runs", self._runs.refresh, EVERY_S)
+        self._kept = OrderedDict[str, RefreshingValue[Any]]()
         "By what was read; what was wanted last is last."
         self._lock = threading.Lock()
 
@@ -132,10 +132,10 @@ class Site:
             notes.append(paragraph("They are being read."))
         return _page("Compare runs", join([*notes, body]))
 
-    def _begin(self, what: str, read: Callable[[], Any], limited: bool = True) -> Refreshed[Any]:
+    def _begin(self, what: str, read: Callable[[], Any], limited: bool = True) -> RefreshingValue[Any]:
         """Begin a reading, if it is due; of several, none waits for another."""
         with self._lock:
-            found = self._kept.setdefault(what, Refreshed(f"reading {what}", read, EVERY_S, limited))
+            found = self._kept.setdefault(what, RefreshingValue(f"reading {what}", read, EVERY_S, limited))
             self._kept.move_to_end(what)
             if len(self._kept) > MAX_PAGES:
                 self._kept.popitem(last=False)
@@ -143,7 +143,7 @@ class Site:
         return found
 
 
-def _await(pages: Refreshed[Any], known: bool = False) -> Reading[Any]:
+def _await(pages: RefreshingValue[Any], known: bool = False) -> Reading[Any]:
     return pages.get(SOON_S if known or pages.get(0).value is not None else FIRST_S)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sunspot.formatting import plural
 from sunspot.run.overview import describe_silence, describe_work
 from sunspot.run.owner import Owner
-from sunspot.run.status import SILENT_S, RunState, Status
+from sunspot.run.status import SILENT_AFTER_S, RunState, Status
 from sunspot.settings import PREFIX, Settings, WorkerRange
 from sunspot.submitter.cluster.views import NOISE, JobView, Nodes, PodProblem, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.findings import Diagnosis
@@ -381,6 +381,6 @@ def _last_words(own: Status | None) -> str:
 
 def _silence(status: Status, now: float) -> str:
     """Say for how long a run that has not ended has been silent; empty while it is not."""
-    if status.state.terminal or now - status.seen <= SILENT_S:
+    if status.state.terminal or now - status.seen <= SILENT_AFTER_S:
         return ""
     return describe_silence(status.seen, now)
