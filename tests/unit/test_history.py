@@ -95,7 +95,7 @@ def test_segments_merged_while_they_are_read_are_still_found(
 
     monkeypatch.setattr(run.storage, "read", read_late)
     assert steps_in(run)[:108] == list(range(1, 109))
-    with pytest.raises(StorageError, match="changes while it is read"):
+    with pytest.raises(StorageError, match="keeps changing while it is read"):
         list(iter_records(run, "metrics", None, listed))
 
 

@@ -132,8 +132,8 @@ def test_lines_that_cannot_be_used_are_given_up_after_a_thousand(run: Run) -> No
     assert list(iter_records(run, "metrics", damaged=damaged))
     assert time.monotonic() - began < 5
     assert damaged == [
-        f"{path}: {MAX_DAMAGED_LINES + 1} of its first {MAX_DAMAGED_LINES + 1} lines cannot be used, "
-        "and no more are read"
+        f"{path}: {MAX_DAMAGED_LINES + 1} of the first {MAX_DAMAGED_LINES + 1} lines cannot be used; "
+        "the rest is not read"
     ]
 
 

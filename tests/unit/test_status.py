@@ -295,7 +295,7 @@ def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Cloc
     write_status(run, replace(OLD, attempt=8, step=6, world_size=2))
     driver.note_end("rank 0: KeyError: 'x', in loss at evil.py:37; starting again")
     look(1)
-    why = "its workers ended, and start again: rank 0: KeyError: 'x', in loss at evil.py:37; starting again"
+    why = "its workers ended and will start again: rank 0: KeyError: 'x', in loss at evil.py:37; starting again"
     assert look(WORKERS_SILENT_AFTER_S + 1).reason == why
     write_status(run, replace(OLD, state=RunState.FINISHING, attempt=8, step=7, reason="all steps are taken"))
     finishing = look(1), look(WORKERS_SILENT_AFTER_S + 1)

@@ -125,7 +125,7 @@ def test_a_run_goes_on_whatever_becomes_of_its_terminal(kind: str, tmp_path: Pat
     else:
         why = "Broken pipe" if kind == "gone" else "No space left on device"
         told = "the run continues, and `sunspot logs` shows its output"
-        assert done.stderr == f"warning: its output cannot be written here ({why}); {told}\n"
+        assert done.stderr == f"warning: the output can no longer be written here ({why}); {told}\n"
         assert done.stderr in logged
 
 

@@ -1,4 +1,4 @@
-"""What a run may never change: the settings that give its steps their meaning, its rows, and their order."""
+"""The identity of a run: the settings that define its steps, its rows and their order, which may never change."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -15,38 +15,38 @@ FILE = "run.json"
 
 @dataclass(frozen=True)
 class Rows:
-    """What identifies a run's rows, and the order in which it visits them."""
+    """The identity of a run's rows, and of the order in which the run visits them."""
 
     data: str
     "Fingerprint of the rows (`sunspot.data.source.Source`)."
     rows: Count
     steps_per_epoch: Count
     order: str
-    "Checksum of their order (`sunspot.data.order.Order`)."
+    "Checksum of the order of the rows (`sunspot.data.order.Order`)."
     shuffled_by: str
-    "What made that order, for people: NumPy and its version."
+    "Library that made the order, as readable text: NumPy and its version."
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run was begun with, and may never change."""
+    """The settings and rows with which a run was begun, and which it may never change."""
 
     settings: dict[str, str]
-    "By variable."
+    "Values of the identity settings, by environment variable."
     rows: Rows | None = None
-    "None for a search, whose trials have rows."
+    "Rows of the run. None for a search, because only its trials have rows."
 
 
 def read_identity(run: Run) -> Identity:
-    """Return what the run was begun with; raises `NotFoundError` before its driver has begun, and `DamageError`."""
+    """Return the identity of a run. Raises `NotFoundError` before its driver has begun, and `DamageError`."""
     return read_verified(run, Identity, FILE)
 
 
 def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
-    """Record what a run may never change; raise `ConflictError`, with a diff, when it was begun with other values.
+    """Record the identity of a run. Raises `ConflictError` with a diff if the run was begun with another one.
 
-    `environment` has all settings by variable, of which the run keeps those called `names`; a search has no `rows`.
-    Another order of the rows is recorded in place of the old one when ACCEPT names it. Raises `DamageError`.
+    `environment` has all settings by variable. The settings called `names` belong to the identity. A search has no
+    `rows`. If ACCEPT names another order of the rows, that order replaces the recorded one. Raises `DamageError`.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
     if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
@@ -68,19 +68,20 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
     if begun.order == rows.order:
         return
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
-    if accepts(environment, name := f"order-{rows.order}"):
-        log.warning(f"the rows come in another order from here on ({change})")
+    name = f"order-{rows.order}"
+    if accepts(environment, name):
+        log.warning(f"from here on, the rows come in another order ({change})")
         run.storage.write(run.key(FILE), with_checksum(asdict(replace(identity, rows=rows))))
         return
     raise ConflictError(
-        f"{run.location}: its seed gives another order of the rows than when it was begun ({change}), so an epoch that "
-        f"goes on would repeat some rows and leave out others. Go on with {begun.shuffled_by}, or accept that for "
-        f"the epoch under way with {PREFIX}ACCEPT={name}"
+        f"{run.location}: its seed gives another order of the rows than when it was begun ({change}), so the rest of "
+        f"the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the new "
+        f"order with {PREFIX}ACCEPT={name}"
     )
 
 
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise `ConflictError` when the run was begun with other values of these settings, or keeps more of them."""
+    """Raise `ConflictError` if the run was begun with other values of these settings, or with other settings."""
     from sunspot.settings import differences
 
     identity = read_if_exists(lambda: read_identity(run))
@@ -92,12 +93,12 @@ def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Itera
 
 
 def refuse_changes(run: Run, changed: list[str]) -> None:
-    """Raise `ConflictError` when anything has changed; a line each (`settings.differences`)."""
+    """Raise `ConflictError` if there is a line on a changed setting (`settings.differences`)."""
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(
-            f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
-            "set them back, or choose another SUNSPOT_RUN_NAME"
+            f"{run.location} was begun with other settings, and continuing would mix two runs:\n{lines}\n"
+            "restore the settings, or choose another SUNSPOT_RUN_NAME"
         )
 
 

@@ -1,7 +1,7 @@
 """Owners of runs: the RayJob or the process that trains a run, and the namespace and cluster that it is in.
 
-A RayJob's name is unique only in one namespace of one cluster, and only until it is deleted and created again. So an
-owner also has the namespace, the cluster and the submission. Attempts and statuses record it as the text
+A RayJob's name is unique only in one namespace of one cluster, and only until the job is deleted and created again. So
+an owner also has the namespace, the cluster and the submission. Attempts and statuses record an owner as the text
 `JOB#SUBMISSION@NAMESPACE/CLUSTER`, without the parts that are not known.
 """
 
@@ -27,10 +27,10 @@ class Owner(NamedTuple):
 
     job: str
     submission: str = ""
-    "Unique for each time that `sunspot submit` applied the job; empty if something else applied it."
+    "Digits unique to each submission by `sunspot submit`. Empty if something else applied the job."
     namespace: str = ""
     cluster: str = ""
-    "The identity of the Kubernetes cluster (`cluster_identity`)."
+    "Identity of the Kubernetes cluster (`cluster_identity`)."
 
     @classmethod
     def parse(cls, text: str) -> "Owner":
@@ -74,7 +74,7 @@ def new_owner(job_id: str) -> str:
         return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
         certificates = CERTIFICATES.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the ConfigMap is optional, and outside a cluster there is none
+    except OSError:  # the ConfigMap is optional, and exists only in a cluster
         certificates = ""
     namespace = os.environ.get(POD_NAMESPACE, "")
     return str(Owner.parse(job_id)._replace(namespace=namespace, cluster=cluster_identity(certificates)))
