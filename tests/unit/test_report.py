@@ -428,7 +428,7 @@ def test_thinned_points_are_few_and_keep_the_extremes(number: int, seed: int, ev
 @given(st.lists(st.floats(-9e99, 9e99), min_size=1), st.booleans())
 def test_an_axis_has_room_for_all_values(values: list[float], from_zero: bool) -> None:
     for axis in (linear_axis(values, from_zero), linear_axis(values, from_zero, tight=True)):
-        assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
+        assert all(-1e-6 <= axis.position(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
         assert 1 <= len(axis.ticks) <= 12
 
 
@@ -441,7 +441,7 @@ def test_numbers_on_an_axis_can_be_told_apart() -> None:
 @given(st.lists(st.floats(1e-100, 9e99), min_size=1))
 def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None:
     axis = log_axis(values)
-    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
+    assert all(-1e-6 <= axis.position(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
     assert len(axis.ticks) <= 14
 
 

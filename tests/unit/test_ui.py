@@ -32,7 +32,7 @@ from sunspot.run.streams import new_stream
 from sunspot.search_space import SEARCH_LABEL
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.local import LocalStorage
-from sunspot.ui import page_process, refreshed, site
+from sunspot.ui import page_process, refreshing, site
 from sunspot.ui.all_runs import MAX_ENDED, MAX_POINTS, PLACES, AllRuns
 from sunspot.ui.http_server import Server
 from sunspot.ui.page_process import PageProcess
@@ -81,7 +81,7 @@ class Counting(LocalStorage):
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every request read what it shows."""
     monkeypatch.setattr(site, "EVERY_S", 0.0)
-    monkeypatch.setattr(refreshed, "PAUSE", 0)
+    monkeypatch.setattr(refreshing, "PAUSE", 0)
     monkeypatch.setattr(site, "SOON_S", 5.0)
 
 
@@ -290,7 +290,7 @@ def test_storage_that_fails_or_hangs_is_told_with_what_was_read_before(
     storage = Counting(str(tmp_path))
     ended(storage, "digits")
     monkeypatch.setattr(site, "SOON_S", 0.5)
-    monkeypatch.setattr(refreshed, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(refreshing, "DEADLINE_S", 0.2)
     with served(storage) as url:
         assert "/run/digits" in fetch(url)[1]
         storage.fails = True

@@ -1,4 +1,4 @@
-"""Reads the pages of runs from storage, in the server's process or in another one (page_process.py)."""
+"""Functions that read the pages of runs from storage, in the server's process or in another one (page_process.py)."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from sunspot.ui.run_pages import show_comparison, show_run
 
 
 class RunPage(NamedTuple):
-    """The page of one run or of several."""
+    """The page of one or several runs."""
 
     title: str
     body: Html
 
 
 PageReader = Callable[[Storage, Sequence[str]], RunPage]
-"""A function that reads the page of the runs with these names."""
+"""Function that reads the page of the runs with these names."""
 
 
 def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
@@ -37,13 +37,13 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
 
 
 def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Read a page that compares several runs. A note above the others names each run that cannot be read."""
+    """Read a page that compares several runs. Runs that cannot be read are named in notes above the others."""
     reports, notes = list[Report](), list[Html]()
     for name in names:
         run = Run(storage, name)
         try:
             if read_results(run):
-                notes.append(paragraph(f"{name} is a search, and is not compared.", kind="note"))
+                notes.append(paragraph(f"{name} is a search, which cannot be compared.", kind="note"))
             else:
                 reports.append(_read_report(run))
         except SunspotError as error:
