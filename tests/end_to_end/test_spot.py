@@ -168,7 +168,7 @@ def test_what_was_frozen_is_said_to_be_silent_and_writes_nothing_when_it_comes_b
     output = old.communicate(timeout=200)[0]
     assert old.returncode == 6, output
     assert "attempt 2 of " in output
-    assert "owns the run" in output
+    assert "has owned the run since" in output
     after = {entry.key: entry.version for entry in run.storage.list(run.name)}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     its_own = (

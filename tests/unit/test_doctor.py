@@ -665,7 +665,7 @@ def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
     good = diverges(run)
     assert sunspot("status", "run", "--json") == 0
     shown = {name: sunspot.json[name] for name in ("state", "loss", "nan_since", "warning", "checkpoint")}
-    warning = "the loss or the weights are NaN or infinite since step 5"
+    warning = "the loss or the weights have been NaN or infinite since step 5"
     assert shown == {"state": "running", "loss": None, "nan_since": 5, "warning": warning, "checkpoint": good.name}
     assert sunspot("list", "--json") == 0
     assert [(each["loss"], each["nan_since"]) for each in sunspot.json] == [(None, 5)]

@@ -1,4 +1,4 @@
-"""Objects of a run that are damaged, of another version, or not ours: news is left out, the truth is refused."""
+"""Objects of a run that are damaged, of another version, or not ours: some are left out, others are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in UNUSABLE.items()])
-def test_a_damaged_status_is_left_out_and_said_once(
+def test_a_damaged_status_is_left_out_with_one_warning(
     run: Run, sunspot: Command, content: bytes, warned: list[str]
 ) -> None:
     begin(run)
@@ -73,7 +73,7 @@ def test_a_damaged_status_is_left_out_and_said_once(
     assert render(read_report(run, *read_state(run)))
 
 
-def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
+def test_unknown_fields_are_ignored(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", step=3, heartbeat=5.0, driver="aaaaaaaa"))
     [entry] = list_statuses(run)
     record = json.loads(run.storage.read(entry.key))
@@ -82,16 +82,16 @@ def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
     assert (status.step, status.heartbeat) == (3, 5.0)
 
 
-def test_what_is_too_large_is_not_read(run: Run) -> None:
+def test_an_object_that_is_too_large_is_not_read(run: Run) -> None:
     run.storage.write("run/object.json", b" " * (MAX_OBJECT_BYTES + 1))
     with pytest.raises(DamageError, match=r"object.json cannot be used: it is larger than 16 MiB"):
         read_content(run.storage, "run/object.json")
     write_status(run, Status(RunState.RUNNING, "job", driver="aaaaaaaa", reason="x" * MAX_STATUS_BYTES))
-    assert read_status(run) is None, "the list of runs reads one of each"
+    assert read_status(run) is None, "the list of runs reads the status of each run"
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
-def test_a_sealed_record_is_itself_and_no_other(record: dict[str, Any]) -> None:
+def test_a_changed_record_does_not_match_its_checksum(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
     content = with_checksum(record)
     parse_verified(dict[str, Any], content, "it")
@@ -113,7 +113,7 @@ def test_a_changed_identity_is_refused(run: Run) -> None:
         record_identity(run, environment, ["seed"], rows)
 
 
-def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
+def test_damaged_lines_are_left_out_and_counted(run: Run) -> None:
     attempt = start(begin(run), "job")
     report(run, attempt, *({"step": step, "time": 1.0, "loss": math.nan} for step in (1, 2, 3)))
     [key] = journal_keys(run, "metrics", 1)
@@ -121,9 +121,9 @@ def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
     bad = [b"", b"null", b'{"attempt": 1}', first.replace(b'"step": 1', b'"step": 1.5'), first[:-3]]
     bad += [first.replace(b'"loss": NaN', odd) for odd in (b'"loss": [{}]',)]
     run.storage.write(key, b"\n".join([first, *bad, third]))
-    told: list[str] = []
-    assert [record["step"] for record in read_journal(run, "metrics", damaged=told)] == [1, 3]
-    assert told == [f"{run.storage.locate(key)}: 6 of 8 lines cannot be used"]
+    damaged: list[str] = []
+    assert [record["step"] for record in read_journal(run, "metrics", damaged=damaged)] == [1, 3]
+    assert damaged == [f"{run.storage.locate(key)}: 6 of 8 lines cannot be used"]
 
 
 # ------------------------------------------------------------------------------------------------------------- attempts
@@ -150,8 +150,8 @@ def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
     ],
     ids=str,
 )
-def test_an_attempt_that_cannot_be_is_refused(run: Run, sunspot: Command, change: dict[str, Any]) -> None:
-    """A parent that is the attempt itself, or a later one, made every reader of the lineage go round for ever."""
+def test_an_impossible_attempt_is_refused(run: Run, sunspot: Command, change: dict[str, Any]) -> None:
+    """An attempt that starts from itself or from a later one would send readers of the lineage into an endless loop."""
     first = start(begin(run), "job")
     start(run, "job", commit(run, first, 3).name)
     key = run.key("attempts", "0002.json")
@@ -166,7 +166,7 @@ def test_an_attempt_that_cannot_be_is_refused(run: Run, sunspot: Command, change
         assert "Traceback" not in sunspot.err
 
 
-def test_a_damaged_trial_ends_no_search(run: Run) -> None:
+def test_a_damaged_trial_does_not_end_a_search(run: Run) -> None:
     commit(run, start(begin(run), "job"), 3, loss=0.5)
     set_status(run, RunState.SUCCEEDED)
     assert read_trial(run, {}, "loss", "min").best == 0.5
@@ -175,7 +175,7 @@ def test_a_damaged_trial_ends_no_search(run: Run) -> None:
     assert (trial.state, trial.best, trial.eligible) == (RunState.SUCCEEDED, None, False)
 
 
-def test_an_attempt_that_was_changed_is_refused(run: Run) -> None:
+def test_a_changed_attempt_is_refused(run: Run) -> None:
     start(begin(run), "job")
     key = run.key("attempts", "0001.json")
     run.storage.write(key, run.storage.read(key).replace(b"job", b"jab"))
@@ -184,7 +184,7 @@ def test_an_attempt_that_was_changed_is_refused(run: Run) -> None:
 
 
 def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
-    """Python makes such text of file names that are not UTF-8."""
+    """Python makes such characters of file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
     status = read_status(run)
     assert status.reason == "a\N{REPLACEMENT CHARACTER}b \N{WRENCH}"
@@ -194,7 +194,7 @@ def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
     assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-def test_a_damaged_submission_still_tells_its_job(run: Run) -> None:
+def test_a_damaged_submission_still_has_its_job(run: Run) -> None:
     record_submission(begin(run), SubmissionRecord("run-1234", "sunspot"))
     [entry] = run.storage.list(run.key("submissions"))
     content = run.storage.read(entry.key)
@@ -241,11 +241,11 @@ def test_stray_files_change_nothing(run: Run, sunspot: Command) -> None:
     assert sunspot("logs", "run") == 3
     assert sunspot("delete", "run", "--yes") == 0, sunspot.err
     left = {entry.key.split("/")[1] for entry in run.storage.list("run")}
-    assert left == {*names, "folder"}, "beside the run's own folders: of a user"
+    assert left == {*names, "folder"}, "files of a user beside the run's own stay"
 
 
 @pytest.mark.parametrize("name", ["..", "a\nb", "RUN", "x" * 64, "", "a b"])
-def test_what_cannot_be_a_run_is_not_listed(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_folders_with_other_names_are_not_listed_as_runs(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     begin(run)
     entries = run.storage.list("")
     hostile = [entry._replace(key=f"{name}/run.json") for entry in entries]
@@ -270,7 +270,7 @@ def test_a_flipped_audit_record_is_refused(run: Run) -> None:
 
 
 def rename_audit(run: Run, new_key: Callable[[str], str]) -> None:
-    """Move the run's only audit record."""
+    """Move the run's only audit record to another key."""
     [entry] = run.storage.list(run.key("audit"))
     run.storage.write(new_key(entry.key), run.storage.read(entry.key))
     run.storage.delete(entry.key)

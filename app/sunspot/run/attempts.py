@@ -388,8 +388,9 @@ def read_error(run: Run, attempt: int) -> Exception | None:
 
 
 def _superseded(newest: Attempt) -> SupersededError:
+    owner = Owner.parse(newest.owner).describe()
     return SupersededError(
-        f"attempt {newest.number} of {Owner.parse(newest.owner).describe()} owns the run since {as_time(newest.time)}; "
+        f"attempt {newest.number} of {owner} has owned the run since {as_time(newest.time)}; "
         "this process has ended, and its retries will not claim the run again. To take the run back, start it again, "
         "or submit it with --take-over"
     )

@@ -144,7 +144,9 @@ class Status:
     @property
     def nan_warning(self) -> str:
         """A warning if the loss or the weights are not finite, or an empty text."""
-        return f"the loss or the weights are NaN or infinite since step {self.nan_since}" if self.nan_since else ""
+        return (
+            f"the loss or the weights have been NaN or infinite since step {self.nan_since}" if self.nan_since else ""
+        )
 
     @property
     def seen(self) -> float:
