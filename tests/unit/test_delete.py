@@ -417,7 +417,7 @@ def test_a_refused_deletion_says_what_is_left_and_goes_on(
 
     assert in_bucket("status", "run", "--json") == 0
     assert in_bucket.json["state"] == "deleting"
-    assert "`sunspot delete` goes on" in in_bucket.json["reason"]
+    assert "`sunspot delete` completes it" in in_bucket.json["reason"]
     assert in_bucket("list", "--json") == 0
     assert [row["state"] for row in in_bucket.json] == ["deleting"]
     assert in_bucket("wait", "run") == 6

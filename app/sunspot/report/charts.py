@@ -330,7 +330,7 @@ def _path(points: Sequence[Point], at: Callable[[Point], str]) -> str:
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Return the points that are the only ones of their group."""
+    """Return the points that have no other point in their group."""
     sizes = Counter(point.group for point in points)
     return [point for point in points if sizes[point.group] == 1]
 

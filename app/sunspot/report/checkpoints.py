@@ -1,4 +1,4 @@
-"""The section on checkpoints: which there are, and whether every byte is as it was written."""
+"""The section on checkpoints: their states, and whether every byte is as it was written."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ MAX_RESULTS = 6
 
 
 def show(report: Report) -> Html:
-    """Return a table of the checkpoints with their states, and notes on those left out and on which are kept."""
+    """Return a table of the checkpoints with their states, and notes on checkpoints left out and on retention."""
     keep, _, order = report.retention
     metric = report.best_by
     parts = []

@@ -23,7 +23,7 @@ class Series:
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        "Indexes and values of the records that have a name, by this name."
+        "Indexes and values of the records that have a name, by name."
         self._count = 0
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ def can_draw(value: float | None) -> TypeGuard[float]:
 
 @dataclass
 class RankTotal:
-    """The sums of one rank's numbers over all attempts, in seconds, rows and MiB."""
+    """The totals of one rank over all attempts, in seconds, rows and MiB."""
 
     rows: float = 0.0
     seconds: float = 0.0

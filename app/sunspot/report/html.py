@@ -89,7 +89,7 @@ def titled(caption: str) -> Html:
 
 
 def scrolled(name: str, content: Html) -> Html:
-    """Return a box that scrolls sideways on its own, also by keyboard."""
+    """Return a box that can be scrolled sideways on its own, also with the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 

@@ -142,5 +142,5 @@ def _in_words(name: str) -> str:
 
 
 def footer(location: str, time: float) -> Html:
-    """Return a footer with the place and the time (in seconds since the epoch) from which the data is."""
+    """Return a footer with the location of the data, and the time at which it was read (in seconds since the epoch)."""
     return element("footer", join(["Read from ", element("code", location), " at ", moment(time), " UTC."]))

@@ -105,7 +105,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Claimant:
-    """A start of a driver that trains a run or is about to."""
+    """One start of a driver that trains, or is about to train, a run."""
 
     run: Run
     owner: str

@@ -155,12 +155,12 @@ class Span(NamedTuple):
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Return True if the span holds `step` or starts there, where it may write an evaluation that was still due."""
+        """Return True if the span holds `step`, or starts there and may write a pending evaluation of it."""
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """Return all attempts, oldest first. Raises `DamageError` if one cannot be used, and says how to give it up."""
+    """Return all attempts, oldest first. Raises `DamageError` with a remedy if one of them cannot be used."""
     files = _list_files(run)
 
     def read_one(file: str) -> Attempt:
@@ -425,7 +425,7 @@ def _number_of(file: str) -> int:
 
 
 def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Exception | None:
-    """Return the error because of which this owner, or this start of its driver, may no longer train the run, or None.
+    """Return the error that bars this owner, or this start of its driver, from training the run, or None.
 
     `attempts` are the run's attempts if the caller has just read them.
     """

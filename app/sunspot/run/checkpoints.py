@@ -1,8 +1,8 @@
 """The checkpoints of a run, and whether their files are intact.
 
 A checkpoint directory counts if it contains `manifest.json`, which is written last and deleted first. The checkpoint is
-intact if every file has the size and the SHA-256 in the manifest. A file that storage lists in the version that it had
-at the commit has not been written since, so it need not be read again.
+intact if every file has the size and the SHA-256 in the manifest. A file whose version in storage is the one that
+was recorded at the commit has not been written since, so it need not be read again.
 """
 
 import math
@@ -50,28 +50,28 @@ from sunspot.storage.local import local_path
 MANIFEST = "manifest.json"
 
 ABANDONED_S = 24 * 3600
-"""Seconds without a write after which an incomplete checkpoint is abandoned. A live process may still complete a more
-recent one. In S3 a file is listed only once it is complete, but no single file takes a day, and neither does a commit
-that storage keeps refusing."""
+"""Seconds without a write after which an incomplete checkpoint is abandoned. Until then a live process may complete it.
+S3 lists a file only once it is complete, but no single file takes a day, and neither does a commit that storage
+keeps refusing."""
 
 SINCE_BEST = "evaluations_since_best"
-"""Name in a checkpoint's metrics of the number of evaluations since the best one, if EARLY_STOP_EVALUATIONS is set."""
+"""Name of a checkpoint metric: the number of evaluations since the best one, if EARLY_STOP_EVALUATIONS is set."""
 
 NAN_SINCE = "nan_since"
-"""Name in a checkpoint's metrics of the step since which the loss or the weights have not been finite. It is the first
-step of the window in which that was seen."""
+"""Name of a checkpoint metric: the step since which the loss or the weights have not been finite. It is the first step
+of the window in which that was seen."""
 
 NAN_WINDOWS = "nan_windows"
-"""Name in a checkpoint's metrics of the number of consecutive windows that ended with a loss that is not finite."""
+"""Name of a checkpoint metric: the number of consecutive windows that ended with a loss that is not finite."""
 
 NAN_WEIGHTS = "nan_weights"
-"""Name in a checkpoint's metrics of a 1 if the weights are not finite."""
+"""Name of a checkpoint metric that is 1 if the weights are not finite."""
 
 NAN_ACCEPTED = "nan_accepted"
-"""Name in a checkpoint's metrics of a 1 if the run began with infinite weights, which are then not checked."""
+"""Name of a checkpoint metric that is 1 if the run began with infinite weights, which are then not checked."""
 
 FILES_AT_ONCE = 2
-"""Number of a checkpoint's files that are read at once. Each takes a core for SHA-256, and memory for reading."""
+"""Number of a checkpoint's files that are read in parallel. Each takes a core for SHA-256, and memory for reading."""
 
 Directories = Mapping[str, Mapping[str, Entry]]
 """The files of each checkpoint directory, by the directory's name (`list_directories`)."""
@@ -145,7 +145,7 @@ class Checkpoint:
 
 
 def is_out_of_patience(metrics: Mapping[str, Any], early_stop: int) -> bool:
-    """Return True if the last `early_stop` evaluations brought no better one. With 0, there is no limit."""
+    """Return True if the best evaluation was at least `early_stop` evaluations ago. With 0, return False."""
     return 0 < early_stop <= int(metrics.get(SINCE_BEST) or 0)
 
 
@@ -273,8 +273,8 @@ def is_file_name(name: str) -> bool:
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
     """Return the faults of a checkpoint, a line for each. The list is empty if every byte matches the manifest.
 
-    `listed` is the checkpoint's directory in `list_directories`. If it is given, only files are read that are listed in
-    another version than at the commit: they were written since, or the run was copied.
+    `listed` is the checkpoint's directory in `list_directories`. If it is given, only files are read whose version
+    differs from that at the commit, because they were written since, or because the run was copied.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
@@ -299,7 +299,7 @@ def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) 
 
 
 def is_unchanged(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> bool:
-    """Return True if storage says that no file was written since the commit. Its bytes need no comparison then."""
+    """Return True if, according to storage, no file was written since the commit. Its bytes need no comparison then."""
     files = checkpoint.files.items()
     return all(file in listed and listed[file].version == each.get("version") for file, each in files)
 
@@ -390,7 +390,7 @@ class Retention(NamedTuple):
     metric: str
     "Metric that ranks the checkpoints."
     order: str
-    "Value of the metric that is the best: `min` or `max`."
+    "Best value of the metric: `min` or `max`."
 
 
 def retention(attempts: list[Attempt]) -> Retention:
@@ -425,9 +425,9 @@ def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[C
 
 
 def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
-    """Return the checkpoints that retention deletes, given all of them by step.
+    """Return the checkpoints that retention deletes, given all checkpoints sorted by step.
 
-    The newest, the newest with finite weights, and the `keep` best are not among them.
+    Retention keeps the newest, the newest with finite weights, and the `keep` best.
     """
     finite = [checkpoint for checkpoint in checkpoints if checkpoint.finite]
     best = best_first(checkpoints, ranking_metric(checkpoints, metric), order)[:keep]
@@ -500,7 +500,10 @@ class CheckpointDirectory(Run):
     """A checkpoint directory on its own, which may have been copied or renamed."""
 
     def key(self, *parts: str) -> str:
-        """Return a storage key. Only the file of a key in a run is used, because the directory is the checkpoint."""
+        """Return a storage key.
+
+        Only the file in a run's key is used, because the directory itself is the checkpoint.
+        """
         return "/".join(part for part in (self.name, *parts[2:]) if part)
 
 

@@ -1,8 +1,7 @@
 """The cost of a run's nodes: which nodes its attempts had, for how long, and at which recorded price. Pure.
 
-An attempt has its nodes from its claim until the next attempt's, or until the end of the run. The time in which the run
-had ended, and nothing was there to train it, is left out. A cloud bills for more: nodes that start or are idle, disks,
-and traffic.
+An attempt has its nodes from its claim until the next attempt's, or until the end of the run. The time during which
+the run had ended is left out. A cloud bills for more: nodes that start or are idle, disks, and traffic.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple
 
 
 def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return the hours between each two bounds that are in the spans but not in the pauses. Overlaps count once."""
+    """Return the hours between each two adjacent bounds, in the spans but not in the pauses. Overlaps count once."""
     covered = _until([*spans, *pauses], bounds)
     paused = _until(pauses, bounds)
     until = [one - other for one, other in zip(covered, paused, strict=True)]

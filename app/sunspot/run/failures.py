@@ -47,7 +47,7 @@ class Failure:
     message: str
     traceback: str
     file: str = ""
-    "File of the innermost frame in the user's own code. Empty if no frame is in it."
+    "File of the innermost frame in the user's code, or empty."
     line: Count = 0
     function: str = ""
     time: Moment = field(default_factory=time.time)
@@ -84,7 +84,7 @@ def describe_failure(error: BaseException, attempt: int, rank: int | None, step:
 
 
 def find_place(text: str) -> tuple[str, int, str]:
-    """Return the file, line and function of the innermost frame, preferably of one in the user's code."""
+    """Return the file, line and function of the innermost frame in the user's code, or else of the innermost frame."""
     frames = [(file, int(line), function) for file, line, function in FRAME.findall(text)]
     called = [frame for frame in frames if not INSTALLED.search(frame[0])]
     own = [frame for frame in called if not OURS.match(frame[0])]

@@ -238,7 +238,7 @@ FORMS: dict[Kind, tuple[Any, Callable[[dict[str, Any]], bool]]] = {
     "ranks": (dict[str, float | Int64 | dict[str, list[Measure | Int64 | None]]], _is_of_ranks),
     "events": (dict[str, float | Int64 | bool | str | None], _is_event),
 }
-"""Type of a line and a further check of it, by kind of journal. Numbers may be NaN or infinite, except those of the
+"""Schema of a line and a further check, by kind of journal. Numbers may be NaN or infinite, except those of the
 `ranks`. (`float` comes first because most numbers are floats.)"""
 
 

@@ -126,8 +126,8 @@ class Receipt:
     def phases(self) -> dict[str, float]:
         """Seconds from `beginning` to the end of each observed phase, in order.
 
-        A driver may begin while the group of a lost driver still trains. Phases that ended before the last step of that
-        group that counts are not part of the recovery.
+        A driver may begin while the group of a lost driver still trains. A phase that ended before that group took its
+        last step that counts is not part of the recovery.
         """
         ends = {
             "old group gone": self.launched,

@@ -40,9 +40,11 @@ FIRST_BYTES, NEWEST_BYTES = 1 << 20, 4 << 20
 """Bytes of a stream's first and newest segments that are kept."""
 
 BURST = 120
+"""Number of writes that a process may make at any rate, at first and after a pause."""
+
 DRIVER_EVERY_S, RANK_EVERY_S = 10.0, 60.0
-"""Number of writes that a process may make at any rate, and seconds between two writes of a process that has used them
-up. The writes of a thousand ranks that print all day would otherwise cost 86 dollars."""
+"""Seconds between two writes of a driver and of a rank that have used up BURST. The writes of a thousand ranks
+that print all day would otherwise cost 86 dollars."""
 
 TOO_FAST = "the process printed faster than storage could take it"
 
@@ -65,7 +67,7 @@ class LogWriter:
         self._written = 0
         "Number of bytes of the tail that are in storage or are being written."
         self._lost = 0
-        "Number of bytes that are left out of the rest of the tail."
+        "Number of bytes left out of the part that is not in storage yet."
         self._later: list[tuple[int, int]] = []
         "Position and size of the complete segments in storage after the first FIRST_BYTES."
         self._ending = False

@@ -161,7 +161,7 @@ def read_if_exists(load: Callable[[], Record]) -> Record | None:
 
 
 def report_damage(text: str, damaged: list[str] | None = None) -> None:
-    """Add a message about damage to `damaged`, or log it as a warning if that is None."""
+    """Add a message about damage to `damaged`, or log it as a warning if `damaged` is None."""
     if damaged is None:
         warn_once(log, f"{text}; left out")
     else:

@@ -41,8 +41,7 @@ from sunspot.storage.base import Entry
 from sunspot.storage.limits import with_deadline
 
 RECORD_S = 60.0
-"""Longest wait, in seconds, for storage to take the status of a driver that begins or ends. The driver does not depend
-on it."""
+"""Longest wait, in seconds, for storage to take a driver's status. Without an answer, the driver continues anyway."""
 
 DRIVER_CHECK_EVERY_S = 5.0
 """Seconds between two reads of what other processes write to storage for a driver: its status, and the stop marker."""

@@ -63,8 +63,8 @@ LOST_AFTER_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 """Seconds of silence after which a run is lost. Two status writes may fail, and storage may be slow to answer."""
 
 STALLED_AFTER_S, STALLED_AFTER_STEPS = 20.0, 10
-"""Seconds and step times without a step after which a running run counts as stalled. Both must have passed. A rank then
-hangs, its node is frozen, or it waits for storage."""
+"""Limits after which a running run without a new step counts as stalled: seconds, and multiples of its step time. Both
+must have passed. A rank then hangs, its node is frozen, or it waits for storage."""
 
 
 # -------------------------------------------------------------------------------------------------------------- listing
@@ -282,7 +282,7 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status, asked: object = None) -> str:
-    """Describe the work of a live run whose status has no reason; the caller shows its step.
+    """Return a text about the work of a live run whose status has no reason. The caller shows its step.
 
     `asked` is the requested number of workers if fewer train.
     """
@@ -390,7 +390,8 @@ class RunView:
 
     @property
     def ended(self) -> float:
-        """Time at which the run's own processes were last active, in seconds since the epoch. While it is live, now."""
+        """Time at which the run's own processes were last active, in seconds since the epoch. It is now if the run is
+        live."""
         if not self.state.terminal:
             return self.time
         times = [self.status.time] if self.status else [self.last_active, self.last.get("time") or 0.0]

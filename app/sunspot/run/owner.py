@@ -47,7 +47,7 @@ class Owner(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The namespace and the cluster as readable text; empty if neither is known."""
+        """The namespace and the cluster as readable text, or an empty text if neither is known."""
         parts = [f"namespace {self.namespace}"] if self.namespace else []
         return " of ".join([*parts, f"cluster {self.cluster}"] if self.cluster else parts)
 

@@ -63,7 +63,7 @@ class Predictions:
     confusion: list[list[Count]]
     "Number of rows by label, then by predicted class."
     mistakes: list[Example] = field(default_factory=list)
-    "Wrong predictions, with those first of which the model was most certain."
+    "Wrong predictions, the most certain first."
     right: list[Example] = field(default_factory=list)
     "Right predictions, spread over the classes."
     samples: list[Example] = field(default_factory=list)

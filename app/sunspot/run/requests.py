@@ -19,7 +19,7 @@ from sunspot.run import Run, to_json
 from sunspot.run.objects import Moment, read, read_if_exists, read_or_default
 
 STOP, DELETION = "stop.json", "delete.json"
-"""Objects that exist as long as the run must not train, and while it is being deleted."""
+"""Names of the objects that exist as long as the run must not train, and while it is being deleted."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ def refuse_if_deleted(run: Run) -> None:
 
 
 def clear_deletion(run: Run) -> None:
-    """Delete the record of a deletion, after all else. A delayed request does not delete that of a later deletion."""
+    """Delete the record of a deletion, as its last step.
+
+    A delayed call does not delete the record of a later deletion.
+    """
     for entry in run.storage.list(run.key(DELETION)):
         run.storage.delete(entry.key, entry.version)
 

@@ -23,7 +23,7 @@ characters."""
 
 MAX_SEGMENT_BYTES = 32 << 20
 """Largest segment of a journal, of the audit or of output. Merged segments stay below 8 MiB, twice the last of
-`streams.SIZES`; a segment that waited for slow storage may be larger. A segment of output has at most 9 MiB: twice
+`streams.SIZES`. A segment that waited for slow storage may be larger. A segment of output has at most 9 MiB: twice
 `logs.MAX_WAITING`, because more output may come while it is written."""
 
 MAX_BYTES_AT_ONCE = 32 << 20
@@ -90,7 +90,7 @@ CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 @contextmanager
 def budget(most: int, what: str) -> Iterator[None]:
-    """Limit the bytes of objects and segments that are read in this context; reading more raises `TooLargeError`."""
+    """Limit the bytes of objects and segments that are read in this context. Reading more raises `TooLargeError`."""
     token = CURRENT.set(Budget(most, what))
     try:
         yield

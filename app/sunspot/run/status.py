@@ -138,7 +138,7 @@ class Status:
 
     @property
     def place(self) -> str:
-        """The namespace and the cluster in which the run trains, as readable text; empty if they are not known."""
+        """The namespace and the cluster in which the run trains as readable text, or an empty text if not known."""
         return Owner.parse(self.owner).place
 
     @property
@@ -155,7 +155,7 @@ class Status:
 
 
 def is_alive(status: Status, now: float) -> bool:
-    """Return True if a run has not ended and its newest status is recent; `now` is in seconds since the epoch."""
+    """Return True if a run has not ended and its newest status is recent. `now` is in seconds since the epoch."""
     return not status.state.terminal and now - status.seen <= SILENT_AFTER_S
 
 

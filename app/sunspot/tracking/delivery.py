@@ -22,7 +22,7 @@ from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_i
 from sunspot.run.checkpoints import Checkpoint, choose, classify, compare_bytes, list_directories
 from sunspot.run.history import iter_records, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
-from sunspot.run.objects import Count, Form, read, read_if_exists, read_if_usable
+from sunspot.run.objects import Count, Record, read, read_if_exists, read_if_usable
 from sunspot.run.status import Status, read_status
 from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX
@@ -303,5 +303,5 @@ def read_delivered(run: Run, service: str) -> Delivered:
     return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
 
 
-def _read(run: Run, form: type[Form], file: str) -> Form | None:
-    return read_if_usable(lambda: read(run, form, "tracking", file))
+def _read(run: Run, schema: type[Record], file: str) -> Record | None:
+    return read_if_usable(lambda: read(run, schema, "tracking", file))

@@ -2,7 +2,7 @@
 
 A request for a run's page takes this path:
 
-    http_server.Server                checks the host name for which it was made
+    http_server.Server                checks the host name in the request
     site.Site.answer                  chooses the page, and answers with its newest reading
     refreshing.RefreshingValue        starts another reading in the background if it is due
     page_process.PageProcess.read     lets a process with limited memory and time make the page

@@ -72,7 +72,7 @@ class RunRow:
 
     @property
     def is_live(self) -> bool:
-        """Return True if the run may change without a user."""
+        """Return True if the run may change without an action of a user."""
         return self.state is None or not self.state.terminal
 
 

@@ -1,4 +1,4 @@
-"""Server of a site over HTTP. It only reads."""
+"""HTTP server of a site, which answers only requests that read."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""The page that lists all runs with their states, or those that a search in it finds."""
+"""The page that lists all runs with their states, or only the runs that a query finds."""
 
 import time
 from collections import Counter
@@ -31,7 +31,7 @@ COLUMNS = ("run", "state", "steps", "held out", "loss", "checkpoint", "incidents
 
 @dataclass(frozen=True)
 class Query:
-    """The choice of runs that the list shows."""
+    """A query for runs in the list."""
 
     q: str = ""
     "Words that must all occur in the name, the state or the reason."

@@ -1,4 +1,4 @@
-"""A process that reads the pages of runs, so that a page that takes too much memory or time harms no other.
+"""A process that reads the pages of runs, so that a page that takes too much memory or time does not affect others.
 
 Each limit in `sunspot.run.size_limits` applies to one kind of data. This process bounds their sum, and everything that
 they do not cover. Its memory and its time are limited, and the server starts another process for the next page.

@@ -37,7 +37,7 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
 
 
 def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Read a page that compares several runs. Runs that cannot be read are named in notes above the others."""
+    """Read a page that compares several runs. Notes above the comparison name the runs that cannot be read."""
     reports, notes = list[Report](), list[Html]()
     for name in names:
         run = Run(storage, name)

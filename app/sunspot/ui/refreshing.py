@@ -17,14 +17,14 @@ from sunspot.storage.limits import with_deadline
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
-"""Longest time, in seconds, for which storage may not answer before a read is given up."""
+"""Seconds without an answer from storage after which a read is given up."""
 
 PAUSE = 2
 """Factor between the duration of a read and the time until the next one, so that a long history does not keep a core
 busy."""
 
 MAX_THREADS = 200
-"""Largest number of threads with which another read may start. If there are more, storage does not answer them."""
+"""Largest number of threads in the process for another read to start. More threads mean that storage does not answer."""
 
 Value = TypeVar("Value")
 

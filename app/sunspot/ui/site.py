@@ -25,7 +25,7 @@ from sunspot.ui.refreshing import Reading, RefreshingValue
 from sunspot.ui.run_pages import BACK, LOG, Log, show_log
 
 EVERY_S = 10.0
-"""Seconds between two reads of what a page shows, as between two writes of a run's status."""
+"""Seconds between two reads of what a page shows. A run writes its status as often."""
 
 SOON_S = 1.0
 """Longest time, in seconds, that a request waits for a read if there is an earlier reading to show."""
