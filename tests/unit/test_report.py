@@ -278,7 +278,7 @@ def test_the_report_of_a_live_run_ends_now(run: Run) -> None:
     assert "Running" in page.text
     assert "2 workers train" in page.text
     assert "The model has not been evaluated on held-out rows yet." in page.text
-    assert "of a number not known yet" in page.text
+    assert "total not known yet" in page.text
     assert page.figures["time"] > 1000, "its time ends now"
 
 

@@ -110,7 +110,7 @@ def _figures(report: Report) -> Iterator[Html]:
             value, step = newest
             at = f"at step {step}" if step != report.step else None
             yield _figure(_in_words(name).capitalize(), name, result(name, value), at)
-    of = f"of {report.total_steps:,}" if report.total_steps else "of a number not known yet"
+    of = f"of {report.total_steps:,}" if report.total_steps else "total not known yet"
     yield _figure("Steps", "steps", integer(report.step), of)
     if report.seconds is None:
         yield _figure("Time", "time", "none", "no worker has begun")

@@ -146,7 +146,7 @@ def _exhibits(report: Report) -> Html:
     if not found:
         return Html("")
     is_older = report.checkpoint and found.checkpoint != report.checkpoint.name
-    note = [paragraph("The following is of ", element("code", found.checkpoint), ".")] if is_older else []
+    note = [paragraph("The following is from ", element("code", found.checkpoint), ".")] if is_older else []
     parts, more = cut(found.parts, MAX_PARTS, "parts")
     return join([*note, *map(_exhibit, parts), paragraph(f"{more}.", kind="note") if more else ""])
 

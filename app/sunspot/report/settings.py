@@ -40,7 +40,7 @@ def _data(report: Report) -> Html:
     if not report.identity or not report.identity.rows:
         return paragraph("Nothing is recorded about the data yet.")
     rows = report.identity.rows
-    counts = [["training rows", rows.rows], ["steps of an epoch", rows.steps_per_epoch]]
+    counts = [["training rows", rows.rows], ["steps per epoch", rows.steps_per_epoch]]
     return table("Data", ["what", "is"], [*counts, ["fingerprint", _code(rows.data)]])
 
 
@@ -74,4 +74,4 @@ def _changes(what: str, recorded: list[tuple[int, dict[str, str]]]) -> Html:
     shown = lines[-MAX_CHANGES:]
     of = f", the newest {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
     items = element("ul", join(element("li", line) for line in shown))
-    return join([element("h3", f"Changes of the {what}{of}"), items])
+    return join([element("h3", f"Changes to the {what}{of}"), items])

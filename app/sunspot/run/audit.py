@@ -127,7 +127,7 @@ def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
         raise DamageError(f"{place} cannot be read: {shorten(error)}") from error
     steps = pyarrow.compute.min_max(table["step"]).as_py()
     if any(column.null_count for column in table.columns):
-        raise DamageError(f"{place} cannot be used: it has nulls")
+        raise DamageError(f"{place} cannot be used: it contains null values")
     if len(table) and not segment.first <= steps["min"] <= steps["max"] <= segment.last:
         raise DamageError(
             f"{place} cannot be used: it contains steps {steps['min']} to {steps['max']}, outside the "

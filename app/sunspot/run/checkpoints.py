@@ -454,7 +454,7 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
         refuse_if_absent(run, which, list_directories(run))
         named = read_manifest(run, which)
         if named is None:
-            raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))}: was just deleted")
+            raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))} was just deleted")
         return named, []
     notes: list[str] = []
     attempts = read_attempts(run)

@@ -108,7 +108,7 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         before or Status(RunState.STARTING, owner),
         state=RunState.STARTING,
         owner=owner,
-        reason="no worker trains yet: the driver reads its data, or waits for machines",
+        reason="no worker trains yet: the driver is reading its data or waiting for nodes",
         began=time.time(),
         starts=before.starts + 1 if before and again else 1,
         attempt=0 if before and before.owner != owner and is_alive(before, time.time()) else known,

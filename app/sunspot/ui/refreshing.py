@@ -24,7 +24,7 @@ PAUSE = 2
 busy."""
 
 MAX_THREADS = 200
-"""Largest number of threads in the process for another read to start. More threads mean that storage does not answer."""
+"""Largest number of threads with which another read may start. More threads mean that storage does not answer."""
 
 Value = TypeVar("Value")
 
