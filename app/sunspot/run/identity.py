@@ -74,9 +74,9 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
         run.storage.write(run.key(FILE), with_checksum(asdict(replace(identity, rows=rows))))
         return
     raise ConflictError(
-        f"{run.location}: its seed now gives another order of the rows than at its beginning ({change}), so the rest of "
-        f"the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the new "
-        f"order with {PREFIX}ACCEPT={name}"
+        f"{run.location}: its seed now gives another order of the rows than at its beginning ({change}), so the rest "
+        f"of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the "
+        f"new order with {PREFIX}ACCEPT={name}"
     )
 
 
