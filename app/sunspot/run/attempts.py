@@ -121,7 +121,7 @@ class Attempt:
 
 def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
     """Return the newest attempt's value of the setting `name` (a field of `Settings`), or else the default."""
-    from sunspot.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
+    from sunspot.settings import PREFIX, Settings  # pydantic is slow to import, and most verbs do not need it
 
     recorded = attempts[-1].metadata.settings if attempts else {}
     return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
@@ -183,7 +183,7 @@ def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
     Its number stays taken, so that what it wrote cannot be mistaken for a later attempt's. `environment` has the
     settings.
     """
-    from sunspot.settings import accepts  # pydantic: slow to import, and most verbs do without
+    from sunspot.settings import accepts  # pydantic is slow to import, and most verbs do not need it
 
     files = _list_files(run)
     for file in filter(CLAIM.fullmatch, files):

@@ -146,7 +146,7 @@ def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
 
 def _rate(attempt: Attempt) -> _Rate:
     """Return the hourly prices of an attempt's nodes and of the head. Each host counts once."""
-    from sunspot.settings import HEAD, PREFIX  # pydantic: slow to import, and most verbs do without
+    from sunspot.settings import HEAD, PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     metadata = attempt.metadata
     prices = _read_prices(metadata.settings.get(PREFIX + "PRICES", ""))

@@ -57,7 +57,7 @@ def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[st
 
 
 def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[str, str]) -> None:
-    from sunspot.settings import PREFIX, accepts  # pydantic: slow to import, and most verbs do without
+    from sunspot.settings import PREFIX, accepts  # pydantic is slow to import, and most verbs do not need it
 
     begun = identity.rows
     if begun is None:

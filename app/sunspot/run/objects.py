@@ -187,7 +187,7 @@ _building = threading.Lock()
 
 @functools.cache
 def _build(schema: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter  # slow to import, and help does without
+    from pydantic import TypeAdapter  # slow to import, and not needed for help
 
     return TypeAdapter(schema)
 

@@ -86,9 +86,8 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
     if state is RunState.STOPPED:
         stop = read_stop(run)
         reason = f"by {stop.by}" if stop and stop.by else reason
-    best = read_or_default(
-        lambda: find_best_checkpoint(run, metric, order), None
-    )  # one damaged trial must not end a search
+    # One damaged trial must not end a search.
+    best = read_or_default(lambda: find_best_checkpoint(run, metric, order), None)
     trial = Trial(run.name, dict(settings), state, reason, status.step, status.total_steps)
     if best is None:
         return trial

@@ -271,9 +271,8 @@ def tidy(
     current = without_merged_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(current)])
     for group in _neighbours(each for each in current if each.entry.size < SIZES[-1]):
-        with suppress(
-            NotFoundError, DamageError
-        ):  # another process merged the segments, or one is damaged, which readers report
+        # Another process may have merged the segments, or one may be damaged, which readers report.
+        with suppress(NotFoundError, DamageError):
             content = join(map_parallel(read, group))
             first, last = group[0], group[-1]
             storage.write(key(first.stream, first.first, last.last, content), content)

@@ -99,7 +99,7 @@ class AllRuns:
         live = [name for name, row in known.items() if row and row.is_live]
         in_turn = [name for name, row in known.items() if not (row and row.is_live)][:MAX_ENDED]
         for name in in_turn:
-            known[name] = known.pop(name)  # to the end, behind those that wait for their turn
+            known[name] = known.pop(name)  # to the end, after those that wait for their turn
         self.rows = known
         self.total = len(names)
         map_parallel(self._read_row, [*live, *(name for name in names if name not in known), *in_turn])
