@@ -127,9 +127,9 @@ class History:
         "Names of the results after the first MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
         "Number of records in which a result is NaN, infinite or huge, and the step of the first, by name."
-        self.last: dict[str, Any] = {}
+        self.newest_record: dict[str, Any] = {}
         "Step and time of the newest record, empty before the first."
-        self.latest: dict[str, tuple[float, int]] = {}
+        self.newest_values: dict[str, tuple[float, int]] = {}
         "Newest value of each number, and its step."
         self._usual_rows = 0.0
         "Number of rows in a usual window of the newest attempt."
@@ -164,10 +164,10 @@ class History:
         placed = {"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch")}
         self.series.add(placed | kept)
         self.attempts.add(record["attempt"])
-        self.last = {"step": step, "time": kept["time"]}
+        self.newest_record = {"step": step, "time": kept["time"]}
         for name, value in kept.items():
             if value is not None:
-                self.latest[name] = value, step
+                self.newest_values[name] = value, step
                 if name in self.results and not can_draw(value):
                     times, first = self.undrawable.get(name, (0, step))
                     self.undrawable[name] = times + 1, first

@@ -108,7 +108,7 @@ class Report(RunView):
 
     def result(self, name: str) -> tuple[float, int] | None:
         """Return the newest value of a result and its step, from the newest checkpoint or a later record."""
-        found = self.history.latest.get(name)
+        found = self.history.newest_values.get(name)
         checkpoint = self.checkpoint
         if not checkpoint or (found and found[1] > checkpoint.step):
             return found
@@ -161,7 +161,7 @@ def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True)
         events=events,
         receipts=receipts,
         checkpoint=_newest_good(checkpoints),
-        last=history.last,
+        newest_record=history.newest_record,
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
         gaps=find_gaps(receipts, history.attempts),

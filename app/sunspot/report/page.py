@@ -118,7 +118,7 @@ def _figures(report: Report) -> Iterator[Html]:
         paused_s = sum(receipt.paused_s for receipt in report.receipts)
         paused = f"paused for {duration(paused_s).text} of it" if paused_s else None
         yield _figure("Time", "time", duration(report.seconds), paused)
-    throughput = report.history.latest.get("rows_per_s")
+    throughput = report.history.newest_values.get("rows_per_s")
     speed = (rate(throughput[0], " rows/s"), "in the newest record") if throughput else ("not known", None)
     yield _figure("Throughput", "throughput", *speed)
     goodput = (percent(report.goodput, 0), None) if report.goodput is not None else ("not known", "no receipt yet")

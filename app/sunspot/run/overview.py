@@ -330,7 +330,7 @@ class RunView:
     "Newest verified checkpoint."
     passed_over: tuple[SkippedCheckpoint, ...] = ()
     "Newer checkpoints that cannot be used or no longer exist."
-    last: dict[str, Any] = field(default_factory=dict)
+    newest_record: dict[str, Any] = field(default_factory=dict)
     "Newest record of the metric history, empty if no record exists."
     last_active: float = 0.0
     "Time of the last sign of life of its own processes, in seconds since the epoch, or 0 if not known."
@@ -340,7 +340,7 @@ class RunView:
         """The highest optimizer step that is known to be taken."""
         return max(
             self.status.step if self.status else 0,
-            self.last.get("step", 0),
+            self.newest_record.get("step", 0),
             self.checkpoint.step if self.checkpoint else 0,
         )
 
@@ -359,12 +359,14 @@ class RunView:
     @property
     def loss(self) -> float | None:
         """The newest training loss."""
-        return self.status.loss if self.status and self.status.loss is not None else self.last.get("loss")
+        return self.status.loss if self.status and self.status.loss is not None else self.newest_record.get("loss")
 
     @property
     def rows_per_s(self) -> float | None:
         """The newest throughput of all ranks together."""
-        return self.status.rows_per_s if self.status and self.status.rows_per_s else self.last.get("rows_per_s")
+        return (
+            self.status.rows_per_s if self.status and self.status.rows_per_s else self.newest_record.get("rows_per_s")
+        )
 
     @property
     def seconds_left(self) -> float | None:
@@ -394,7 +396,7 @@ class RunView:
         live."""
         if not self.state.terminal:
             return self.time
-        times = [self.status.time] if self.status else [self.last_active, self.last.get("time") or 0.0]
+        times = [self.status.time] if self.status else [self.last_active, self.newest_record.get("time") or 0.0]
         return max(*times, *(attempt.time for attempt in self.attempts[-1:]), 0.0) or self.time
 
     @property
@@ -422,7 +424,7 @@ class RunView:
             return self.status.time
         if self.status.driver == self.attempts[-1].driver:
             return self.time
-        return max(self.last.get("time") or 0.0, self.checkpoint.time if self.checkpoint else 0.0)
+        return max(self.newest_record.get("time") or 0.0, self.checkpoint.time if self.checkpoint else 0.0)
 
     @property
     def incidents(self) -> list[Receipt]:
@@ -486,7 +488,7 @@ def read_view(run: Run) -> RunView:
         receipts=read_receipts(events),
         checkpoint=checkpoint,
         passed_over=passed_over,
-        last=last or {},
+        newest_record=last or {},
         last_active=summary.last_active,
     )
 

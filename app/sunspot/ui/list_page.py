@@ -40,7 +40,7 @@ class Query:
     page: int = 1
 
     @classmethod
-    def of(cls, fields: Mapping[str, str]) -> "Query":
+    def parse(cls, fields: Mapping[str, str]) -> "Query":
         """Return the query in an address. Invalid fields are ignored."""
         number = fields.get("page", "")
         page = int(number) if number.isdecimal() and len(number) < 7 else 1

@@ -30,7 +30,7 @@ class Log:
     "Names of other streams, the newest first."
 
 
-LOG = Html("<!-- log -->")
+LOG_PLACEHOLDER = Html("<!-- log -->")
 """Placeholder for the log in the body of a run's page, which is made less often than the log is read."""
 
 
@@ -48,7 +48,7 @@ def show_run(report: Report) -> Html:
     for anchor, section in SECTIONS.items():
         sections[anchor] = section
         if anchor == "incidents":
-            sections["log"] = ("Log", lambda _: LOG)
+            sections["log"] = ("Log", lambda _: LOG_PLACEHOLDER)
     sections["checkpoints"] = (SECTIONS["checkpoints"][0], show_checkpoints)
     search = report.labels.get(SEARCH_LABEL, "")
     shown = show_report(report, sections)

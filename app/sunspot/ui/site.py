@@ -22,7 +22,7 @@ from sunspot.ui.list_page import Query, show_all
 from sunspot.ui.pages import PageReader, RunPage, read_comparison, read_run
 from sunspot.ui.read_only import ReadOnlyStorage
 from sunspot.ui.refreshing import Reading, RefreshingValue
-from sunspot.ui.run_pages import BACK, LOG, Log, show_log
+from sunspot.ui.run_pages import BACK, LOG_PLACEHOLDER, Log, show_log
 
 EVERY_S = 10.0
 """Seconds between two reads of what a page shows. A run writes its status as often."""
@@ -87,7 +87,7 @@ class Site:
         fields = parse_qsl(parts.query)
         folder, _, name = parts.path.strip("/").partition("/")
         if parts.path == "/":
-            return self._list(Query.of(dict(fields)))
+            return self._list(Query.parse(dict(fields)))
         if folder == "run" and RUN.fullmatch(name):
             return self._run(name, dict(fields).get("log", ""))
         if parts.path == "/compare":
@@ -126,7 +126,7 @@ class Site:
                 status = HTTPStatus.NOT_FOUND if reading.missing else HTTPStatus.SERVICE_UNAVAILABLE
         else:
             title = page.title
-            parts = [*notes, Html(page.body.replace(LOG, show_log(name, printed.value)))]
+            parts = [*notes, Html(page.body.replace(LOG_PLACEHOLDER, show_log(name, printed.value)))]
         return _page(title, join([BACK, element("div", join(parts), id="run")]), status)
 
     def _compare(self, names: Sequence[str]) -> Answer:
