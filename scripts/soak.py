@@ -16,7 +16,7 @@ from scripts.recovery import add_options, inject, request_of
 from scripts.smoke import MIN_ACCURACY
 from scripts.subjects import Ours, running, wait_until_complete
 from sunspot.errors import SunspotError, run_and_exit
-from sunspot.run.incidents import describe
+from sunspot.run.incidents import describe_receipt
 
 INCIDENTS = [
     *(("reclaim", target) for target in ("worker", "rank0")),
@@ -79,7 +79,7 @@ def report(run: Ours) -> None:
     """Print receipts and goodput; raises `SunspotError` if the run is not as good as any other."""
     receipts = [receipt for receipt in run.receipts() if receipt.cause.incident]
     for receipt in receipts:
-        print(f"{time.strftime('%H:%M:%S', time.gmtime(receipt.first_step))}  {describe(receipt)}")
+        print(f"{time.strftime('%H:%M:%S', time.gmtime(receipt.first_step))}  {describe_receipt(receipt)}")
     sunspot("audit", run.run.name)
     status = json.loads(sunspot("status", run.run.name, "--json", *options(run.namespace), quiet=True))
     newest = json.loads(sunspot("checkpoints", "ls", run.run.name, "--json", "--limit", "1", quiet=True))[0]

@@ -14,7 +14,7 @@ from sunspot.plan import make_plan
 from sunspot.ray_session import RAY_ENVIRONMENT, start_local_ray
 from sunspot.run import Claimant, open_run
 from sunspot.run.history import read_journal
-from sunspot.run.identity import keep_identity
+from sunspot.run.identity import record_identity
 from sunspot.run.owner import new_owner
 from sunspot.run.requests import StopRequest
 from sunspot.settings import IDENTITY, Settings
@@ -43,7 +43,7 @@ def train_ms(settings: Settings) -> float:
     start_ray()
     plan = make_plan(settings, load_task(settings))
     run = open_run(settings.storage_path, settings.run_name)
-    keep_identity(run, settings.environment(), IDENTITY, identify_rows(plan))
+    record_identity(run, settings.environment(), IDENTITY, identify_rows(plan))
     with redirect_stdout(io.StringIO()):
         fit(plan, Claimant(run, new_owner("")), StopRequest())
     records = [record for record in read_journal(run, "metrics") if "rows_per_s" in record]

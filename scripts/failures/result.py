@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from sunspot.report.charts import HEIGHT, LEFT, WIDTH, Drawing, Line, Point, key, linear_axis
+from sunspot.report.charts import HEIGHT, LEFT, WIDTH, Drawing, Line, Point, legend_sample, linear_axis
 
 RESULTS = "results.jsonl"
 
@@ -126,7 +126,7 @@ def plot(results: Sequence[Result]) -> str:
     above = LEGEND * len(lines)
     for place, line in enumerate(lines):
         top = LEGEND * place - above
-        sample = key(line.style).replace("<svg ", f'<svg x="{LEFT}" y="{top}" width="24" height="12" ', 1)
+        sample = legend_sample(line.style).replace("<svg ", f'<svg x="{LEFT}" y="{top}" width="24" height="12" ', 1)
         added.append(f'{sample}<text x="{LEFT + 28}" y="{top + 10}">{escape(line.name)}</text>')
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     grown = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 {-above} {WIDTH} {HEIGHT + above}"'

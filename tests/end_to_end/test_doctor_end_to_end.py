@@ -15,7 +15,7 @@ import pytest
 
 from sunspot.cgroup import GROUPS, Throttling
 from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.history import each_rank_record, to_rows
+from sunspot.run.history import iter_rank_records, to_rows
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis, Finding
@@ -66,7 +66,7 @@ def test_a_run_without_faults_is_healthy(program: Program, make_data: MakeData) 
     found = train(program, make_data(20 * STEPS))
     assert set(found) == {Diagnosis.HEALTHY}
     run = the_run(program)
-    [record, *_] = each_rank_record(run, lineage(read_attempts(run)))
+    [record, *_] = iter_rank_records(run, lineage(read_attempts(run)))
     for rank in to_rows(record["ranks"]):
         assert 0 < rank["forward_s"] <= rank["steps_s"] <= rank["seconds"] * 1.1
         assert 50 < rank["resident_mib"] < rank["memory_mib"]

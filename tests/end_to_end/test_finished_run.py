@@ -14,7 +14,7 @@ from sunspot.errors import ConflictError
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.checkpoints import in_lineage, list_checkpoints, write_manifest
-from sunspot.run.history import each_rank_record, read_journal
+from sunspot.run.history import iter_rank_records, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun, driver_output
 from tests.harness.program import Program
@@ -39,7 +39,7 @@ def test_it_says_what_came_of_it(finished_run: FinishedRun) -> None:
 
 def test_every_rank_is_in_its_history(finished_run: FinishedRun) -> None:
     records = read_journal(finished_run.run, "metrics")
-    ranks = each_rank_record(finished_run.run, lineage(read_attempts(finished_run.run)))
+    ranks = iter_rank_records(finished_run.run, lineage(read_attempts(finished_run.run)))
     assert [sum(rows) for rows in zip(*(record["ranks"]["rows"] for record in ranks), strict=True)] == [ROWS, ROWS]
     assert sum(record["steps"] for record in records) == STEPS
     rates = ("learning_rate", "rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s")

@@ -15,12 +15,12 @@ from sunspot.elastic.control import ControlChannel, open_control
 from sunspot.elastic.messages import Incident
 from sunspot.formatting import as_time
 from sunspot.ray_internals.nodes import reachable_nodes
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.failures import read_failures
 from sunspot.run.history import read_journal
-from sunspot.run.incidents import Cause, describe, read_receipts
+from sunspot.run.incidents import Cause, describe_receipt, read_receipts
 from sunspot.run.logs import list_streams
 from sunspot.run.overview import read_state, read_view
 from sunspot.run.status import RunState, read_status
@@ -168,7 +168,7 @@ def test_what_was_frozen_is_said_to_be_silent_and_writes_nothing_when_it_comes_b
     output = old.communicate(timeout=200)[0]
     assert old.returncode == 6, output
     assert "attempt 2 of " in output
-    assert "owns the run" in output
+    assert "has owned the run since" in output
     after = {entry.key: entry.version for entry in run.storage.list(run.name)}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     its_own = (
@@ -197,10 +197,12 @@ def test_a_take_over_from_a_live_start_is_no_lost_driver(program: Program, make_
     assert str(takeover.cause) == "taken over"
     assert re.fullmatch(rf"by .+-{second.pid}-\w+, from .+-{first.pid}-\w+ at step [0-9]+", takeover.detail)
     assert all(at >= 0 for at in takeover.phases.values())
-    assert describe(takeover) in output
+    assert describe_receipt(takeover) in output
     view = read_view(run)
     assert (view.incidents, view.restarts) == ([], 1)
-    assert not any("driver lost" in line for line in (output, render(gather(run, view.state, view.reason)).decode()))
+    assert not any(
+        "driver lost" in line for line in (output, render(read_report(run, view.state, view.reason)).decode())
+    )
     assert not [found for found in examine(RunAccess(run)).findings if "lost" in found.evidence]
     assert_audit_clean(program)
 

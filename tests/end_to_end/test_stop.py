@@ -33,7 +33,7 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRu
     run = finished_run.run
     first, second = read_attempts(run)  # and none of the start before it was resumed
     assert (first.step, finished_run.state_when_stopped) == (0, RunState.STOPPED)
-    how = "to go on, give `sunspot resume run`"
+    how = "to continue, run `sunspot resume run`"
     assert f"stopped by `sunspot stop` at step {second.step} of {STEPS}; {how}" in finished_run.stopped
     assert STEPS // 2 < second.step < STEPS, "stopped where a checkpoint was due anyway, or not at all"
     assert f"stopped by `sunspot stop`; {how}" in finished_run.refused

@@ -30,7 +30,7 @@ from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt
-from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.identity import Rows, record_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
 from sunspot.train.build import build_model, build_optimizer, load_rest
@@ -96,7 +96,7 @@ def keep_run(plan: Plan) -> Run:
     """The run of a plan, with its identity."""
     run = open_run(plan.settings.storage_path, plan.settings.run_name)
     rows = Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
-    keep_identity(run, plan.settings.environment(), IDENTITY, rows)
+    record_identity(run, plan.settings.environment(), IDENTITY, rows)
     return run
 
 

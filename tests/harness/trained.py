@@ -13,7 +13,7 @@ from PIL import Image
 from sunspot.run import Run
 from sunspot.run.incidents import Cause
 from sunspot.run.predictions import Example, Predictions, write_shown
-from sunspot.run.status import RunState, Status, restore_status
+from sunspot.run.status import RunState, Status, write_status_as_is
 from sunspot.settings import Settings
 from tests.harness.runs import begin, commit, report, start, write_receipt
 
@@ -126,5 +126,5 @@ def trained(run: Run, ranks: int = 2) -> Run:
         checkpoint=last.name,
         time=BEGUN + 245,
     )
-    restore_status(run, ended)
+    write_status_as_is(run, ended)
     return run

@@ -1,4 +1,4 @@
-"""What a run keeps of its predictions, for its report."""
+"""The predictions that a run keeps for its report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PREDICTIONS = Predictions(
 )
 
 
-def test_predictions_come_back_as_they_were_kept(run: Run) -> None:
+def test_predictions_are_read_back_as_they_were_written(run: Run) -> None:
     assert read_shown(run, Predictions) is None
     write_shown(run, PREDICTIONS)
     assert read_shown(run, Predictions) == PREDICTIONS
@@ -53,8 +53,10 @@ def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, 
 # ----------------------------------------------------------------------------------------------- at the end of training
 
 
-def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(finished_run: FinishedRun) -> None:
-    kept, newest, rows = read_shown(finished_run.run, Predictions), finished_run.newest, finished_run.rows()
+def test_a_run_keeps_the_predictions_of_its_newest_checkpoint(finished_run: FinishedRun) -> None:
+    kept = read_shown(finished_run.run, Predictions)
+    newest = finished_run.newest
+    rows = finished_run.rows()
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
     model = Classifier("run", storage=finished_run.storage, task=SETTINGS_OF_RUN["TASK"])
@@ -90,7 +92,7 @@ def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
 
 
 @pytest.mark.slow
-def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
+def test_predictions_are_made_once_for_each_checkpoint_and_number_of_rows(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     run, newest = copied_run.run, copied_run.newest
@@ -115,24 +117,28 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
 
 
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "message"),
     [
         ("tests.tasks.batch_norm", "no predictions for the report: SUNSPOT_TASK=tests.tasks.batch_norm: defines no"),
         ("tests.tasks.tiny", "warning: no predictions for the report: storage is full"),
     ],
 )
-def test_a_reason_against_predictions_is_logged_and_fails_nothing(
-    task: str, said: str, finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_reason_for_missing_predictions_is_logged(
+    task: str,
+    message: str,
+    finished_run: FinishedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*words: Any) -> Any:
         raise StorageError("storage is full")
 
     monkeypatch.setattr("sunspot.predict.for_report.call_in_task", fail)
     save_predictions(plan_of(finished_run, TASK=task), finished_run.run, replace(finished_run.newest, name="another"))
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
-def test_when_time_is_up_what_was_predicted_is_kept(
+def test_predictions_made_before_the_time_limit_are_kept(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_here(act: Any, plan: Plan, run: str, checkpoint: str, limit_s: float) -> Any:
@@ -148,7 +154,7 @@ def test_when_time_is_up_what_was_predicted_is_kept(
     assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
 
 
-def test_the_most_certain_mistakes_are_kept_and_right_ones_of_every_class() -> None:
+def test_the_most_certain_mistakes_and_right_predictions_of_every_class_are_kept() -> None:
     random = np.random.default_rng(0)
     summary, certainties = Summary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):

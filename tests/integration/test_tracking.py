@@ -23,7 +23,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import checkpoint_name, lineage, read_attempts
 from sunspot.run.checkpoints import choose
 from sunspot.run.history import read_journal
-from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.settings import Settings
 from sunspot.tracking import __main__ as command
 from sunspot.tracking import process
@@ -157,7 +157,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
-    restore_status(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
+    write_status_as_is(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     delivery = Delivery(run, "mlflow", "away")
     inside, outside = os.pipe()
     monkeypatch.setattr(command, "END_TIMEOUT_S", 1)
@@ -165,7 +165,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     follower = threading.Thread(target=command.follow, args=(delivery, 1, "`the command`"))
     follower.start()
     wait_until(lambda: any(event["event"] == "tracking behind" for event in read_journal(run, "events")))
-    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2))
     os.close(outside)
     follower.join(60)
     assert not follower.is_alive()
@@ -183,7 +183,7 @@ def test_a_server_that_never_answers_holds_nobody_up(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
-    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     settings = Settings(tracking="mlflow", storage_path=run.storage.locate(""), run_name=run.name)
     monkeypatch.setattr(process, "FINISH_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -217,7 +217,7 @@ def test_a_process_that_fails_is_told_at_once(
 def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run)
     run.storage.write(run.key("report.html"), b"<html>the report")
-    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
     said = by_hand(run, SUNSPOT_TRACKING="mlflow", SUNSPOT_TRACKING_PROJECT="digits")
     assert said.returncode == 0, said.stderr
     shown = Shown(run, "digits")
@@ -338,7 +338,7 @@ def test_event_files_have_the_history(run: Run) -> None:
     from tensorboardX.proto.event_pb2 import Event
 
     trained(run)
-    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
     said = by_hand(run, SUNSPOT_TRACKING="tensorboard")
     assert (
         f"20 records delivered, 0 refused: `tensorboard --logdir {Path(run.location).parent}` shows them" in said.stdout
@@ -358,7 +358,7 @@ def test_event_files_have_the_history(run: Run) -> None:
 def test_wandb_offline_has_the_history(run: Run, tmp_path: Path) -> None:
     trained(run)
     run.storage.write(run.key("report.html"), b"<html>")
-    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
     said = by_hand(run, SUNSPOT_TRACKING="wandb")
     assert said.returncode == 0, said.stderr
     [first] = (tmp_path / "wandb").glob("offline-run-*")

@@ -24,8 +24,8 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import find_newest_good, list_checkpoints, list_directories
 from sunspot.run.requests import clear_stop, request_stop, stop_requested
-from sunspot.run.search import Results, Trial, best_of, read_results, read_trial
-from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.run.search import SearchResults, Trial, find_best_checkpoint, read_results, read_trial
+from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.settings import Settings
 from sunspot.tune.promotion import begin_attempt, promote
 from sunspot.tune.trials import (
@@ -188,12 +188,12 @@ def test_what_has_ended_is_not_begun_again(run: Run) -> None:
     assert not has_ended(run, settings)
     start(begin(run), "job", settings=settings.environment())
     for state in (RunState.FAILED, RunState.RUNNING, RunState.STOPPED):
-        restore_status(run, Status(state, "job"))
+        write_status_as_is(run, Status(state, "job"))
         assert not has_ended(run, settings), "a search that was stopped leaves no marker in its trials"
-    restore_status(run, Status(RunState.SUCCEEDED, "job"))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job"))
     assert has_ended(run, settings)
     assert not has_ended(run, Settings(epochs=3)), "it is trained further"
-    restore_status(run, Status(RunState.STOPPED, "job"))
+    write_status_as_is(run, Status(RunState.STOPPED, "job"))
     request_stop(run, "ASHA")
     assert has_ended(run, Settings(epochs=3))
 
@@ -284,12 +284,12 @@ def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
     history = HistoryReplay(run, "loss")
     assert history.new() == [], "nothing has begun"
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (1, 50)), {"step": 60, "time": 0.0})
-    restore_status(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
+    write_status_as_is(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
     assert history.new() == [{PART: WHOLE * 0.05, SCORE: 0.02}], "one step is too little to tell, and one has no loss"
     assert history.new() == []
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (50, 995, 1000)))
     assert history.new() == [], "the status has not changed, so the history was not read"
-    restore_status(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
+    write_status_as_is(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
     assert [result[PART] / WHOLE for result in history.new()] == [0.995, 1.0], "the end always counts"
 
 
@@ -302,7 +302,7 @@ def test_a_lucky_step_does_not_decide_over_a_trial(run: Run, metric: str, score:
         {"step": 5, metric: 3.0, "rows": 190, "time": 0.0},
         {"step": 10, metric: 1.0, "rows": 10, "time": 0.0},
     )
-    restore_status(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
+    write_status_as_is(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
     assert HistoryReplay(run, metric).new() == [{PART: WHOLE * 0.01, SCORE: pytest.approx(score)}]
 
 
@@ -316,12 +316,12 @@ def trial(run: Run) -> Run:
     attempt = start(begin(trial), "search")
     commit(trial, attempt, 5, loss=0.25)
     commit(trial, attempt, 10, loss=0.5)
-    restore_status(trial, Status(RunState.SUCCEEDED, "search", step=10, total_steps=10))
+    write_status_as_is(trial, Status(RunState.SUCCEEDED, "search", step=10, total_steps=10))
     return trial
 
 
 def test_a_promoted_checkpoint_is_one_of_the_search(run: Run, trial: Run, sunspot: Command) -> None:
-    best = best_of(trial, "loss", "min")
+    best = find_best_checkpoint(trial, "loss", "min")
     assert best
     begin(run)
     begin_attempt(run, "search", {}, None)
@@ -381,12 +381,12 @@ def test_what_a_trial_says_of_itself(trial: Run) -> None:
     )
     assert read_trial(trial, {}, "test_loss", "min").best is None
     assert read_trial(trial, {}, "loss", "min", "ConflictError: no").state is RunState.FAILED
-    restore_status(trial, Status(RunState.STOPPED, "search", step=10))
+    write_status_as_is(trial, Status(RunState.STOPPED, "search", step=10))
     request_stop(trial, "ASHA")
     assert read_trial(trial, {}, "loss", "min").reason == "by ASHA"
 
 
-def results() -> Results:
+def results() -> SearchResults:
     """Of four trials, each in another state."""
     drawn = [(0.01, "relu"), (0.1, "gelu"), (0.001, "relu"), (0.5, "gelu")]
     states = [RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED]
@@ -396,7 +396,7 @@ def results() -> Results:
         for n, ((rate, act), state, value) in enumerate(zip(drawn, states, best, strict=True), start=1)
     )
     space = {"LEARNING_RATE": "loguniform(1e-3,1)", "TASK_ARGS.act": "choice(relu,gelu)"}
-    return Results("test_accuracy", "max", space, trials, "s-01")
+    return SearchResults("test_accuracy", "max", space, trials, "s-01")
 
 
 def test_the_best_comes_first_and_failed_trials_are_not_trusted() -> None:

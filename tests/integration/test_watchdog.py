@@ -28,7 +28,7 @@ from sunspot.elastic.watchdog import (
 )
 from sunspot.run import SHARED_MEMORY, Run, open_run
 from sunspot.run.attempts import Attempt, claim
-from sunspot.run.failures import Hang, read_hangs, starved, suspects
+from sunspot.run.failures import Hang, find_suspects, read_hangs, waited_for_rows
 from sunspot.run.history import Journal, read_journal
 from tests.harness import REPOSITORY
 
@@ -357,7 +357,7 @@ def test_the_rank_that_the_others_wait_for_is_told_from_them(run: Run, tmp_path:
     assert [event["waiting"] for event in events] == [True, False], [event["stacks"] for event in events]
     assert "waits for other ranks in" in events[0]["detail"]
     assert "stands in consume_batch" in events[1]["detail"]
-    assert suspects(read_hangs(events), 2) == [1]
+    assert find_suspects(read_hangs(events), 2) == [1]
 
 
 RANKS, ROWS = "other ranks", "rows of Ray Data"
@@ -434,7 +434,7 @@ def test_a_rank_without_stacks_is_described_all_the_same() -> None:
 )
 def test_ranks_to_which_ray_data_brings_no_rows_do_not_hang(waits_for: dict[int, str], found: bool) -> None:
     hangs = [Hang(rank, "", what == RANKS, what == ROWS) for rank, what in waits_for.items()]
-    assert starved(hangs, 2) == found
+    assert waited_for_rows(hangs, 2) == found
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_ranks_to_which_ray_data_brings_no_rows_do_not_hang(waits_for: dict[int,
 )
 def test_suspects(waiting: dict[int, bool], found: list[int]) -> None:
     hangs = [Hang(rank, "", waits) for rank, waits in waiting.items()]
-    assert suspects(hangs, 3) == found
+    assert find_suspects(hangs, 3) == found
     assert read_hangs([{"event": "commit failed"}, *(hang.record() for hang in hangs)]) == hangs
 
 

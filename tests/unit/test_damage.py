@@ -1,4 +1,4 @@
-"""Whatever is damaged, every verb and every reader ends with a result or one clear error: no trace, no hang, no lie."""
+"""Damaged objects: every verb and reader ends with a result or one clear error, without a traceback or a hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sunspot.run.logs import LogWriter
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.predictions import Predictions, read_shown
 from sunspot.run.requests import SubmissionRecord, mark_deletion, record_submission, request_stop
-from sunspot.run.search import Results, Trial, best_of, read_trial, write_results
+from sunspot.run.search import SearchResults, Trial, find_best_checkpoint, read_trial, write_results
 from sunspot.run.status import RunState, new_driver
 from sunspot.tracking.delivery import Delivery, read_delivered, read_tracking_run
 from tests.harness.fuzz import damaged, ends_well
@@ -39,7 +39,7 @@ KINDS = [
     *("run.json", "status/", "stop.json", "delete.json", "attempts/", "checkpoints/", "metrics/", "ranks/", "events/"),
     *("failures/", "logs/", "audit/", "predictions.json", "tracking/", "submissions/", "search.json"),
 ]
-"""Where the objects of each kind lie in a run; of checkpoints, the manifests."""
+"""Folder or name of each kind of object in a run. Of checkpoints, only the manifests are damaged."""
 
 VERBS = [
     *("status run", "status run --json", "list", "logs run --rank 0", "checkpoints ls run --json", "audit run --json"),
@@ -65,7 +65,7 @@ WHOLE = [b"", b"null", b"[]", b"{}", b"0", b"\xff\xfe\x00", b"[" * 100_000, b"9"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A storage with a run that has every kind of object, and a search of which it is a trial."""
+    """Return a storage with a run that has every kind of object, and a search with this run as a trial."""
     folder = tmp_path_factory.mktemp("damage")
     run = trained(open_run(str(folder / "whole"), "run"))
     attempt = read_attempts(run)[-1]
@@ -80,12 +80,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.storage.write(run.key("tracking", "mlflow-delivered.json"), to_json({"step": 3, "attempt": 1, "records": 3}))
     record_submission(run, SubmissionRecord("run-1a2b3c4d"))
     trial = Trial("run", {"LEARNING_RATE": 0.1}, RunState.SUCCEEDED, "", 5, 100, 0.125)
-    write_results(begin(Run(run.storage, "search")), Results("loss", "min", {"LEARNING_RATE": "x"}, (trial,), "run"))
+    write_results(
+        begin(Run(run.storage, "search")), SearchResults("loss", "min", {"LEARNING_RATE": "x"}, (trial,), "run")
+    )
     return folder
 
 
 def nodes(value: Any) -> Iterator[Any]:
-    """Every object and list in a JSON value."""
+    """Yield every object and list in a JSON value."""
     if isinstance(value, dict | list):
         yield value
         for item in value.values() if isinstance(value, dict) else value:
@@ -94,7 +96,7 @@ def nodes(value: Any) -> Iterator[Any]:
 
 @st.composite
 def changed_json(draw: st.DrawFn, content: bytes) -> bytes:
-    """One value of one line becomes another one, or is left out."""
+    """Return the content with one value of one line replaced or removed."""
     lines = content.splitlines() if b"}\n{" in content else [content]
     place = draw(st.integers(0, len(lines) - 1))
     record = json.loads(lines[place])
@@ -109,7 +111,7 @@ def changed_json(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def read_facts(run: Run) -> dict[str, Any]:
-    """The truth about a run, as its readers tell it; None where they refuse."""
+    """Return the facts about a run from their readers, with None if a reader refuses."""
     readers: dict[str, Callable[[], Any]] = {
         "attempts": lambda: read_attempts(run),
         "checkpoints": lambda: [checkpoint for checkpoint in list_checkpoints(run) if not checkpoint.damage],
@@ -120,7 +122,7 @@ def read_facts(run: Run) -> dict[str, Any]:
 
 
 def start_again(run: Run) -> None:
-    """What a driver reads and writes around its training."""
+    """Read and write what a driver reads and writes before and after training."""
     driver = new_driver()
     fatal_error(Claimant(run, "job"))
     with recorded_outcome(Claimant(run, "job", driver), find_newest_good(run, read_attempts(run))[0], 20):
@@ -133,14 +135,14 @@ READERS: list[Callable[[Run], Any]] = [
     lambda run: (read_tracking_run(run, "mlflow"), read_delivered(run, "mlflow")),
     lambda run: Delivery(run, "mlflow", "project").missing(),
     lambda run: read_trial(run, {}, "loss", "min"),
-    lambda run: best_of(run, "loss", "min"),
+    lambda run: find_best_checkpoint(run, "loss", "min"),
 ]
 
 
 MARKERS = {"stop.json": request_stop, "delete.json": mark_deletion}
 
 first_markers: dict[str, bytes] = {}
-"""The content of each as the first example wrote it."""
+"""Content of each marker in the first example."""
 
 
 @pytest.mark.timeout(3600)
@@ -153,7 +155,7 @@ def test_a_damaged_object_ends_in_a_result_or_one_clear_error(whole: Path, kind:
     if kind in MARKERS:
         MARKERS[kind](run, "me")
         marker = run.storage.read(run.key(kind))
-        # The length of its time must not differ between examples: hypothesis takes that for a flaky test.
+        # The length of the time must not differ between examples, or hypothesis reports a flaky test.
         run.storage.write(run.key(kind), first_markers.setdefault(kind, marker))
     true = read_facts(run)
     assert None not in true.values()
@@ -166,7 +168,7 @@ def test_a_damaged_object_ends_in_a_result_or_one_clear_error(whole: Path, kind:
     run.storage.write(key, changed)
 
     for name, found in read_facts(run).items() if changed != content else ():
-        if name == "checkpoints":  # it may be the damaged one that is missing
+        if name == "checkpoints":  # the damaged checkpoint may be missing
             assert all(checkpoint in true[name] for checkpoint in found or [])
         else:
             assert found in (None, true[name]), f"{name}: wrongly accepted"

@@ -16,7 +16,7 @@ from sunspot.run import Run, node_memory_directory, open_run
 from sunspot.run.attempts import Attempt, claim, ensure_owner, read_attempts
 from sunspot.run.objects import with_checksum
 from sunspot.run.requests import DELETION, SubmissionRecord, deletion_begun, mark_deletion, record_submission
-from sunspot.run.search import Results, Trial, write_results
+from sunspot.run.search import SearchResults, Trial, write_results
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import deletion_order
@@ -202,7 +202,7 @@ def test_the_trials_of_a_search_stay_and_are_told_of(sunspot: Command, run: Run)
     for trial in trials:
         fill(trial)
     ended = tuple(Trial(trial.name, {}, RunState.SUCCEEDED) for trial in trials)
-    write_results(run, Results("loss", "min", {}, ended))
+    write_results(run, SearchResults("loss", "min", {}, ended))
     assert sunspot("delete", "run", "--yes") == 0
     assert "its 2 trials, run-01 to run-02, are runs of their own, and stay" in sunspot.out
     assert not files_of(run)
@@ -364,7 +364,7 @@ def test_files_whose_names_no_run_uses_stay_and_are_named(sunspot: Command, run:
         ("attempts/0001.json", "checkpoints/x/model.pt"),
         ("checkpoints/step-00000005-attempt-0001-9f3c21ab/model.pt",),
         ("status/attempt-0001-9f3c21ab.json", "metrics/x"),
-        ("submissions/0001-run-1.yaml",),
+        ("submissions/0001-run-1.json",),
         ("delete.json", "metrics/x"),
         ("run.json",),
     ],
@@ -417,7 +417,7 @@ def test_a_refused_deletion_says_what_is_left_and_goes_on(
 
     assert in_bucket("status", "run", "--json") == 0
     assert in_bucket.json["state"] == "deleting"
-    assert "`sunspot delete` goes on" in in_bucket.json["reason"]
+    assert "`sunspot delete` completes it" in in_bucket.json["reason"]
     assert in_bucket("list", "--json") == 0
     assert [row["state"] for row in in_bucket.json] == ["deleting"]
     assert in_bucket("wait", "run") == 6

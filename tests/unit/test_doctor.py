@@ -25,7 +25,7 @@ from sunspot.run.failures import BRING_ROWS, Failure, describe_failure, find_pla
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import SubmissionRecord, record_submission
-from sunspot.run.status import RunState, Status, restore_status, write_status
+from sunspot.run.status import RunState, Status, write_status, write_status_as_is
 from sunspot.settings import load_settings
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
@@ -298,7 +298,7 @@ def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attem
     now = time.time()
     usual = {"state": RunState.RUNNING, "step": 7, "total_steps": 100, "began": now - 500}
     usual |= {"attempt": attempt.number, "world_size": 2}
-    restore_status(run, Status(owner=owner, **{**usual, "heartbeat": now - 1, "time": now - age, **more}))
+    write_status_as_is(run, Status(owner=owner, **{**usual, "heartbeat": now - 1, "time": now - age, **more}))
     return attempt
 
 
@@ -480,7 +480,7 @@ def test_workers_that_trained_a_moment_ago_have_room(run: Run, sunspot: Command)
         status = Status(
             RunState.STARTING, "job", reason=reason, began=now - 4000, heartbeat=heartbeat, driver="0123abcd"
         )
-        restore_status(run, status)
+        write_status_as_is(run, status)
         assert findings(sunspot)["starting"]["severity"] == severity
 
 
@@ -557,7 +557,7 @@ def test_ranks_that_got_no_rows(run: Run, sunspot: Command) -> None:
 
 
 def failed(run: Run, reason: str = "training failed") -> None:
-    restore_status(
+    write_status_as_is(
         run, Status(RunState.FAILED, "job", attempt=newest_number(run), reason=reason, began=time.time() - 100)
     )
 
@@ -642,7 +642,7 @@ def test_a_run_that_ended_with_a_nan_loss_says_so_once(run: Run, sunspot: Comman
     good = diverges(run)
     now, said = time.time(), "the loss is not finite since step 5, for 3 windows"
     status = Status(RunState.FAILED, "job", attempt=newest_number(run), reason=said, began=now - 100, nan_since=5)
-    restore_status(run, status)
+    write_status_as_is(run, status)
     record_failure(run, Failure(1, 0, 7, "DivergedError", said, "", time=now))
     found = findings(sunspot)
     assert list(found) == ["not finite"]
@@ -665,7 +665,7 @@ def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
     good = diverges(run)
     assert sunspot("status", "run", "--json") == 0
     shown = {name: sunspot.json[name] for name in ("state", "loss", "nan_since", "warning", "checkpoint")}
-    warning = "the loss or the weights are NaN or infinite since step 5"
+    warning = "the loss or the weights have been NaN or infinite since step 5"
     assert shown == {"state": "running", "loss": None, "nan_since": 5, "warning": warning, "checkpoint": good.name}
     assert sunspot("list", "--json") == 0
     assert [(each["loss"], each["nan_since"]) for each in sunspot.json] == [(None, 5)]
@@ -721,12 +721,12 @@ def test_a_lost_run(run: Run, sunspot: Command) -> None:
 
 def test_a_stopped_run(run: Run, sunspot: Command) -> None:
     trains(run)
-    restore_status(run, Status(RunState.STOPPED, "job", attempt=1, step=7))
+    write_status_as_is(run, Status(RunState.STOPPED, "job", attempt=1, step=7))
     found = findings(sunspot)
     assert list(found) == ["stopped"]
     assert found["stopped"]["severity"] == "note"
     assert found["stopped"]["advice"] == "`sunspot resume run` lets it go on"
-    restore_status(run, Status(RunState.STOPPED, "job", "interrupted: step 7 is kept", attempt=1, step=7))
+    write_status_as_is(run, Status(RunState.STOPPED, "job", "interrupted: step 7 is kept", attempt=1, step=7))
     assert findings(sunspot)["stopped"]["advice"].startswith("repeat the command that started it")
 
 
@@ -751,7 +751,7 @@ def ended(run: Run, *steps: int) -> list[Checkpoint]:
     write_receipt(run, second, 1, Cause.NODE_LOST, worker_seconds_lost=20.0, last_step=7)
     made = [commit(run, second, step) for step in steps]
     last = {"step": steps[-1], "total_steps": steps[-1], "checkpoint": made[-1].name}
-    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=second.number, driver="0123abcd", **last))
+    write_status_as_is(run, Status(RunState.SUCCEEDED, "job", attempt=second.number, driver="0123abcd", **last))
     return made
 
 
@@ -837,7 +837,9 @@ def test_a_checkpoint_that_is_too_old(run: Run, sunspot: Command, monkeypatch: p
     assert "checkpoint too old" not in findings(sunspot)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 300)
-    restore_status(run, Status(RunState.RUNNING, "job", attempt=1, heartbeat=time.time(), time=time.time(), save_s=2.0))
+    write_status_as_is(
+        run, Status(RunState.RUNNING, "job", attempt=1, heartbeat=time.time(), time=time.time(), save_s=2.0)
+    )
     age(run, -300, "status")
     assert "due every 60 s and took 2.0 s" in findings(sunspot)["checkpoint too old"]["evidence"]
     journal = Journal(run, "events", attempt.number)

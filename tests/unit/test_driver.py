@@ -87,7 +87,7 @@ def test_a_driver_leaves_how_it_ended(run: Run) -> None:
     with recorded_outcome(Claimant(run, "job", new_driver()), None, 10) as outcome:
         assert state(run)[0] is RunState.STARTING
         outcome.finishing()
-        assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and reports")
+        assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and writes the report")
         outcome.state = RunState.STOPPED
     assert state(run)[0] is RunState.STOPPED
     with pytest.raises(SunspotError, match="no luck"), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
@@ -156,7 +156,7 @@ def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: 
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
-        monkeypatch.setattr("sunspot.run.status.SILENT_S", -1.0)
+        monkeypatch.setattr("sunspot.run.status.SILENT_AFTER_S", -1.0)
     assert state(run)[0] is RunState.SUCCEEDED
 
 

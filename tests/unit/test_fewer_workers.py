@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sunspot.run import Run
-from sunspot.run.status import RunState, Status, restore_status
+from sunspot.run.status import RunState, Status, write_status_as_is
 from sunspot.submitter.cluster.views import mark_lost_pods, pod_view
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod, rayjob, timestamp
@@ -27,7 +27,7 @@ def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> No
         attempt = start(run, JOB, world_size=world_size, settings=settings, tier="beginning", at=at)
     usual = {"step": 7, "total_steps": 100, "began": now - 500, "heartbeat": now, "driver": f"{len(world_sizes):08x}"}
     status = Status(state, JOB, attempt=attempt.number, world_size=world_sizes[-1], **usual)
-    restore_status(run, status)
+    write_status_as_is(run, status)
 
 
 @pytest.fixture

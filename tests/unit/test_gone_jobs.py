@@ -11,7 +11,7 @@ import pytest
 from sunspot.run import Run
 from sunspot.run.owner import cluster_identity
 from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
-from sunspot.run.status import RunState, Status, restore_status
+from sunspot.run.status import RunState, Status, write_status_as_is
 from sunspot.submitter.cluster.api import connect
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, rayjob
@@ -32,7 +32,7 @@ def train(run: Run, silent_s: float = 0.0, owner: str = OWNER, **more: Any) -> N
     commit(run, attempt, 42)
     usual = {"step": 41, "total_steps": 100, "attempt": attempt.number, "world_size": 2, "driver": f"{1:08x}"}
     status = Status(**{"state": RunState.RUNNING, **usual, "time": time.time() - silent_s, "owner": owner, **more})
-    restore_status(run, status)
+    write_status_as_is(run, status)
     age(run, silent_s, "status")
 
 

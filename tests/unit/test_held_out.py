@@ -22,7 +22,7 @@ from sunspot.plan import make_plan
 from sunspot.predict.batch import choose_rows
 from sunspot.predict.classifier import ModelCheckpoint
 from sunspot.run import Run
-from sunspot.run.identity import keep_identity
+from sunspot.run.identity import record_identity
 from sunspot.settings import IDENTITY, load_settings
 from sunspot.tasks import load_task
 from sunspot.train.driver import identify_rows
@@ -140,25 +140,25 @@ def test_held_out_rows_of_the_data_come_first() -> None:
 
 def test_a_run_keeps_its_share(run: Run) -> None:
     environment = load_settings({"TEST_SHARE": "0.1"}).environment()
-    keep_identity(run, environment, IDENTITY)
-    keep_identity(run, environment, IDENTITY)
+    record_identity(run, environment, IDENTITY)
+    record_identity(run, environment, IDENTITY)
     with pytest.raises(ConflictError, match=r"SUNSPOT_TEST_SHARE: 0\.1 -> 0\.2"):
-        keep_identity(run, load_settings({"TEST_SHARE": "0.2"}).environment(), IDENTITY)
+        record_identity(run, load_settings({"TEST_SHARE": "0.2"}).environment(), IDENTITY)
 
 
 def test_a_run_of_an_older_version_goes_on(run: Run) -> None:
     older = [name for name in IDENTITY if name != "test_share"]
-    keep_identity(run, load_settings().environment(), older)
-    keep_identity(run, load_settings().environment(), IDENTITY)
+    record_identity(run, load_settings().environment(), older)
+    record_identity(run, load_settings().environment(), IDENTITY)
     with pytest.raises(ConflictError, match=r"SUNSPOT_TEST_SHARE: 0\.0 -> 0\.1"):
-        keep_identity(run, load_settings({"TEST_SHARE": "0.1"}).environment(), IDENTITY)
+        record_identity(run, load_settings({"TEST_SHARE": "0.1"}).environment(), IDENTITY)
 
 
 def test_a_prediction_finds_the_held_out_rows_again(run: Run, tmp_path: Path) -> None:
     dataset = write_table(tmp_path / "rows.parquet")
     settings = load_settings({"TASK": "tests.tasks.table", "DATASET": dataset, "TEST_SHARE": "0.25"})
     plan = make_plan(settings, load_task(settings))
-    keep_identity(run, settings.environment(), IDENTITY, identify_rows(plan))
+    record_identity(run, settings.environment(), IDENTITY, identify_rows(plan))
     checkpoint: Any = SimpleNamespace(name="newest")
     model = ModelCheckpoint(run, checkpoint, settings, ModelData.of(plan.source), ())
     found, split = choose_rows(settings, model, None)

@@ -1,4 +1,4 @@
-"""The metric history: written in small objects that are merged, read from its end or as a whole."""
+"""The metric history, which is written in small objects that are merged, and read from its end or completely."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from sunspot.errors import StorageError
 from sunspot.run import Run, streams
 from sunspot.run.attempts import Attempt, checkpoint_name, lineage
-from sunspot.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
+from sunspot.run.history import Journal, iter_records, list_journal, newest_record, read_journal, tidy_journals
 
 
 def steps_in(run: Run, **options: Any) -> list[int]:
@@ -18,7 +18,7 @@ def steps_in(run: Run, **options: Any) -> list[int]:
 
 
 def written(run: Run, attempt: int, steps: Iterable[int], each: int = 1, size: int = 100) -> Journal:
-    """A journal of an attempt with records of about `size` bytes, flushed after `each`."""
+    """Write records of about `size` bytes to a journal of an attempt, with a flush after `each` records."""
     journal = Journal(run, "metrics", attempt)
     for number, step in enumerate(steps, 1):
         journal.append({"step": step, "time": 0.0, "text": "x" * (size - 60)})
@@ -30,14 +30,14 @@ def written(run: Run, attempt: int, steps: Iterable[int], each: int = 1, size: i
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments are merged at sizes that a test reaches."""
+    """Merge segments at sizes that a test reaches."""
     monkeypatch.setattr(streams, "SIZES", (250, 2000, 8000))
 
 
-def test_a_journal_merges_what_it_wrote_and_loses_nothing(
+def test_a_journal_merges_its_segments_and_loses_nothing(
     run: Run, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written grows with the records, and few objects are left; at each moment all records can be read."""
+    """The bytes written grow with the records, few objects are left, and all records can be read at any time."""
     sizes: list[int] = []
     write, delete = run.storage.write, run.storage.delete_many
     monkeypatch.setattr(run.storage, "write", lambda key, data: (write(key, data), sizes.append(len(data))))
@@ -59,26 +59,28 @@ def test_a_journal_merges_what_it_wrote_and_loses_nothing(
     assert sum(sizes) <= (1 + len(streams.SIZES)) * content
     assert len(entries) <= 8 + 8 + 4 + content // 8000
     assert max(entry.size for entry in entries) < 2 * 8000
-    assert sum(len(written.content) for written in journal._stream._segments.open) < 8000, "it stays in memory"
+    assert sum(len(written.content) for written in journal._stream._segments.open) < 8000, (
+        "the open segments stay in memory"
+    )
     assert read_journal(run, "metrics")[0] == {"attempt": 1, "step": 1, "time": 0.0, "text": "x" * 50}
     assert read_journal(run, "events") == []
 
 
 def test_a_reader_takes_no_record_twice(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer dies before it deletes what it has merged; the next attempt does that."""
+    """A writer dies before it deletes the segments that it has merged, and the next attempt deletes them."""
     with monkeypatch.context() as patch:
         patch.setattr(run.storage, "delete_many", lambda keys: None)
         written(run, 1, range(1, 76))
     assert steps_in(run) == list(range(1, 76))
     before = len(run.storage.list(run.key("metrics")))
     tidy_journals(run, 1)
-    assert len(run.storage.list(run.key("metrics"))) == before, "its own attempt is not over"
+    assert len(run.storage.list(run.key("metrics"))) == before, "its own attempt has not ended"
     tidy_journals(run, 2)
     assert len(run.storage.list(run.key("metrics"))) == 1 < before
     assert steps_in(run) == list(range(1, 76))
 
 
-def test_segments_merged_while_they_are_read_are_still_found(
+def test_segments_that_are_merged_while_they_are_read_are_still_found(
     run: Run, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = written(run, 1, range(1, 109))
@@ -95,8 +97,8 @@ def test_segments_merged_while_they_are_read_are_still_found(
 
     monkeypatch.setattr(run.storage, "read", read_late)
     assert steps_in(run)[:108] == list(range(1, 109))
-    with pytest.raises(StorageError, match="changes while it is read"):
-        list(each_record(run, "metrics", None, listed))
+    with pytest.raises(StorageError, match="keeps changing while it is read"):
+        list(iter_records(run, "metrics", None, listed))
 
 
 def test_the_newest_record_is_read_from_the_end(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,7 @@ def test_the_newest_record_is_read_from_the_end(run: Run, small: None, monkeypat
     assert sum(len(read(key)) for key in asked) < 80_000
 
 
-def test_a_journal_writes_later_what_storage_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_writes_refused_records_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(key: str, data: bytes) -> None:
         raise StorageError("full")
 

@@ -1,4 +1,4 @@
-"""What a run may never change: its settings, its rows, and the order in which they are visited."""
+"""The identity of a run: settings, rows and their order, which may never change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sunspot.errors import ConflictError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import make_plan
 from sunspot.run import Run
-from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.identity import Rows, record_identity
 from sunspot.settings import IDENTITY, load_settings
 from sunspot.tasks import load_task
 from sunspot.train.build import make_loader
@@ -23,7 +23,7 @@ NAMES = ("seed", "dataset")
 
 
 def start(run: Run, rows: Rows = ROWS, **settings: str) -> None:
-    keep_identity(run, load_settings(settings).environment(), NAMES, rows)
+    record_identity(run, load_settings(settings).environment(), NAMES, rows)
 
 
 def test_the_same_settings_and_rows_are_accepted(run: Run) -> None:
@@ -34,11 +34,11 @@ def test_the_same_settings_and_rows_are_accepted(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["task", "task_args", "dataset", "seed", "global_batch_size", "loader"])
-def test_what_the_contract_calls_a_runs_own_never_changes(name: str) -> None:
+def test_the_identity_contains_the_settings_of_the_contract(name: str) -> None:
     assert name in IDENTITY
 
 
-def test_other_content_of_equal_layout_is_refused(run: Run) -> None:
+def test_other_content_with_the_same_layout_is_refused(run: Run) -> None:
     start(run)
     with pytest.raises(ConflictError, match="the data behind sample: 100 rows -> 100 rows, or other content"):
         start(run, replace(ROWS, data="layout-other"))
@@ -62,12 +62,12 @@ def test_another_order_of_the_rows_is_refused_unless_it_is_accepted(
 
 def test_a_search_has_no_rows(run: Run) -> None:
     for _ in range(2):
-        keep_identity(run, load_settings().environment(), NAMES)
+        record_identity(run, load_settings().environment(), NAMES)
     assert [entry.key for entry in run.storage.list("run")] == ["run/run.json"]
 
 
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_the_order_of_a_plan_changes_with_what_shuffles(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_a_plan_changes_with_the_shuffling_library(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings({"LOADER": loader})
     plan = make_plan(settings, load_task(settings))
     found = identify_rows(plan)
@@ -81,7 +81,7 @@ def test_the_order_of_a_plan_changes_with_what_shuffles(loader: str, monkeypatch
     assert other.order != found.order
 
 
-def test_the_checksum_of_an_order_is_of_seed_groups_and_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checksum_of_an_order_depends_on_seed_groups_and_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = (WINDOW_ROWS // 2,) * 8
     base = run_order("ray", groups, 0)
     others = [run_order("ray", groups, 1), run_order("ray", groups[:-1], 0), run_order("torch", groups, 0)]
@@ -91,7 +91,7 @@ def test_the_checksum_of_an_order_is_of_seed_groups_and_shuffle(monkeypatch: pyt
     assert base.checksum() != found
 
 
-def test_the_checksum_is_that_of_stored_orders() -> None:
+def test_the_checksum_matches_stored_orders() -> None:
     assert [run_order(loader, (5000, 6000, 700), 7).checksum() for loader in ("torch", "ray")] == PINNED
 
 

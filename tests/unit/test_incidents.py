@@ -1,4 +1,4 @@
-"""Receipts: what each start of a worker group cost, and what all of them leave of a run's time."""
+"""Receipts: the cost of each start of a worker group, and the goodput of a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.incidents import (
     Cause,
     Receipt,
-    describe,
+    describe_receipt,
+    display_event,
     find_gaps,
     goodput,
-    name_start,
     read_receipts,
     worker_seconds,
 )
@@ -47,26 +47,26 @@ def receipt(number: int, left: float, first_step: float, **fields: Any) -> Recei
         (Cause.JOINED, "recovered"),
     ],
 )
-def test_only_a_start_after_a_disturbance_is_shown_as_a_recovery(cause: Cause, shown: str) -> None:
+def test_only_a_start_after_an_incident_is_shown_as_a_recovery(cause: Cause, shown: str) -> None:
     event = receipt(1, 10, 20, cause=cause).record()
-    assert event["event"] == "recovered", "readers of other versions know a receipt by it"
-    named = name_start(json.loads(json.dumps(event)))
+    assert event["event"] == "recovered", "readers recognize a receipt by this name"
+    named = display_event(json.loads(json.dumps(event)))
     assert named == {**event, "event": shown}
-    assert [each.cause for each in read_receipts([named])] == [cause], "its line tells what the start has cost"
+    assert [each.cause for each in read_receipts([named])] == [cause], "a renamed receipt can still be read"
 
 
-def test_a_receipt_is_an_event_and_back() -> None:
+def test_a_receipt_can_be_read_back_from_its_event() -> None:
     written = receipt(2, 10, 20, cause=Cause.PREEMPTED, noticed=12.0, last_step=14, detail="node a goes")
     event = json.loads(json.dumps(written.record()))
     assert (event["event"], event["time"], event["attempt"], event["step"]) == ("recovered", 20, 2, 10)
     [read] = read_receipts([{"event": "hung", "attempt": 1}, {**event, "of a later version": 1}])
     assert read == written
     assert (read.replayed, read.recovery_s) == (4, 8.0)
-    assert read.phases == {"first step": 8.0}, "no other was observed"
+    assert read.phases == {"first step": 8.0}, "no other phase was observed"
 
 
 @pytest.mark.parametrize("change", [{"cause": "of a later version"}, {"cause": None}, {"first_step": ...}])
-def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) -> None:
+def test_an_invalid_receipt_does_not_hide_the_others(change: dict[str, Any]) -> None:
     event = {**receipt(2, 10, 20).record(), **change}
     broken = {name: value for name, value in event.items() if value is not ...}
     assert [r.attempt for r in read_receipts([receipt(3, 30, 40).record(), broken, receipt(1, 0, 1).record()])] == [
@@ -110,48 +110,48 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
         ),
     ],
 )
-def test_a_receipt_for_people(fields: dict[str, Any], line: str) -> None:
-    assert describe(receipt(2, 10, 20, **fields)) == line
+def test_a_receipt_is_described_in_one_line(fields: dict[str, Any], line: str) -> None:
+    assert describe_receipt(receipt(2, 10, 20, **fields)) == line
 
 
 # ------------------------------------------------------------------------------------------------------------- goodput
 
 
-def test_goodput_of_a_run_with_one_incident() -> None:
+def test_goodput_counts_the_time_lost_to_an_incident() -> None:
     attempts = [attempt(1, 100, workers=3), attempt(2, 150, workers=2)]
     begin = receipt(1, 100, 110, cause=Cause.BEGIN)
     # 3 workers for 50 s and 2 for 50 s; lost: 3 for 10 s, then 3 for 5 s and 2 for 15 s.
     assert goodput(attempts, [begin, receipt(2, 145, 165)], 200) == pytest.approx(1 - (30 + 15 + 30) / 250)
 
 
-def test_what_is_not_known_yet() -> None:
+def test_goodput_is_none_without_receipts_or_time() -> None:
     assert goodput([], [], 100) is None
-    assert goodput([attempt(1, 100)], [], 200) is None, "no receipt: nothing was measured"
+    assert goodput([attempt(1, 100)], [], 200) is None, "without a receipt nothing was measured"
     begun = [receipt(1, 100, 110)]
     assert goodput([attempt(1, 100)], begun, 100) is None, "no time has passed"
     attempts = [attempt(1, 100), attempt(2, 150), attempt(3, 160)]
-    assert goodput(attempts, begun, 200) == pytest.approx(0.4), "since the claim of 2, nobody has taken a step"
+    assert goodput(attempts, begun, 200) == pytest.approx(0.4), "no worker has taken a step since attempt 2 was claimed"
 
 
 @pytest.mark.parametrize(
-    ("losses", "goes_on"),
+    ("losses", "expected"),
     [([(10, 20), (30, 40), (0, 50)], 0.5), ([(0, 30), (20, 50), (50, 60)], 0.4), ([(20, 50), (0, 30)], 0.5)],
     ids=["within another", "in part", "in part, the later one first"],
 )
-def test_time_that_two_losses_share_is_lost_once(losses: list[tuple[int, int]], goes_on: float) -> None:
+def test_time_in_two_losses_is_lost_once(losses: list[tuple[int, int]], expected: float) -> None:
     receipts = [receipt(number, *loss) for number, loss in enumerate(losses, 1)]
     attempts = [attempt(one.attempt, 0) for one in receipts]
-    assert goodput(attempts, receipts, 100) == pytest.approx(goes_on)
+    assert goodput(attempts, receipts, 100) == pytest.approx(expected)
 
 
-def test_time_in_which_a_run_had_ended_counts_nowhere() -> None:
+def test_time_after_a_run_had_ended_is_not_counted() -> None:
     attempts = [attempt(1, 0), attempt(2, 1000)]
     receipts = [receipt(1, 0, 10), receipt(2, 100, 1010, cause=Cause.RESUMED, paused_s=890)]
     assert goodput(attempts, receipts, 1100) == pytest.approx(1 - (10 + 20) / (100 + 110))
 
 
-def test_steps_lost_twice_are_lost_once() -> None:
-    """Attempt 2 goes on from memory; then all nodes go, and 3 goes on from an older checkpoint in storage."""
+def test_steps_that_were_lost_twice_count_once() -> None:
+    """Attempt 2 continues from memory. Then all nodes are lost, and attempt 3 continues from an older checkpoint."""
     attempts = [attempt(1, 0), attempt(2, 60), attempt(3, 80)]
     receipts = [receipt(1, 0, 0), receipt(2, 55, 65), receipt(3, 40, 90)]
     assert goodput(attempts, receipts, 100) == pytest.approx(0.5)
@@ -162,7 +162,7 @@ moments = st.integers(0, 60)
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt]]:
-    """Attempts in the order of their claims, some with a receipt: of any stretch of time that ends after its claim."""
+    """Return attempts in the order of their claims, and receipts of some, for any time that ends after the claim."""
     claims = sorted(draw(st.lists(moments, min_size=1, max_size=8)))
     attempts = [attempt(n, claimed, draw(st.integers(0, 4))) for n, claimed in enumerate(claims, 1)]
     chosen = [a for a in attempts if draw(st.booleans())] or attempts[-1:]
@@ -174,7 +174,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt]]:
 def test_goodput_counts_every_second_of_every_worker_once(
     history: tuple[list[Attempt], list[Receipt]], end: int
 ) -> None:
-    """The same, second by second."""
+    """The test computes the same fraction second by second."""
     attempts, receipts = history
     tail = min((a.time for a in attempts if a.number > receipts[-1].attempt), default=end)
 
@@ -196,7 +196,7 @@ def test_goodput_counts_every_second_of_every_worker_once(
     st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e5)), max_size=6),
     st.floats(0, 1e6),
 )
-def test_goodput_is_a_share_whatever_clocks_say(
+def test_goodput_is_between_0_and_1_even_with_wrong_clocks(
     begun: list[tuple[float, int]], cost: list[tuple[float, float, float]], end: float
 ) -> None:
     attempts = [attempt(n, claimed, size) for n, (claimed, size) in enumerate(begun, 1)]
@@ -205,7 +205,7 @@ def test_goodput_is_a_share_whatever_clocks_say(
     assert found is None or 0 <= found <= 1
 
 
-def test_clocks_that_disagree_count_no_worker_twice() -> None:
+def test_wrong_clocks_count_no_worker_twice() -> None:
     assert worker_seconds([attempt(1, 0), attempt(2, 30), attempt(3, 20)], 0, 40) == 80
 
 
@@ -230,7 +230,7 @@ def test_clocks_that_disagree_count_no_worker_twice() -> None:
         *("the first is missing", "a checkpoint without a receipt", "the newest is missing"),
     ],
 )
-def test_receipts_that_are_missing(chain: dict[int, int], stepped: list[int], missing: list[int]) -> None:
+def test_missing_receipts_are_found(chain: dict[int, int], stepped: list[int], missing: list[int]) -> None:
     receipts = [receipt(number, 0, 1, since=since) for number, since in chain.items()]
     expected = [f"no receipt of attempt {number}, which took steps" for number in missing]
     assert find_gaps(receipts, stepped) == expected

@@ -31,7 +31,7 @@ from sunspot.elastic.copies import LiveState, NodeInventory
 from sunspot.elastic.membership import NEXT_WAIT_S, SETTLE_S, Change, Generation, Member, Membership
 from sunspot.run import Claimant, Run
 from sunspot.run.attempts import IN_PLACE, Attempt, checkpoint_name
-from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.identity import Rows, record_identity
 from sunspot.settings import IDENTITY, Settings
 from tests.harness.interleaving import MemoryStorage
 
@@ -108,7 +108,7 @@ class Decisions(RuleBasedStateMachine):
         self.copies: dict[str, tuple[MemorySnapshot, tuple[int, ...]]] = {}
         "The copy in each node's memory, with its state."
         self.run = Run(MemoryStorage(), "run")
-        keep_identity(self.run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
+        record_identity(self.run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
 
     # ------------------------------------------------------------------------------------------------------- rules
 
@@ -132,11 +132,11 @@ class Decisions(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         self.end(self.draw(data))
 
-    @precondition(lambda self: self.whole())
+    @precondition(lambda self: self.usable_checkpoints())
     @rule(data=st.data())
     def die_in_step(self, data: st.DataObject) -> None:
         """Let a member die within a step that the others have taken, have not taken, or have taken in part."""
-        group = self.whole()
+        group = self.usable_checkpoints()
         died = data.draw(st.sampled_from(range(len(group))))
         others = [process for rank, process in enumerate(group) if rank != died]
         self.take_step([(process, data.draw(st.sampled_from(["before", "after", "half"]))) for process in others])
@@ -195,11 +195,11 @@ class Decisions(RuleBasedStateMachine):
         if number > self.claimed and group and all(self.forms(process, number) for process in group):
             self.claim_next(number, group)
 
-    @precondition(lambda self: self.whole())
+    @precondition(lambda self: self.usable_checkpoints())
     @rule(late=st.booleans(), copied=st.booleans())
     def step(self, late: bool, copied: bool) -> None:
         """Let the group take a step. With `late`, rank 0 ends the step and leaves before the others have ended it."""
-        group = self.whole()
+        group = self.usable_checkpoints()
         leaves = group[0].changes
         first = group[:1] if late and leaves else group
         self.take_step([(process, "after" if process in first else "before") for process in group])
@@ -209,11 +209,11 @@ class Decisions(RuleBasedStateMachine):
             if leaves:
                 self.stand(process)
 
-    @precondition(lambda self: self.whole())
+    @precondition(lambda self: self.usable_checkpoints())
     @rule(spared=st.booleans())
     def lose_group(self, spared: bool) -> None:
         """Kill all processes that train, or all but rank 0; their nodes stay."""
-        first, *others = self.whole()
+        first, *others = self.usable_checkpoints()
         for process in others if spared else [first, *others]:
             self.end(process)
 
@@ -247,7 +247,7 @@ class Decisions(RuleBasedStateMachine):
             for process in list(self.processes.values()):
                 self.read_all(process)
             self.claim()
-            group = self.whole()
+            group = self.usable_checkpoints()
             if group and group[0].changes:
                 self.step(False, False)
 

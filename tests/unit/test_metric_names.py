@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sunspot.errors import SettingsError
 from sunspot.metric_names import MAX_LENGTH, RECORD_NAMES, find_fault, refuse_names
 from sunspot.observe.metrics import MetricWindow, RecentMeans
-from sunspot.run.history import measured
+from sunspot.run.history import model_metrics
 from sunspot.settings import Settings
 from sunspot.train.learner import Learner, refuse_means
 from sunspot.train.loop import train
@@ -58,7 +58,7 @@ def test_every_name_of_a_record_is_reserved(group: dist.ProcessGroup) -> None:
     window.add_step([{"loss": torch.ones(2)}], step_time=0.1, data_wait=0.0)
     record = {"attempt": 1, **window.close(1, 1, 0.1), **window.recent.newest}
     assert record.keys() - {"loss"} <= RECORD_NAMES
-    assert measured(record) == {"loss": 1.0}
+    assert model_metrics(record) == {"loss": 1.0}
 
 
 def test_a_loss_function_may_not_return_a_reserved_name(group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Objects of a run that are damaged, of another version, or not ours: news is left out, the truth is refused."""
+"""Objects of a run that are damaged, of another version, or not ours: some are left out, others are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.errors import ConflictError, DamageError, NotFoundError
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, newest_number, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.history import Journal, read_journal
-from sunspot.run.identity import Identity, Rows, keep_identity, read_identity
-from sunspot.run.objects import digest, parse_verified, read_content, with_checksum
+from sunspot.run.identity import Identity, Rows, read_identity, record_identity
+from sunspot.run.objects import parse_verified, read_content, with_checksum
 from sunspot.run.overview import list_runs, read_state
 from sunspot.run.requests import SubmissionRecord, newest_submission, record_submission
 from sunspot.run.search import read_trial
@@ -26,7 +26,6 @@ from sunspot.run.size_limits import MAX_OBJECT_BYTES, MAX_STATUS_BYTES
 from sunspot.run.status import RunState, Status, list_statuses, read_status, write_status
 from tests.harness.commands import Command
 from tests.harness.runs import (
-    age,
     begin,
     commit,
     consumed,
@@ -59,7 +58,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in UNUSABLE.items()])
-def test_a_damaged_status_is_left_out_and_said_once(
+def test_a_damaged_status_is_left_out_with_one_warning(
     run: Run, sunspot: Command, content: bytes, warned: list[str]
 ) -> None:
     begin(run)
@@ -71,10 +70,10 @@ def test_a_damaged_status_is_left_out_and_said_once(
     set_status(begin(other), RunState.SUCCEEDED)
     assert sunspot("list", "--json") == 0
     assert {row["run"]: row["state"] for row in sunspot.json} == {"other": "succeeded", "run": "starting"}
-    assert render(gather(run, *read_state(run)))
+    assert render(read_report(run, *read_state(run)))
 
 
-def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
+def test_unknown_fields_are_ignored(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", step=3, heartbeat=5.0, driver="aaaaaaaa"))
     [entry] = list_statuses(run)
     record = json.loads(run.storage.read(entry.key))
@@ -83,16 +82,16 @@ def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
     assert (status.step, status.heartbeat) == (3, 5.0)
 
 
-def test_what_is_too_large_is_not_read(run: Run) -> None:
+def test_an_object_that_is_too_large_is_not_read(run: Run) -> None:
     run.storage.write("run/object.json", b" " * (MAX_OBJECT_BYTES + 1))
     with pytest.raises(DamageError, match=r"object.json cannot be used: it is larger than 16 MiB"):
         read_content(run.storage, "run/object.json")
     write_status(run, Status(RunState.RUNNING, "job", driver="aaaaaaaa", reason="x" * MAX_STATUS_BYTES))
-    assert read_status(run) is None, "the list of runs reads one of each"
+    assert read_status(run) is None, "the list of runs reads the status of each run"
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
-def test_a_sealed_record_is_itself_and_no_other(record: dict[str, Any]) -> None:
+def test_a_changed_record_does_not_match_its_checksum(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
     content = with_checksum(record)
     parse_verified(dict[str, Any], content, "it")
@@ -103,18 +102,18 @@ def test_a_sealed_record_is_itself_and_no_other(record: dict[str, Any]) -> None:
 def test_a_changed_identity_is_refused(run: Run) -> None:
     environment = {"SUNSPOT_SEED": "0", "SUNSPOT_DATASET": "sample"}
     rows = Rows("data", 22, 5, "1a2b", "NumPy")
-    keep_identity(run, environment, ["seed"], rows)
+    record_identity(run, environment, ["seed"], rows)
     assert read_identity(run) == Identity({"SUNSPOT_SEED": "0"}, rows)
-    keep_identity(run, environment, ["seed"], rows)
+    record_identity(run, environment, ["seed"], rows)
     with pytest.raises(ConflictError):
-        keep_identity(run, {**environment, "SUNSPOT_SEED": "1"}, ["seed"], rows)
+        record_identity(run, {**environment, "SUNSPOT_SEED": "1"}, ["seed"], rows)
     content = run.storage.read(run.key("run.json"))
     run.storage.write(run.key("run.json"), content.replace(b'"0"', b'"1"'))
     with pytest.raises(DamageError, match=r"run\.json cannot be used: it was changed"):
-        keep_identity(run, environment, ["seed"], rows)
+        record_identity(run, environment, ["seed"], rows)
 
 
-def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
+def test_damaged_lines_are_left_out_and_counted(run: Run) -> None:
     attempt = start(begin(run), "job")
     report(run, attempt, *({"step": step, "time": 1.0, "loss": math.nan} for step in (1, 2, 3)))
     [key] = journal_keys(run, "metrics", 1)
@@ -122,9 +121,9 @@ def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
     bad = [b"", b"null", b'{"attempt": 1}', first.replace(b'"step": 1', b'"step": 1.5'), first[:-3]]
     bad += [first.replace(b'"loss": NaN', odd) for odd in (b'"loss": [{}]',)]
     run.storage.write(key, b"\n".join([first, *bad, third]))
-    told: list[str] = []
-    assert [record["step"] for record in read_journal(run, "metrics", damaged=told)] == [1, 3]
-    assert told == [f"{run.storage.locate(key)}: 6 of 8 lines cannot be used"]
+    damaged: list[str] = []
+    assert [record["step"] for record in read_journal(run, "metrics", damaged=damaged)] == [1, 3]
+    assert damaged == [f"{run.storage.locate(key)}: 6 of 8 lines cannot be used"]
 
 
 # ------------------------------------------------------------------------------------------------------------- attempts
@@ -151,8 +150,8 @@ def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
     ],
     ids=str,
 )
-def test_an_attempt_that_cannot_be_is_refused(run: Run, sunspot: Command, change: dict[str, Any]) -> None:
-    """A parent that is the attempt itself, or a later one, made every reader of the lineage go round for ever."""
+def test_an_impossible_attempt_is_refused(run: Run, sunspot: Command, change: dict[str, Any]) -> None:
+    """An attempt that starts from itself or from a later one would send readers of the lineage into an endless loop."""
     first = start(begin(run), "job")
     start(run, "job", commit(run, first, 3).name)
     key = run.key("attempts", "0002.json")
@@ -167,7 +166,7 @@ def test_an_attempt_that_cannot_be_is_refused(run: Run, sunspot: Command, change
         assert "Traceback" not in sunspot.err
 
 
-def test_a_damaged_trial_ends_no_search(run: Run) -> None:
+def test_a_damaged_trial_does_not_end_a_search(run: Run) -> None:
     commit(run, start(begin(run), "job"), 3, loss=0.5)
     set_status(run, RunState.SUCCEEDED)
     assert read_trial(run, {}, "loss", "min").best == 0.5
@@ -176,7 +175,7 @@ def test_a_damaged_trial_ends_no_search(run: Run) -> None:
     assert (trial.state, trial.best, trial.eligible) == (RunState.SUCCEEDED, None, False)
 
 
-def test_an_attempt_that_was_changed_is_refused(run: Run) -> None:
+def test_a_changed_attempt_is_refused(run: Run) -> None:
     start(begin(run), "job")
     key = run.key("attempts", "0001.json")
     run.storage.write(key, run.storage.read(key).replace(b"job", b"jab"))
@@ -184,28 +183,8 @@ def test_an_attempt_that_was_changed_is_refused(run: Run) -> None:
         read_attempts(run)
 
 
-def test_a_run_begun_before_1_0_is_refused(run: Run, sunspot: Command) -> None:
-    """Its words were others. It keeps its files, is listed, and can be deleted."""
-    record = {"number": 1, "owner": "job", "starts_from": None, "step": 0, "time": 5.0, "about": {"world_size": 2}}
-    old = to_json({**record, "sha256": digest(record)})
-    begun = {"settings": {"SUNSPOT_SEED": "0"}, "data": "data", "rows": 22, "steps_per_epoch": 5}
-    run.storage.write(run.key("run.json"), to_json({**begun, "sha256": digest(begun)}))
-    with pytest.raises(ConflictError, match=r"run\.json was written by a version of Sunspot before 1\.0.* begin a new"):
-        keep_identity(run, {"SUNSPOT_SEED": "0"}, ["seed"])
-    run.storage.write(run.key("attempts", "0001.json"), old)
-    with pytest.raises(ConflictError, match=r"0001\.json was written by a version of Sunspot before 1\.0"):
-        read_attempts(run)
-    for verb in ("status", "audit", "report"):
-        assert sunspot(verb, "run") == 6, sunspot.err
-        assert "before 1.0" in sunspot.err
-    assert run.storage.read(run.key("attempts", "0001.json")) == old
-    assert sunspot("list") == 0
-    age(run, 1000)
-    assert sunspot("delete", "run", "--yes") == 0, sunspot.err
-
-
 def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
-    """Python makes such text of file names that are not UTF-8."""
+    """Python makes such characters of file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
     status = read_status(run)
     assert status.reason == "a\N{REPLACEMENT CHARACTER}b \N{WRENCH}"
@@ -215,7 +194,7 @@ def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
     assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-def test_a_damaged_submission_still_tells_its_job(run: Run) -> None:
+def test_a_damaged_submission_still_has_its_job(run: Run) -> None:
     record_submission(begin(run), SubmissionRecord("run-1234", "sunspot"))
     [entry] = run.storage.list(run.key("submissions"))
     content = run.storage.read(entry.key)
@@ -223,11 +202,6 @@ def test_a_damaged_submission_still_tells_its_job(run: Run) -> None:
     for changed in (content[:-3], b"\xff", b"[" * 9999, b"[]", content.replace(b'"sunspot"', b"3")):
         run.storage.write(entry.key, changed)
         assert newest_submission(run) == SubmissionRecord("run-1234")
-
-
-def test_a_submission_of_an_earlier_version_is_not_parsed(run: Run) -> None:
-    run.storage.write(run.key("submissions", "0001-run-1234.yaml"), b"a: &a [*a]")
-    assert newest_submission(run) == SubmissionRecord("run-1234")
 
 
 # ------------------------------------------------------------------------------------------------------------- listings
@@ -267,11 +241,11 @@ def test_stray_files_change_nothing(run: Run, sunspot: Command) -> None:
     assert sunspot("logs", "run") == 3
     assert sunspot("delete", "run", "--yes") == 0, sunspot.err
     left = {entry.key.split("/")[1] for entry in run.storage.list("run")}
-    assert left == {*names, "folder"}, "beside the run's own folders: of a user"
+    assert left == {*names, "folder"}, "files of a user beside the run's own stay"
 
 
 @pytest.mark.parametrize("name", ["..", "a\nb", "RUN", "x" * 64, "", "a b"])
-def test_what_cannot_be_a_run_is_not_listed(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_folders_with_other_names_are_not_listed_as_runs(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     begin(run)
     entries = run.storage.list("")
     hostile = [entry._replace(key=f"{name}/run.json") for entry in entries]
@@ -296,7 +270,7 @@ def test_a_flipped_audit_record_is_refused(run: Run) -> None:
 
 
 def rename_audit(run: Run, new_key: Callable[[str], str]) -> None:
-    """Move the run's only audit record."""
+    """Move the run's only audit record to another key."""
     [entry] = run.storage.list(run.key("audit"))
     run.storage.write(new_key(entry.key), run.storage.read(entry.key))
     run.storage.delete(entry.key)

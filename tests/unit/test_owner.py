@@ -1,4 +1,4 @@
-"""Owners of a run that RayJobs of one name train in two places."""
+"""Owners of a run that RayJobs of the same name train in two places."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RAYJOB = "digits-1a2b3c4d"
 HERE = ("sunspot", "A")
 OTHER_NAMESPACE = ("teamb", "A")
 OTHER_CLUSTER = ("sunspot", "B")
-"""Places: the name of a namespace, and the certificates of a cluster."""
+"""Name of a namespace, and certificates of a cluster."""
 
 
 @pytest.fixture
 def driver(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Return a function that begins a driver in a place, as each try of its RayJob does."""
+    """Return a function that begins a driver in a namespace and cluster, as each try of its RayJob does."""
     certificates = tmp_path / "ca.crt"
     monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", certificates)
     begin(run)
@@ -72,9 +72,11 @@ def test_the_later_of_two_rayjobs_of_one_name_takes_the_run_over_once(
     ensure_owner(run, trains)
     second = driver(other, second_id)
     takes_over = claim(second)
-    with pytest.raises(SupersededError, match=f"{RAYJOB} in namespace {other[0]} of cluster .* owns the run"):
+    with pytest.raises(
+        SupersededError, match=f"{RAYJOB} in namespace {other[0]} of cluster .* has owned the run since"
+    ):
         ensure_owner(run, trains)  # as before each commit and deletion
-    for _ in range(3):  # as often as its operator tries
+    for _ in range(3):  # for each try of its operator
         again = driver(HERE, first_id)
         assert again.owner == first.owner
         assert isinstance(fatal_error(again), SupersededError)
@@ -87,9 +89,7 @@ def test_the_later_of_two_rayjobs_of_one_name_takes_the_run_over_once(
     ensure_owner(run, retried)
 
 
-def test_a_rayjob_that_is_submitted_again_may_train_and_processes_of_the_old_one_may_not(
-    run: Run, driver: Driver
-) -> None:
+def test_a_rayjob_that_is_submitted_again_supersedes_its_older_processes(run: Run, driver: Driver) -> None:
     first_id = new_submission(RAYJOB)
     zombie = claim(driver(HERE, first_id))
     claim(driver(OTHER_CLUSTER, new_submission(RAYJOB)))
@@ -100,24 +100,21 @@ def test_a_rayjob_that_is_submitted_again_may_train_and_processes_of_the_old_one
     assert isinstance(fatal_error(driver(HERE, first_id)), SupersededError)
 
 
-@pytest.mark.parametrize("earlier", [RAYJOB, f"{RAYJOB}#2"])
-def test_a_run_whose_owner_an_earlier_version_recorded_goes_on(run: Run, driver: Driver, earlier: str) -> None:
-    old = claim(Claimant(run, earlier, "0000beef"))
+def test_a_run_whose_owner_has_only_a_job_can_be_taken_over(run: Run, driver: Driver) -> None:
+    old = claim(Claimant(run, RAYJOB, "0000beef"))
     now = claim(driver(HERE, new_submission(RAYJOB)))
     ensure_owner(run, now)
     with pytest.raises(SupersededError):
         ensure_owner(run, old)
 
 
-def test_a_driver_without_kubernetes_has_the_owner_of_earlier_versions(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_driver_outside_kubernetes_has_its_job_as_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sunspot.run.owner.CERTIFICATES", tmp_path / "none")
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert new_owner("job") == new_owner("job") == "job"
     assert new_owner("") != new_owner("")
     monkeypatch.setenv("POD_NAMESPACE", "notebooks")
-    assert "notebooks" not in new_owner(""), "a process is no RayJob"
+    assert "notebooks" not in new_owner(""), "a process is not a RayJob"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ from sunspot.run.checkpoints import (
     list_directories,
     read_manifest,
 )
-from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.identity import Rows, record_identity
 from sunspot.run.owner import Owner
 from sunspot.run.requests import DELETION, deletion_begun, refuse_if_deleted
 from sunspot.settings import IDENTITY, Settings
@@ -307,7 +307,7 @@ class Protocol(RuleBasedStateMachine):
         windows: Any = ()
         try:
             refuse_if_deleted(run)
-            keep_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
+            record_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
         except (ConflictError, StorageError, NotFoundError):
             return
         while True:

@@ -33,7 +33,7 @@ from sunspot.errors import ConflictError, DamageError, NotFoundError, StorageErr
 from sunspot.run import Claimant, Run
 from sunspot.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, leads_to_newest
-from sunspot.run.identity import keep_identity
+from sunspot.run.identity import record_identity
 from sunspot.run.requests import deletion_begun, refuse_if_deleted
 from sunspot.settings import IDENTITY
 from sunspot.storage.limits import retry_storage
@@ -116,7 +116,7 @@ class Groups(Protocol):
         commit: Process | None = None
         try:
             refuse_if_deleted(run)
-            keep_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
+            record_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
         except (ConflictError, StorageError, NotFoundError):
             return
         for group in range(100):

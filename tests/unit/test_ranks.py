@@ -14,7 +14,7 @@ from sunspot.observe import ranks
 from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combine, downsample
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage
-from sunspot.run.history import each_rank_record, newest_rank_records, to_rows
+from sunspot.run.history import iter_rank_records, newest_rank_records, to_rows
 from tests.harness.runs import begin, start
 
 NAMES = ("rows", "seconds", "step_time_median_s", "step_time_p95_s", "memory_mib", "resident_mib", "throttled_share")
@@ -64,7 +64,7 @@ def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytes
             history.flush()
             sizes.append(sum(entry.size for entry in run.storage.list(run.key("ranks"))))
     assert max(sizes) < 2 * 8000 + 2000
-    found = list(each_rank_record(run, lineage([attempt])))
+    found = list(iter_rank_records(run, lineage([attempt])))
     newest = [each for each in found if "records" not in each]
     assert [each["step"] for each in newest] == [10 * n for n in range(1001 - len(newest), 1001)]
     assert len(newest) >= 8
@@ -90,11 +90,11 @@ def test_records_are_written_once_a_minute_in_the_long_run(run: Run, monkeypatch
         now = 10.0 * number
         history.append(record(number), {"rows": [number]})
         history.flush()
-        read = len(list(each_rank_record(run, spans)))
+        read = len(list(iter_rank_records(run, spans)))
         assert read == number or number > FLUSH_BURST
         assert read >= number - FLUSH_EVERY_S / 10
     history.append(record(1000), {"rows": [1, 2]})
     history.end()
     history.flush()
-    *_, last = each_rank_record(run, spans)
+    *_, last = iter_rank_records(run, spans)
     assert (last["step"], to_rows(last["ranks"])) == (10_000, [{"rows": 1}, {"rows": 2}])

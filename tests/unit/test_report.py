@@ -1,4 +1,4 @@
-"""The report: what it shows of a run, what it says is missing, and what a browser makes of it."""
+"""The report: what it shows of a run, what it reports as missing, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.report.charts import BUCKETS, Point, downsample, linear_axis, log_axis
 from sunspot.report.history import History
 from sunspot.run import Run
@@ -25,7 +25,7 @@ from sunspot.run.failures import Failure, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.predictions import write_shown
-from sunspot.run.status import RunState, read_status, restore_status
+from sunspot.run.status import RunState, read_status, write_status_as_is
 from sunspot.storage.local import LocalStorage
 from tests.harness.browser import CONTRAST, Browser
 from tests.harness.commands import Command
@@ -33,13 +33,13 @@ from tests.harness.runs import begin, commit, journal_keys, report, start, write
 from tests.harness.trained import BEGUN, attempt_metadata, png, predictions_of, record, trained
 
 LIMIT = 2_000_000
-"""Bytes of a report, at most."""
+"""Largest size of a report in bytes."""
 
 VOID = ("meta", "img", "br", "path", "circle", "rect", "wbr")
 
 
 class Page(HTMLParser):
-    """A report as a program reads it; refuses what is not closed in the order it was opened."""
+    """A parsed report. The parser refuses elements that are not closed in the order in which they were opened."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
@@ -73,11 +73,11 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that can be read, in one line."""
+        """All readable text in one line."""
         return " ".join(" ".join(self._words).split())
 
     def all(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
-        """The attributes of every such element."""
+        """Return the attributes of every element with this tag and these attributes."""
         return [a for name, a in self.elements if name == tag and attributes.items() <= a.items()]
 
     @property
@@ -87,8 +87,8 @@ class Page(HTMLParser):
 
 
 def made(run: Run, state: RunState = RunState.SUCCEEDED, reason: str = "") -> Page:
-    """The report of a run, read again."""
-    page = render(gather(run, state, reason))
+    """Return the parsed report of a run."""
+    page = render(read_report(run, state, reason))
     assert len(page) <= LIMIT
     return Page(page)
 
@@ -100,7 +100,7 @@ def damage(run: Run, checkpoint: str, file: str = "model.pt") -> None:
 # -------------------------------------------------------------------------------------------------------------- content
 
 
-def test_the_figures_are_those_of_the_run(run: Run) -> None:
+def test_the_figures_match_the_run(run: Run) -> None:
     page = made(trained(run))
     figures = page.figures
     assert (figures["test_accuracy"], figures["accuracy"]) == (0.9805, 0.9917)
@@ -113,7 +113,7 @@ def test_the_figures_are_those_of_the_run(run: Run) -> None:
         assert words in page.text
 
 
-def test_the_curves_are_over_steps_and_over_wall_clock_with_the_restart_marked(run: Run) -> None:
+def test_the_curves_over_steps_and_time_mark_the_restart(run: Run) -> None:
     charts = made(trained(run)).charts
     for name in (
         "Loss over steps",
@@ -126,12 +126,12 @@ def test_the_curves_are_over_steps_and_over_wall_clock_with_the_restart_marked(r
     [steps, clock] = [text for text in charts if text.startswith("Loss over")]
     assert "0.0393 at 188" in steps
     assert "0.0586 at 188" in steps
-    assert "highest 1.8" in steps, "not the 9 of a step that was lost and taken again"
+    assert "highest 1.8" in steps, "the 9 of a step that was lost and taken again is left out"
     assert "0.0393 at 4" in clock, "240 s are 4 minutes"
 
 
-def test_a_window_of_one_step_is_no_spike(run: Run) -> None:
-    """Each checkpoint ends a window, and the next report may come a step later; steps of 128 rows."""
+def test_a_window_of_one_step_makes_no_spike(run: Run) -> None:
+    """Each checkpoint ends a window, and the next report may come a step later. A step has 128 rows."""
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     windows = [(80, 80, 0.9), (81, 1, 0.5), (82, 1, 0.4), (160, 78, 0.95), (170, 10, 1.0)]
     times = [{**record(step, BEGUN + step, accuracy=0.9), "steps": steps} for step, steps, _ in windows]
@@ -149,15 +149,15 @@ def test_windows_that_stay_short_are_drawn_as_they_are() -> None:
     assert history.drawn("loss")[:2] == [1.0, None]
 
 
-def test_curves_are_interrupted_while_nothing_trained(run: Run) -> None:
-    page = render(gather(trained(run), RunState.SUCCEEDED, "")).decode()
+def test_curves_have_a_gap_while_nothing_trained(run: Run) -> None:
+    page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over wall clock.*?</svg>', page)
     lines = re.findall(r'class="line ([ab])" d="([^"]*)"', chart)
     assert {style: path.count("M") for style, path in lines} == {"a": 2, "b": 2}
 
 
-def test_a_mark_stands_where_the_restart_was(run: Run) -> None:
-    page = render(gather(trained(run), RunState.SUCCEEDED, "")).decode()
+def test_a_mark_is_at_the_step_of_the_restart(run: Run) -> None:
+    page = render(read_report(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over steps.*?</svg>', page)
     [mark] = re.findall(r'class="mark" d="M([\d.]+) ', chart)
     lines = re.findall(r'class="line a" d="M([\d.]+) .*?L([\d.]+) [\d.]+"', chart)
@@ -165,13 +165,13 @@ def test_a_mark_stands_where_the_restart_was(run: Run) -> None:
     assert float(mark) == pytest.approx(first + (last - first) * (94 - 10) / (188 - 10), abs=0.2)
 
 
-def test_a_single_record_can_be_seen(run: Run) -> None:
+def test_a_single_record_is_drawn_as_a_dot(run: Run) -> None:
     report(run, start(begin(run), "job"), {"step": 5, "loss": 0.5})
     page = made(run)
     assert len(page.all("circle", **{"class": "dot a"})) == 1
 
 
-def test_mistakes_come_first_and_every_picture_says_what_it_shows(run: Run) -> None:
+def test_mistakes_come_first_and_every_image_has_a_text_alternative(run: Run) -> None:
     page = made(trained(run))
     pictures = page.all("img")
     assert len(pictures) == 30 + 20 + 20
@@ -183,7 +183,7 @@ def test_mistakes_come_first_and_every_picture_says_what_it_shows(run: Run) -> N
     assert "Confusion matrix" in page.text
 
 
-def test_many_classes_are_shown_as_the_pairs_that_are_confused(run: Run) -> None:
+def test_many_classes_are_shown_as_confused_pairs(run: Run) -> None:
     trained(run)
     write_shown(run, predictions_of("step-00000188-attempt-0002", classes=1000, wrong=600))
     page = made(run)
@@ -191,7 +191,7 @@ def test_many_classes_are_shown_as_the_pairs_that_are_confused(run: Run) -> None
     assert "Mistakes, the most certain first, 48 of 600" in page.text
 
 
-def test_each_rank_and_the_spread_between_ranks(run: Run) -> None:
+def test_each_rank_and_the_spread_between_ranks_are_shown(run: Run) -> None:
     page = made(trained(run, ranks=4))
     assert [chart for chart in page.charts if chart.startswith("Rows per second of one rank over wall clock")]
     [spread] = [chart for chart in page.charts if chart.startswith("Seconds of a step on one rank")]
@@ -199,7 +199,7 @@ def test_each_rank_and_the_spread_between_ranks(run: Run) -> None:
     assert "node-3" in page.text
 
 
-def test_incidents_have_their_receipts(run: Run) -> None:
+def test_incidents_are_shown_with_their_receipts(run: Run) -> None:
     trained(run)
     third = start(run, "job", "step-00000188-attempt-0002", at=BEGUN + 300, **attempt_metadata(2, "memory"))
     failed = {"rank": 1, "step": 190, "type": "RuntimeError", "traceback": "", "file": "task.py", "line": 7}
@@ -219,7 +219,7 @@ def test_incidents_have_their_receipts(run: Run) -> None:
     assert "in all_reduce" in text
 
 
-def test_a_receipt_that_is_missing_is_said(run: Run) -> None:
+def test_a_missing_receipt_is_reported(run: Run) -> None:
     trained(run)
     for key in journal_keys(run, "events", 2):
         run.storage.delete(key)
@@ -228,7 +228,7 @@ def test_a_receipt_that_is_missing_is_said(run: Run) -> None:
     assert "no receipt, though it took steps" in text
 
 
-def test_checkpoints_have_their_state(run: Run) -> None:
+def test_checkpoints_are_shown_with_their_states(run: Run) -> None:
     trained(run)
     damage(run, "step-00000094-attempt-0001")
     run.storage.write(run.key("checkpoints", "step-00000189-attempt-0002", "model.pt"), b"begun")
@@ -242,7 +242,7 @@ def test_checkpoints_have_their_state(run: Run) -> None:
     assert "Left out: 1 of superseded attempts." in text
 
 
-def test_a_manifest_that_was_changed_is_damage(run: Run) -> None:
+def test_a_changed_manifest_counts_as_damaged(run: Run) -> None:
     trained(run)
     damage(run, "step-00000188-attempt-0002", MANIFEST)
     page = made(run)
@@ -250,7 +250,7 @@ def test_a_manifest_that_was_changed_is_damage(run: Run) -> None:
     assert "its newest checkpoint is step-00000094-attempt-0001" in page.text
 
 
-def test_settings_and_versions_with_what_changed(run: Run) -> None:
+def test_settings_and_versions_are_shown_with_their_changes(run: Run) -> None:
     text = made(trained(run)).text
     assert "CHECKPOINT_EVERY_S 30.0 60" in text
     assert "HANG_TIMEOUT_S 300.0 the same" in text
@@ -263,41 +263,41 @@ def test_settings_and_versions_with_what_changed(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------ what is missing
 
 
-def test_a_run_that_no_worker_has_begun_has_no_empty_sections(run: Run) -> None:
+def test_a_run_without_attempts_has_no_empty_sections(run: Run) -> None:
     page = made(run, RunState.PENDING, "its driver has not begun")
     for words in ("Pending", "Steps 0", "its driver has not begun", "Goodput not known", "No worker has begun yet"):
         assert words in page.text
     assert [link["href"] for link in page.all("a")] == ["#incidents"]
 
 
-def test_a_run_that_continues(run: Run) -> None:
+def test_the_report_of_a_live_run_ends_now(run: Run) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 5)
     report(run, first, record(3, BEGUN + 10))
     page = made(run, RunState.RUNNING, "2 workers train")
     assert "Running" in page.text
     assert "2 workers train" in page.text
-    assert "Nothing was evaluated on held-out rows so far." in page.text
-    assert "of a number not known yet" in page.text
-    assert page.figures["time"] > 1000, "it goes on until now"
+    assert "The model has not been evaluated on held-out rows yet." in page.text
+    assert "total not known yet" in page.text
+    assert page.figures["time"] > 1000, "its time ends now"
 
 
-def test_records_without_times_results_or_ranks(run: Run) -> None:
+def test_records_may_lack_times_results_and_ranks(run: Run) -> None:
     report(run, start(begin(run), "job"), {"step": 1}, {"step": 2, "loss": 0.5}, {"step": 3, "learning_rate": 0.1})
     page = made(run)
     assert [chart.partition(";")[0] for chart in page.charts] == ["Loss over steps"]
     assert "Loss over wall clock: nothing is recorded" in page.text
     report(Run(run.storage, "other"), start(begin(Run(run.storage, "other")), "job"), {"step": 1})
-    assert "no loss, no accuracy and nothing of held-out rows" in made(Run(run.storage, "other")).text
+    assert "no loss, no accuracy, and nothing on held-out rows" in made(Run(run.storage, "other")).text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.7e308])
-def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) -> None:
+def test_a_loss_that_is_not_finite_is_reported_and_not_drawn(run: Run, value: float) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     broken = [record(step, BEGUN + step, loss=value) for step in (12, 13)]
     report(run, first, record(10, BEGUN + 10, loss=2.0), record(11, BEGUN + 11, loss=1.0), *broken)
     page = made(run)
-    assert "loss was no number that can be drawn (NaN, infinite or huge) in 2 records, first at step 12." in page.text
+    assert "loss could not be drawn in 2 records (NaN, infinite or huge), first at step 12." in page.text
     [steps] = [chart for chart in page.charts if chart.startswith("Loss over steps")]
     assert "1 at 11" in steps
     report(Run(run.storage, "all"), start(begin(Run(run.storage, "all")), "job"), *broken)
@@ -305,7 +305,7 @@ def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) 
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "message"),
     [
         ("metrics", "A part of the metric history cannot be read"),
         ("ranks", "A part of the numbers of each rank cannot be read"),
@@ -316,14 +316,14 @@ def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) 
         ("status/attempt-0009-00000000.json", "Its status cannot be read"),
     ],
 )
-def test_a_part_that_cannot_be_read_is_told_and_hides_no_other(run: Run, key: str, told: str) -> None:
+def test_an_unreadable_part_is_reported_and_does_not_hide_the_others(run: Run, key: str, message: str) -> None:
     trained(run)
     journals = ("metrics", "ranks", "events")
     broken = journal_keys(run, key, 2)[-1] if key in journals else run.key(key)
     run.storage.write(broken, b"{broken")
     text = made(run).text
-    assert told in text
-    assert "✓ verified" in text or key.startswith("attempts"), "no attempt: no checkpoint leads anywhere"
+    assert message in text
+    assert "✓ verified" in text or key.startswith("attempts"), "without attempts, no checkpoint counts"
 
 
 # ------------------------------------------------------------------------------------------------------- hostile, large
@@ -331,7 +331,7 @@ def test_a_part_that_cannot_be_read_is_told_and_hides_no_other(run: Run, key: st
 HOSTILE = "</style></script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x00\x1b[31m\u202e"
 
 
-def test_nothing_that_a_run_contains_becomes_markup(run: Run) -> None:
+def test_text_of_a_run_never_becomes_markup(run: Run) -> None:
     trained(run)
     hostile = attempt_metadata(2, "storage", task_args={"name": HOSTILE})
     hostile |= {"nodes": {"0": HOSTILE}, "versions": {HOSTILE: HOSTILE}}
@@ -343,7 +343,7 @@ def test_nothing_that_a_run_contains_becomes_markup(run: Run) -> None:
     journal.flush()
     record_failure(run, Failure(3, 0, 190, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1, HOSTILE))
     page = made(run, RunState.FAILED, HOSTILE)
-    assert "alert(1)" in page.text, "it is shown as what it is"
+    assert "alert(1)" in page.text, "it is shown as text"
     tags = {tag for tag, _ in page.elements}
     assert not tags & {"script", "link", "iframe", "object", "form", "base", "foreignobject", "animate"}
     for _, attributes in page.elements:
@@ -354,13 +354,13 @@ def test_nothing_that_a_run_contains_becomes_markup(run: Run) -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", page.text)
 
 
-def test_predictions_of_the_largest_pictures_fit(run: Run) -> None:
+def test_predictions_with_the_largest_images_fit_in_a_report(run: Run) -> None:
     trained(run)
     noise = png(0) + os.urandom(14_000)
     write_shown(run, predictions_of("step-00000188-attempt-0002", classes=20, image=noise, wrong=400))
     page = made(run)
     shown = len(page.all("img"))
-    assert 48 <= shown < 48 + 20 + 20, "the mistakes before all others"
+    assert 48 <= shown < 48 + 20 + 20, "mistakes come before other images"
     assert f"Left out: {88 - shown} images" in page.text
 
 
@@ -369,10 +369,10 @@ def test_a_malformed_png_is_left_out_with_a_note(run: Run) -> None:
     write_shown(run, predictions_of("step-00000188-attempt-0002", image=b"<svg onload=alert(1)>"))
     page = made(run)
     assert not page.all("img")
-    assert "Left out: 70 images, no PNG or too large for this page." in page.text
+    assert "Left out: 70 images, not PNG or too large for this page." in page.text
 
 
-def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> None:
+def test_a_hundred_thousand_records_fit_in_a_report_with_their_extremes(run: Run) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     steps = range(1, 100_001)
     peaks = {50_000: 9.0, 70_000: 0.001}
@@ -384,11 +384,11 @@ def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> Non
     page = made(run)
     [steps_chart] = [chart for chart in page.charts if chart.startswith("Loss on a logarithmic axis over steps")]
     assert "lowest 0.001 at 7e+04, highest 9 at 5e+04" in steps_chart
-    assert "Of 100,000 records, the lowest and the highest in each of 240 stretches are drawn." in page.text
+    assert "Of 100,000 records, the lowest and the highest in each of 240 sections are drawn." in page.text
     assert "Results, 40 of 100,000" in page.text
 
 
-def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:
+def test_many_ranks_attempts_events_and_checkpoints_fit_in_a_report(run: Run) -> None:
     begin(run)
     origin = None
     for number in range(1, 151):
@@ -407,20 +407,20 @@ def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:
     assert "Each rank over the whole run, the 64 slowest of 500" in page.text
     nodes = re.findall(r"\bnode-\d+\b", page.text)
     assert "node-7" in nodes
-    assert "node-490" not in nodes, "the fastest of all"
+    assert "node-490" not in nodes, "it is the fastest"
     assert "with its receipt, the newest 100 of 150" in page.text
     assert "Other events, the newest 100 of 500" in page.text
     assert "Left out: 100 older." in page.text
 
 
 @given(st.integers(1, 2000), st.integers(0, 2**32), st.booleans())
-def test_thinned_points_are_few_and_keep_the_extremes(number: int, seed: int, evenly: bool) -> None:
+def test_downsampling_keeps_few_points_and_the_extremes(number: int, seed: int, evenly: bool) -> None:
     draw = random.Random(seed)
     places = range(number) if evenly else sorted(draw.uniform(0, 1e6) for _ in range(number))
     given_points = [Point(float(place), draw.gauss(0, 1)) for place in places]
     few = downsample(given_points)
     assert len(few) <= 2 * BUCKETS
-    assert [point for point in given_points if point in set(few)] == few, "in their order"
+    assert [point for point in given_points if point in set(few)] == few, "they stay in order"
     assert min(p.y for p in few) == min(p.y for p in given_points)
     assert max(p.y for p in few) == max(p.y for p in given_points)
 
@@ -428,11 +428,11 @@ def test_thinned_points_are_few_and_keep_the_extremes(number: int, seed: int, ev
 @given(st.lists(st.floats(-9e99, 9e99), min_size=1), st.booleans())
 def test_an_axis_has_room_for_all_values(values: list[float], from_zero: bool) -> None:
     for axis in (linear_axis(values, from_zero), linear_axis(values, from_zero, tight=True)):
-        assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
+        assert all(-1e-6 <= axis.position(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
         assert 1 <= len(axis.ticks) <= 12
 
 
-def test_numbers_on_an_axis_can_be_told_apart() -> None:
+def test_numbers_on_an_axis_differ() -> None:
     assert [text for _, text in linear_axis([98.01, 98.09]).ticks] == ["98", "98.02", "98.04", "98.06", "98.08", "98.1"]
     assert [text for _, text in linear_axis([0, 2400]).ticks] == ["0", "500", "1k", "1.5k", "2k", "2.5k"]
     assert [text for _, text in log_axis([0.013, 4]).ticks] == ["0.01", "0.1", "1", "10"]
@@ -441,14 +441,14 @@ def test_numbers_on_an_axis_can_be_told_apart() -> None:
 @given(st.lists(st.floats(1e-100, 9e99), min_size=1))
 def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None:
     axis = log_axis(values)
-    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
+    assert all(-1e-6 <= axis.position(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
     assert len(axis.ticks) <= 14
 
 
 # ----------------------------------------------------------------------------------------------------------------- verb
 
 
-def test_the_verb_writes_the_file(run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb_writes_a_file(run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run)
     monkeypatch.chdir(tmp_path)
     assert sunspot("report", "run") == 0
@@ -466,7 +466,7 @@ def test_the_verb_writes_the_file(run: Run, sunspot: Command, tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_verb_without_a_run_or_a_place(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_the_verb_fails_without_a_run_or_a_writable_folder(run: Run, sunspot: Command, tmp_path: Path) -> None:
     assert sunspot("report", "run") == 3
     trained(run)
     assert sunspot("report", "run", "--output", str(tmp_path / "no" / "such" / "folder.html")) == 4
@@ -474,7 +474,7 @@ def test_the_verb_without_a_run_or_a_place(run: Run, sunspot: Command, tmp_path:
 
 
 def test_a_run_that_is_only_submitted_has_a_report(run: Run, sunspot: Command, tmp_path: Path) -> None:
-    run.storage.write(run.key("submissions", "0001-run-1234.yaml"), b"kind: RayJob")
+    run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
     assert sunspot("report", "run", "--output", str(tmp_path / "r.html")) == 0
     assert b"its driver has not begun" in (tmp_path / "r.html").read_bytes()
 
@@ -484,22 +484,24 @@ def test_a_run_that_is_only_submitted_has_a_report(run: Run, sunspot: Command, t
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report with something in each of its sections."""
+    """Return the path of a report that has content in each section."""
     folder = tmp_path_factory.mktemp("report")
     run = trained(Run(LocalStorage(str(folder)), "run"), ranks=8)
     damage(run, "step-00000094-attempt-0001")
     run.storage.write(run.key("checkpoints", "step-00000189-attempt-0002", "model.pt"), b"begun")
     status = read_status(run)
     assert status
-    restore_status(run, replace(status, state=RunState.FAILED, reason="a reason " + "without_a_place_to_break" * 20))
+    write_status_as_is(
+        run, replace(status, state=RunState.FAILED, reason="a reason " + "without_a_place_to_break" * 20)
+    )
     path = folder / "report.html"
-    path.write_bytes(render(gather(run, RunState.FAILED, "a reason " + "without_a_place_to_break" * 20)))
+    path.write_bytes(render(read_report(run, RunState.FAILED, "a reason " + "without_a_place_to_break" * 20)))
     return path
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
-def test_a_browser_shows_it(browser: Browser, page: Path, width: int, scheme: str) -> None:
+def test_a_browser_shows_the_report(browser: Browser, page: Path, width: int, scheme: str) -> None:
     browser.show(page, width, scheme)
     assert browser.messages() == []
     browser.run("document.querySelectorAll('details').forEach(details => details.open = true)")
@@ -522,7 +524,7 @@ def test_a_browser_shows_it(browser: Browser, page: Path, width: int, scheme: st
     assert browser.run(loaded) == []
 
 
-def test_tables_fit_a_small_window_or_show_that_they_go_on(browser: Browser, page: Path) -> None:
+def test_tables_fit_in_a_small_window_or_show_that_they_scroll(browser: Browser, page: Path) -> None:
     over = "return [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
     browser.show(page, 900, "light")
     assert browser.run(over) == 0
@@ -534,7 +536,7 @@ def test_tables_fit_a_small_window_or_show_that_they_go_on(browser: Browser, pag
     assert browser.run(matrix) <= 0
 
 
-def test_every_table_and_chart_can_be_read_without_seeing_it(browser: Browser, page: Path) -> None:
+def test_screen_readers_can_read_every_table_and_chart(browser: Browser, page: Path) -> None:
     browser.show(page, 1280, "light")
     assert browser.run(
         "return [...document.querySelectorAll('table')].every(t => t.caption && t.querySelector('th[scope]'))"
@@ -551,8 +553,8 @@ def test_every_table_and_chart_can_be_read_without_seeing_it(browser: Browser, p
     assert browser.run(anchors)
 
 
-def test_what_a_page_must_not_do_is_refused(browser: Browser, page: Path, tmp_path: Path) -> None:
-    """The policy holds where the escaping would not."""
+def test_the_policy_refuses_scripts_and_remote_images(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """The policy still protects if escaping were missing somewhere."""
     broken = tmp_path / "broken.html"
     hostile = b"<script>document.title = 'run'</script><img alt='x' src='https://example.invalid/x.png'></body>"
     broken.write_bytes(page.read_bytes().replace(b"</body>", hostile))
@@ -561,8 +563,8 @@ def test_what_a_page_must_not_do_is_refused(browser: Browser, page: Path, tmp_pa
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_metric_may_have_any_name_that_is_its_own() -> None:
-    """A metric called `few` hides none of the means over enough rows."""
+def test_a_metric_may_be_called_few() -> None:
+    """A metric of this name does not hide means over enough rows."""
     history = History()
     for step in (1, 2):
         history.add(

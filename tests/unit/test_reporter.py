@@ -32,7 +32,7 @@ from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, lineage
-from sunspot.run.history import Journals, each_rank_record, newest_record, read_journal
+from sunspot.run.history import Journals, iter_rank_records, newest_record, read_journal
 from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
@@ -93,7 +93,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert events["out of memory"]["detail"] == "out of memory: 2.90 of 3.00 GiB in use on a"
     assert events["node left out"]["time"] == pytest.approx(time.time(), abs=100)
     assert {**reported[0], "attempt": 1} == records[0]
-    ranks = list(each_rank_record(run, spans))
+    ranks = list(iter_rank_records(run, spans))
     assert [(record["step"], record["ranks"]["rows"], record["ranks"]["steps_s"]) for record in ranks] == [
         *((4, [8], [1.0]), (8, [8], [1.0]), (12, [8], [1.0]))
     ]

@@ -1,4 +1,4 @@
-"""Who owns a run, which of what was written counts, and which checkpoints are whole."""
+"""The owner of a run, the steps that count, and the checkpoints that are intact."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.harness.runs import commit, consumed, record_audit, start
 
 
 def list_incomplete(run: Run) -> list[str]:
-    """Names of the checkpoint directories without a manifest."""
+    """Return the names of the checkpoint directories without a manifest."""
     return [name for name, files in list_directories(run).items() if MANIFEST not in files]
 
 
@@ -58,12 +58,12 @@ def run(tmp_path: Path) -> Run:
     return open_run(str(tmp_path), "run")
 
 
-def test_the_names_of_a_runs_files_are_those_in_the_packages_docstring() -> None:
-    told = {
+def test_the_docstring_of_the_package_names_all_files_of_a_run() -> None:
+    documented = {
         name.rstrip("/") for name in re.findall(r"^ {8}([a-z-]+(?:\.[a-z]+|/|-[0-9a-f]+))", str(layout.__doc__), re.M)
     }
     names = {*layout.RECORDS, *layout.FILES, *layout.FOLDERS}
-    assert {name for name in told if not name.startswith("probe-")} == names
+    assert {name for name in documented if not name.startswith("probe-")} == names
     assert all(layout.is_name_of_run(f"{name}/below") for name in names)
     assert layout.is_name_of_run(f"probe-{'0' * 32}")
     assert not any(
@@ -81,11 +81,11 @@ def test_attempts_are_read_back_as_they_were_claimed(run: Run) -> None:
     assert claim(run, [], first)
     assert claim(run, [first], second)
     record_error(run, 2, DamageError("lost"))
-    assert read_attempts(run) == [first, second], "the record of an error is no attempt"
+    assert read_attempts(run) == [first, second], "the record of an error is not an attempt"
 
 
 def test_an_attempt_is_read_once_unless_its_file_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each commit asks for all of them, and a run on spot nodes may have hundreds."""
+    """Each commit asks for all attempts, and a run on spot nodes may have hundreds."""
     opened, open_object = [], type(run.storage).open
     monkeypatch.setattr(type(run.storage), "open", lambda *words: (opened.append(words[1]), open_object(*words))[1])
     for number in (1, 2, 3):
@@ -99,7 +99,7 @@ def test_an_attempt_is_read_once_unless_its_file_changes(run: Run, monkeypatch: 
         read_attempts(run)
 
 
-def test_a_superseded_owner_learns_it_and_never_claims_again(run: Run) -> None:
+def test_a_superseded_owner_cannot_claim_the_run_again(run: Run) -> None:
     old = start(run, "old")
     ensure_owner(run, old)
     new = start(run, "new")
@@ -118,13 +118,13 @@ def test_a_superseded_owner_learns_it_and_never_claims_again(run: Run) -> None:
 def test_a_driver_that_lost_the_run_to_another_start_of_its_job_is_superseded(run: Run) -> None:
     for driver in ("first", "second"):
         start(run, "job", driver=driver)
-    with pytest.raises(SupersededError, match="attempt 2 of job owns the run"):
+    with pytest.raises(SupersededError, match="attempt 2 of job has owned the run since"):
         refuse_if_superseded(read_attempts(run), "job", "first")
     refuse_if_superseded(read_attempts(run), "job", "second")
     refuse_if_superseded(read_attempts(run), "job", "third")
 
 
-def test_an_attempt_is_superseded_by_one_that_is_not_its_neighbour(run: Run) -> None:
+def test_an_attempt_is_superseded_by_an_attempt_that_is_not_the_next(run: Run) -> None:
     old = start(run, "job")
     start(run, "job")
     start(run, "other")
@@ -133,23 +133,24 @@ def test_an_attempt_is_superseded_by_one_that_is_not_its_neighbour(run: Run) -> 
 
 
 def test_the_ten_thousandth_attempt_is_followed_by_another(run: Run) -> None:
-    assert claim(run, [], nines := Attempt(9999, "job", None, 0))
+    nines = Attempt(9999, "job", None, 0)
+    assert claim(run, [], nines)
     more = [start(run, "job"), start(run, "job")]
     assert [attempt.number for attempt in more] == [10_000, 10_001]
     assert read_attempts(run) == [nines, *more]
 
 
-def test_a_fence_does_not_trust_what_a_client_of_nfs_has_cached(run: Run) -> None:
-    """It changes the directory: the server's answer tells the client that what it has cached is old."""
+def test_fencing_does_not_trust_the_cache_of_an_nfs_client(run: Run) -> None:
+    """It changes the directory, so that the server's answer tells the client that its cache is out of date."""
     attempt = start(run, "job")
     folder = Path(run.storage.locate(run.key("attempts")))
     os.utime(folder, (0, 0))
     ensure_owner(run, attempt)
     assert folder.stat().st_mtime > 0
-    assert [file.name for file in folder.iterdir()] == ["0001.json"], "and leaves nothing there"
+    assert [file.name for file in folder.iterdir()] == ["0001.json"], "nothing else is left there"
 
 
-def test_an_error_is_kept_with_its_class(run: Run) -> None:
+def test_an_error_is_recorded_with_its_class(run: Run) -> None:
     assert read_error(run, 1) is None
     record_error(run, 1, DamageError("optimizer.pt lost"))
     error = read_error(run, 1)
@@ -158,7 +159,7 @@ def test_an_error_is_kept_with_its_class(run: Run) -> None:
 
 
 @given(st.integers(0, 10**10), st.integers(1, 10**6))
-def test_a_checkpoint_name_says_step_and_attempt(step: int, attempt: int) -> None:
+def test_a_checkpoint_name_contains_step_and_attempt(step: int, attempt: int) -> None:
     assert (step_of(checkpoint_name(step, attempt)), attempt_of(checkpoint_name(step, attempt))) == (step, attempt)
 
 
@@ -166,9 +167,9 @@ def test_a_checkpoint_name_says_step_and_attempt(step: int, attempt: int) -> Non
 
 
 def make_history(draw: Any) -> tuple[list[Attempt], list[Checkpoint], list[int]]:
-    """Attempts, their checkpoints, and for each step of the newest attempt's model which attempt took it.
+    """Return attempts, their checkpoints, and the attempt that took each step of the newest attempt's model.
 
-    Attempts start from any checkpoint that leads to the newest one, and go on and commit after they are superseded.
+    Attempts start from any checkpoint that leads to the newest one. They continue and commit after they are superseded.
     """
     attempts: list[Attempt] = []
     checkpoints: list[Checkpoint] = []
@@ -190,7 +191,7 @@ def make_history(draw: Any) -> tuple[list[Attempt], list[Checkpoint], list[int]]
 
 
 @given(st.data())
-def test_the_lineage_has_each_step_once(data: st.DataObject) -> None:
+def test_the_lineage_contains_each_step_once(data: st.DataObject) -> None:
     attempts, checkpoints, taken = make_history(data.draw)
     spans = lineage(attempts)
     for step, attempt in enumerate(taken, 1):
@@ -207,7 +208,7 @@ def test_the_lineage_has_each_step_once(data: st.DataObject) -> None:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def test_the_newest_is_found_among_whole_ones(run: Run) -> None:
+def test_the_newest_intact_checkpoint_is_found(run: Run) -> None:
     assert find_newest_good(run, []) == (None, ())
     attempt = start(run, "job")
     assert find_newest_good(run, [attempt]) == (None, ())
@@ -225,7 +226,7 @@ def test_the_newest_is_found_among_whole_ones(run: Run) -> None:
         (b"model.pt of step-00000006-attempt-0002", "model.pt has SHA-256"),
     ],
 )
-def test_a_file_that_differs_is_passed_over(run: Run, content: bytes | None, fault: str) -> None:
+def test_a_checkpoint_with_a_changed_file_is_skipped(run: Run, content: bytes | None, fault: str) -> None:
     attempt = start(run, "job")
     good, bad = commit(run, attempt, 3), commit(run, attempt, 6)
     key = run.key("checkpoints", bad.name, "model.pt")
@@ -273,7 +274,7 @@ def broken_manifests() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in broken_manifests().items()])
-def test_a_manifest_that_cannot_be_used_is_damage(run: Run, content: bytes) -> None:
+def test_an_invalid_manifest_counts_as_damaged(run: Run, content: bytes) -> None:
     attempt = start(run, "job")
     good, bad = commit(run, attempt, 3), commit(run, attempt, 6)
     run.storage.write(run.key("checkpoints", bad.name, "manifest.json"), content)
@@ -286,7 +287,7 @@ def test_a_manifest_that_cannot_be_used_is_damage(run: Run, content: bytes) -> N
     assert str(skipped).startswith(f"{bad.name}: damaged, manifest.json cannot be used: ")
 
 
-def test_a_manifest_of_a_later_version_with_more_fields_is_whole(run: Run) -> None:
+def test_a_manifest_with_unknown_fields_is_intact(run: Run) -> None:
     checkpoint = commit(run, start(run, "job"), 3, loss=0.1)
     key = run.key("checkpoints", checkpoint.name, MANIFEST)
     record = json.loads(run.storage.read(key))
@@ -313,7 +314,7 @@ def test_other_files_among_checkpoints_are_ignored(run: Run) -> None:
     assert find_newest_good(run, [attempt]) == (good, ())
 
 
-def test_skipped_checkpoints_are_told_newest_first(run: Run) -> None:
+def test_skipped_checkpoints_are_listed_newest_first(run: Run) -> None:
     attempt = start(run, "job")
     for step in (2, 4, 6, 8):
         commit(run, attempt, step)
@@ -325,10 +326,10 @@ def test_skipped_checkpoints_are_told_newest_first(run: Run) -> None:
     assert [step_of(each.name) for each in skipped] == [8, 6]
 
 
-def test_a_deletion_killed_halfway_leaves_it_incomplete(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_deletion_leaves_an_incomplete_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(run, "job")
     good, old = commit(run, attempt, 3), commit(run, attempt, 6)
-    run.storage.write(run.key("checkpoints", old.name, "extra_state.pt"), b"the first by name")
+    run.storage.write(run.key("checkpoints", old.name, "extra_state.pt"), b"first by name")
     deleted: list[str] = []
     delete = run.storage.delete
 
@@ -370,8 +371,8 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize(("order", "steps"), [("min", [5, 4, 2, 6, 3, 1]), ("max", [4, 2, 5, 6, 3, 1])])
-def test_the_best_come_first_and_of_equals_the_later(order: str, steps: list[int]) -> None:
-    """Without the metric, or with none that can be compared, a checkpoint is worse than any other."""
+def test_the_best_checkpoints_come_first_and_the_later_of_equals(order: str, steps: list[int]) -> None:
+    """A checkpoint without a comparable metric ranks below all others."""
     losses = {1: None, 2: 1.0, 3: float("nan"), 4: 1.0, 5: 0.5, 6: None}
     checkpoints = [
         Checkpoint(str(step), step, 1, 9, 9, 1, {} if loss is None else {"loss": loss}) for step, loss in losses.items()
@@ -379,8 +380,8 @@ def test_the_best_come_first_and_of_equals_the_later(order: str, steps: list[int
     assert [checkpoint.step for checkpoint in best_first(checkpoints, "loss", order)] == steps
 
 
-def test_held_out_rows_rank_where_there_are_some() -> None:
-    """From the first evaluation on; until then, and without any, the rows that were trained on do."""
+def test_held_out_rows_rank_checkpoints_if_there_are_any() -> None:
+    """Training rows rank checkpoints until the first evaluation, and if there is no evaluation."""
     metrics = [{"loss": 0.1}, {"loss": 0.4, "test_loss": 0.3}, {"loss": 0.3}, {"loss": 0.2, "test_loss": 0.5}]
     checkpoints = [Checkpoint(str(step), step, 1, 9, 9, 1, each) for step, each in enumerate(metrics)]
     assert [each.step for each in expired(checkpoints, 1, "loss", "min")] == [0, 2]
@@ -392,7 +393,7 @@ def test_held_out_rows_rank_where_there_are_some() -> None:
 
 
 def audited(run: Run, *attempts: Attempt) -> list[tuple[int, int]]:
-    """Step and row of all that the audit gives back."""
+    """Return the step and the row of each record that the audit returns."""
     tables = read_audit(run, lineage(list(attempts)))
     return sorted((line["step"], line["row"]) for table in tables for line in table.to_pylist())
 
@@ -401,8 +402,8 @@ def expected(first: int, last: int) -> list[tuple[int, int]]:
     return sorted((step, row) for step, rows in consumed(first, last).items() for row in rows)
 
 
-def test_an_audit_file_that_reaches_past_its_span_counts_up_to_there(run: Run) -> None:
-    """The commit of step 4 took so long that the window up to step 7 had closed when it wrote the audit."""
+def test_an_audit_file_counts_only_up_to_the_end_of_its_span(run: Run) -> None:
+    """The commit of step 4 took so long that the window up to step 7 had closed when the audit was written."""
     first, second = Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)
     record_audit(run, first, consumed(1, 7))
     record_audit(run, second, consumed(5, 9))
@@ -410,8 +411,8 @@ def test_an_audit_file_that_reaches_past_its_span_counts_up_to_there(run: Run) -
     assert audited(run, first, second) == expected(1, 9)
 
 
-def test_an_audit_file_that_was_written_again_counts_once(run: Run) -> None:
-    """Storage took the first file and said that it had failed: the next commit wrote its steps again."""
+def test_steps_in_two_audit_files_count_once(run: Run) -> None:
+    """Storage wrote the first file but reported an error, so the next commit wrote its steps again."""
     attempt = Attempt(1, "job", None, 0)
     record_audit(run, attempt, consumed(1, 5))
     record_audit(run, attempt, consumed(1, 8))

@@ -1,4 +1,4 @@
-"""Runs as storage shows them: which there are, where one stands, its events, and what its processes printed."""
+"""Runs as storage shows them: the list of runs, the state of a run, its events, and the output of its processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, claim, reco
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from sunspot.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
+from sunspot.run.overview import (
+    LOST_AFTER_S,
+    RunSummary,
+    list_runs,
+    read_state,
+    read_statuses,
+    read_view,
+    state_from_storage,
+)
 from sunspot.run.requests import SubmissionRecord, record_submission, request_stop
-from sunspot.run.status import SILENT_S, RunState, Status, read_status, restore_status, write_status
+from sunspot.run.status import SILENT_AFTER_S, RunState, Status, read_status, write_status, write_status_as_is
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.commands import logs
 from sunspot.submitter.commands import status as status_command
@@ -51,7 +59,7 @@ def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageComman
 # -------------------------------------------------------------------------------------------------------------- summary
 
 
-def test_a_listing_alone_shows_what_there_is(tmp_path: Path) -> None:
+def test_a_listing_is_enough_to_summarize_runs(tmp_path: Path) -> None:
     storage = open_run(str(tmp_path), "a").storage
     trained = begin(Run(storage, "trained"))
     first = start(trained, "job")
@@ -70,14 +78,14 @@ def test_a_listing_alone_shows_what_there_is(tmp_path: Path) -> None:
     age(trained, 100)
 
     found = {summary.name: summary for summary in list_runs(storage)}
-    assert list(found) == ["submitted", "trained"], "the one that was written last comes first"
+    assert list(found) == ["submitted", "trained"], "the run that was written last comes first"
     one, other = found["trained"], found["submitted"]
     assert (one.checkpoint, one.stop_requested) == (newest.name, False)
     assert one.checkpoint_time == pytest.approx(time.time() - 100, abs=20)
     assert one.bytes == sum(entry.size for entry in storage.list("trained"))
     assert (one.last_active, one.submitted) == (one.modified, 0)
     assert (other.checkpoint, other.stop_requested) == (None, True)
-    assert (other.last_active, other.submitted > 0) == (0, True), "what the submitter leaves is no sign of life"
+    assert (other.last_active, other.submitted > 0) == (0, True), "writes of the submitter are no sign of life"
 
 
 def test_a_run_is_found_as_soon_as_it_was_submitted(tmp_path: Path) -> None:
@@ -89,7 +97,7 @@ def test_a_run_is_found_as_soon_as_it_was_submitted(tmp_path: Path) -> None:
         find_run("another", str(tmp_path))
 
 
-def test_a_status_that_cannot_be_used_hides_no_other(run: Run) -> None:
+def test_a_damaged_status_does_not_hide_other_runs(run: Run) -> None:
     other = Run(run.storage, "other")
     write_status(run, RUNNING)
     run.storage.write(other.key("status/attempt-0000-00000000.json"), b'{"state": "dancing", "owner": "x"}')
@@ -117,17 +125,24 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (None, False, None, 60, "pending", "submitted at "),
         (None, True, None, 60, "stopped", "before its driver started"),
         (None, False, 5, 60, "starting", "its driver has begun"),
-        (None, False, LOST_S + 1, None, "lost", "no sign of life since"),
-        (status(RunState.STARTING, LOST_S + 1), False, None, None, "lost", "nothing trains it"),
+        (None, False, LOST_AFTER_S + 1, None, "lost", "no sign of life since"),
+        (status(RunState.STARTING, LOST_AFTER_S + 1), False, None, None, "lost", "nothing trains it"),
         (status(RunState.RUNNING, 10), False, 10, None, "running", "2 workers train"),
         (status(RunState.RUNNING, 10), False, None, None, "running", ""),
         (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),
-        (status(RunState.RUNNING, SILENT_S - 1), False, None, None, "running", ""),
+        (status(RunState.RUNNING, SILENT_AFTER_S - 1), False, None, None, "running", ""),
         (status(RunState.RUNNING, 30), False, 5, None, "silent", "no sign of life since 1970-01-12 13:46:10 UTC, 30 s"),
         (status(RunState.STARTING, 30), False, None, None, "silent", "it is frozen, cut off from its storage, or gone"),
         (status(RunState.RUNNING, 30), True, None, None, "stopping", "told to stop; no sign of life since"),
-        (status(RunState.RUNNING, LOST_S + 1), False, 20, None, "lost", ""),
-        (status(RunState.RUNNING, LOST_S + 1), False, LOST_S + 1, None, "lost", "no sign of life since 1970-01-12"),
+        (status(RunState.RUNNING, LOST_AFTER_S + 1), False, 20, None, "lost", ""),
+        (
+            status(RunState.RUNNING, LOST_AFTER_S + 1),
+            False,
+            LOST_AFTER_S + 1,
+            None,
+            "lost",
+            "no sign of life since 1970-01-12",
+        ),
         (
             status(RunState.RUNNING, 5, heartbeat=NOW - 305),
             False,
@@ -141,7 +156,14 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (status(RunState.RUNNING, 9999, stored=NOW - 5), False, None, None, "running", ""),
         (status(RunState.RUNNING, -9999, stored=NOW - 40), False, None, None, "silent", "40 s ago"),
         (status(RunState.RUNNING, 3 * 3600), False, 3 * 3600, None, "lost", "3 h ago"),
-        (status(RunState.RUNNING, LOST_S + 1), True, LOST_S + 1, None, "stopped", "told to stop; no sign of life"),
+        (
+            status(RunState.RUNNING, LOST_AFTER_S + 1),
+            True,
+            LOST_AFTER_S + 1,
+            None,
+            "stopped",
+            "told to stop; no sign of life",
+        ),
         (status(RunState.RUNNING, 3600), False, 3600, 30, "pending", "its driver has not begun"),
         (status(RunState.SUCCEEDED, 9999), False, 9999, 10000, "succeeded", "succeeded at step 40"),
         (status(RunState.FAILED, 9999, reason="no luck"), True, 9999, None, "failed", "no luck"),
@@ -150,7 +172,7 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (status(RunState.FAILED, 9999, reason="no luck"), False, 9999, 30, "pending", "its driver has not begun"),
     ],
 )
-def test_the_state_by_storage_alone(
+def test_storage_alone_determines_the_state(
     given: Status | None, stop: bool, heard_ago: float | None, submitted_ago: float | None, state: str, words: str
 ) -> None:
     def moment(ago: float | None) -> float:
@@ -165,7 +187,7 @@ def test_the_state_by_storage_alone(
 
 @pytest.mark.parametrize(
     ("ago", "known", "shown"),
-    [(LOST_S + 1, 0, (12, 3)), (LOST_S + 1, 17, (17, 4)), (5, 0, (0, 0))],
+    [(LOST_AFTER_S + 1, 0, (12, 3)), (LOST_AFTER_S + 1, 17, (17, 4)), (5, 0, (0, 0))],
     ids=["lost", "lost after more steps", "alive"],
 )
 def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
@@ -182,7 +204,7 @@ def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
     assert row.status.checkpoint == (kept.name if ago > 5 else None)
 
 
-def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
+def test_the_state_takes_a_small_listing_and_a_read_while_the_status_is_recent(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_status(run, replace(RUNNING, driver="0123abcd"))
@@ -192,14 +214,14 @@ def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
         patch.setattr(LocalStorage, "list", lambda self, prefix: [listed.append(prefix), *usual(self, prefix)][1:])
         assert read_state(run)[0] is RunState.RUNNING
         assert listed == ["run/status"]
-        age(run, SILENT_S + 1)
+        age(run, SILENT_AFTER_S + 1)
         listed.clear()
         assert read_state(run)[0] is RunState.SILENT
         assert "run/submissions" in listed
-        assert "run" not in listed, "the whole of a long run has thousands of objects"
+        assert "run" not in listed, "a long run has thousands of objects"
     report(run, Attempt(1, "job", None, 0), {"step": 1})
     assert read_state(run)[0] is RunState.SILENT, "only its status is a sign of life"
-    age(run, LOST_S)
+    age(run, LOST_AFTER_S)
     assert read_state(run)[0] is RunState.LOST
     record_submission(run, SubmissionRecord("run-1234"))
     assert read_state(run)[0] is RunState.PENDING
@@ -210,8 +232,8 @@ def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
 # ----------------------------------------------------------------------------------------------------------------- view
 
 
-def test_all_that_storage_has_to_say(run: Run) -> None:
-    """Of 100 s with two workers, the first 5 were lost, and 10 between two attempts."""
+def test_a_view_has_everything_that_storage_knows(run: Run) -> None:
+    """Two workers train for 100 s, of which 5 s at the start and 10 s between two attempts are lost."""
     began = time.time() - 100
     first = Attempt(1, "job", None, 0, time=began, metadata=Metadata(tier="beginning", world_size=2))
     claim(run, [], first)
@@ -244,11 +266,11 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     view = read_view(run)
     assert (view.state, view.reason, view.seconds_left) == (RunState.FAILED, "no luck", None)
-    restore_status(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
-    assert read_view(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "what passes after its end is not lost"
+    write_status_as_is(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
+    assert read_view(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "time after its end is not lost"
 
 
-def test_a_silent_run_is_not_said_to_train(run: Run, sunspot: StorageCommand) -> None:
+def test_a_silent_run_shows_no_running_workers(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     write_status(run, replace(RUNNING, attempt=1, driver="0123abcd", rows_per_s=9.5, step_time_s=2.0, world_size=2))
     live = sunspot("status", "run", "--json").json
@@ -259,7 +281,9 @@ def test_a_silent_run_is_not_said_to_train(run: Run, sunspot: StorageCommand) ->
         120,
     )
     age(run, 28, "status")
-    report(run, attempt, {"step": 41, "epoch": 1, "time": time.time(), "loss": 0.5})  # from before, and late
+    report(
+        run, attempt, {"step": 41, "epoch": 1, "time": time.time(), "loss": 0.5}
+    )  # written before, but arriving late
     silent = sunspot("status", "run", "--json").json
     assert list(silent) == list(live)
     assert (silent["state"], silent["step"], silent["loss"]) == ("silent", 41, 0.5)
@@ -276,7 +300,7 @@ def test_a_run_is_watched_until_it_has_ended(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def go_on(seconds: float) -> None:
-        """Take a step while nobody looks, and then end."""
+        """Take a step between two looks, and end after the second."""
         state = RunState.RUNNING if read_status(run).step == 40 else RunState.SUCCEEDED
         write_status(run, replace(trains, state=state, step=41))
 
@@ -305,7 +329,7 @@ def test_a_run_is_watched_until_it_has_ended(
             ]
 
 
-def test_the_step_is_told_once(run: Run, sunspot: StorageCommand) -> None:
+def test_the_step_is_shown_once(run: Run, sunspot: StorageCommand) -> None:
     """The history may be ahead of the status."""
     attempt = start(run, "job")
     write_status(run, replace(RUNNING, attempt=1, driver="0123abcd"))
@@ -315,7 +339,7 @@ def test_the_step_is_told_once(run: Run, sunspot: StorageCommand) -> None:
     assert re.findall(r"\d+ of 100", line) == ["40 of 100"]
 
 
-def test_a_run_that_has_only_been_submitted(tmp_path: Path) -> None:
+def test_a_submitted_run_without_a_driver_is_pending(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "run")
     with pytest.raises(NotFoundError):
         read_view(run)
@@ -363,16 +387,16 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
     assert sunspot("list", "--limit", "0").code == 2
 
 
-def test_a_run_that_may_not_be_read_is_named_and_the_others_are_listed(run: Run, sunspot: StorageCommand) -> None:
+def test_an_unreadable_run_is_named_and_the_others_are_listed(run: Run, sunspot: StorageCommand) -> None:
     begin(run)
     begin(open_run(sunspot.storage, "closed"))
     for name in ("closed/checkpoints", "lost+found"):
         folder = Path(sunspot.storage, name)
-        folder.symlink_to(folder)  # a fault that a superuser meets, too: a loop
+        folder.symlink_to(folder)  # a loop, which is an error even for the superuser
     listed = sunspot("list", "--json")
     assert (listed.code, [row["run"] for row in listed.json]) == (0, ["run"])
     assert f"closed: {Path(sunspot.storage, 'closed/checkpoints')}: {os.strerror(errno.ELOOP)}" in listed.err
-    assert "lost+found" not in listed.err, "it is the disk's"
+    assert "lost+found" not in listed.err, "it belongs to the disk"
 
 
 def test_a_storage_without_runs_lists_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,7 +404,7 @@ def test_a_storage_without_runs_lists_none(tmp_path: Path, capsys: pytest.Captur
     assert (listed.code, listed.json, listed.err) == (0, [], "")
 
 
-def test_fifty_of_many_runs_cost_fifty_reads(
+def test_listing_fifty_runs_takes_fifty_reads(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
@@ -399,8 +423,9 @@ def test_fifty_of_many_runs_cost_fifty_reads(
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-def test_events_of_all_attempts_by_time(run: Run, sunspot: StorageCommand) -> None:
-    claim(run, [], first := Attempt(1, "job", None, 0, time=10.0, metadata=Metadata(world_size=2)))
+def test_events_of_all_attempts_are_sorted_by_time(run: Run, sunspot: StorageCommand) -> None:
+    first = Attempt(1, "job", None, 0, time=10.0, metadata=Metadata(world_size=2))
+    claim(run, [], first)
     origin = commit(run, first, 4)
     journal = Journal(run, "events", 1)
     journal.append({"step": 9, "time": 30.0, "event": "commit failed", "detail": "no answer"})
@@ -485,7 +510,7 @@ def say(run: Run, stream: str, text: str) -> LogWriter:
     return writer
 
 
-def test_the_newest_output_of_each_process(run: Run, sunspot: StorageCommand) -> None:
+def test_logs_prints_the_newest_output_of_a_process(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-20260101T000000000Z", "old driver\n")
     say(run, "driver-20260102T000000000Z", "new driver\nits last words")
     say(run, rank_stream(1, 1), "old rank\n")
@@ -502,7 +527,7 @@ def test_the_newest_output_of_each_process(run: Run, sunspot: StorageCommand) ->
     assert json.loads(lines[0])["stream"] == "driver-20260102T000000000Z"
 
 
-def test_output_that_is_not_there(run: Run, sunspot: StorageCommand) -> None:
+def test_logs_says_which_output_is_missing(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (3, "")
     assert "no output of the driver, because none of its processes has written any yet" in answer.err
@@ -515,7 +540,7 @@ def test_output_that_is_not_there(run: Run, sunspot: StorageCommand) -> None:
     assert sunspot("logs", "run", "-f", "--previous").code == 2
 
 
-def test_a_long_stream_is_read_in_pieces_and_from_anywhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_stream_is_read_in_segments_from_any_offset(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = os.urandom(2 * SEGMENT_BYTES + 1000)
     writer = LogWriter(run, "driver-1")
     for begin_at in (0, SEGMENT_BYTES, 2 * SEGMENT_BYTES):
@@ -549,7 +574,7 @@ class Following:
         self.out += text
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because nothing is buffered."""
 
     def ended(self) -> bool:
         self._thread.join(0.01)
@@ -557,7 +582,7 @@ class Following:
 
 
 @pytest.mark.usefixtures("quick")
-def test_output_is_followed_over_a_restart_to_the_end_of_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_continues_over_a_restart_until_the_run_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, RUNNING)
     following = Following(run, monkeypatch)
     wait_until(lambda: "waiting for the first output" in following.err)
@@ -580,7 +605,7 @@ def test_output_is_followed_over_a_restart_to_the_end_of_the_run(run: Run, monke
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_a_run_that_has_ended_prints_it_and_ends(run: Run, sunspot: StorageCommand) -> None:
+def test_following_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-1", "one\n")
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     answer: Answer = sunspot("logs", "run", "-f")
@@ -596,13 +621,13 @@ def test_following_ends_quietly_when_it_is_interrupted(
 
     say(run, "driver-1", "one\n")
     write_status(run, RUNNING)
-    monkeypatch.setattr(logs, "time", Mock(wraps=time, sleep=interrupt))  # and not the sleep of other tests' threads
+    monkeypatch.setattr(logs, "time", Mock(wraps=time, sleep=interrupt))  # without affecting the threads of other tests
     answer = sunspot("logs", "run", "-f")
     assert (answer.code, answer.out, len(answer.err.splitlines())) == (130, "one\n", 1)
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_character_cut_by_a_shipment_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_character_that_was_cut_between_two_writes_is_complete(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, RUNNING)
     writer = LogWriter(run, "driver-1")
     writer.append("ü".encode()[:1])

@@ -1,4 +1,4 @@
-"""What a task shows of its model: its form, its place in the report, and what shows nothing."""
+"""Exhibits of a task: their parts, their place in the report, and exhibits that are refused or damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
 from sunspot.predict.for_report import show, to_parts
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.run import Run
 from sunspot.run.overview import read_state
 from sunspot.run.predictions import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_shown, write_shown
@@ -29,10 +29,10 @@ from tests.harness.trained import trained
 
 
 def page_of(run: Run) -> str:
-    return render(gather(run, *read_state(run))).decode()
+    return render(read_report(run, *read_state(run))).decode()
 
 
-def test_texts_numbers_and_tables_become_parts() -> None:
+def test_texts_numbers_and_tables_become_exhibits() -> None:
     table = [{"name": "a", "loss": torch.tensor(0.5)}, {"loss": math.nan, "label": 3}]
     assert to_parts({"said": "yes", "perplexity": 12.34567, "rows": table}) == [
         Exhibit("said", text="yes"),
@@ -65,12 +65,12 @@ def test_images_become_pngs(run: Run) -> None:
         ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
-def test_other_things_are_refused(found: Any, said: str) -> None:
+def test_exhibits_of_other_types_are_refused(found: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_parts(found)
 
 
-def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
+def test_the_report_shows_exhibits_beside_the_predictions(run: Run) -> None:
     trained(run)
     before = page_of(run)
     shown = [
@@ -87,7 +87,7 @@ def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
     assert "Confusion matrix" in page
 
 
-def test_the_reason_stands_in_the_place_of_predictions(run: Run) -> None:
+def test_the_report_says_why_there_are_no_predictions(run: Run) -> None:
     trained(run)
     run.storage.delete(run.key("predictions.json"))
     assert "No predictions are stored" in page_of(run)
@@ -95,13 +95,13 @@ def test_the_reason_stands_in_the_place_of_predictions(run: Run) -> None:
     assert "No predictions are stored" not in page_of(run)
 
 
-def test_what_is_damaged_is_left_out(run: Run) -> None:
+def test_damaged_exhibits_are_reported(run: Run) -> None:
     trained(run)
     run.storage.write(run.key("shown.json"), b'{"checkpoint": 3}')
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
+def test_the_model_of_a_checkpoint_shows_its_texts(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},
@@ -120,14 +120,14 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     assert checkpoints.newest
     perplexity, texts = show(plan, run.name, checkpoints.newest.name, "false")
     assert perplexity.title == "Perplexity of 40 held-out texts"
-    assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # it has learned nothing
+    assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # the model has learned nothing
     losses = [row[0] for row in texts.rows]
     assert len(losses) == 2 * SHOWN
     assert losses == sorted(losses)
 
 
 @pytest.mark.parametrize("library", KINDS)
-def test_trees_show_what_gained(library: str) -> None:
+def test_trees_show_the_gain_of_each_feature(library: str) -> None:
     pytest.importorskip(library, reason="the extra `trees` is not installed")
     settings = Settings(task="sunspot.tasks.trees", task_args={"library": library})
     task: Any = load_task(settings)

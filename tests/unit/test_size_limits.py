@@ -1,4 +1,4 @@
-"""Runs that are larger than any real one: what is too large is reported or cut, and costs neither memory nor time."""
+"""Runs larger than any real run: whatever is too large is reported or cut, and takes neither memory nor time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 
 from sunspot.checkpoint.files import unpack
 from sunspot.errors import DamageError, TooLargeError
-from sunspot.report import gather, render
+from sunspot.report import read_report, render
 from sunspot.report.history import History, Series
 from sunspot.report.html import table
 from sunspot.report.search import render_stored
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
-from sunspot.run.history import Journal, each_record, newest_record
+from sunspot.run.history import Journal, iter_records, newest_record
 from sunspot.run.logs import LogWriter, read_stream, read_tail
 from sunspot.run.predictions import MAX_PARTS, Exhibit, Predictions, TaskExhibit, read_shown, write_shown
-from sunspot.run.search import Results, Trial, write_results
+from sunspot.run.search import SearchResults, Trial, write_results
 from sunspot.run.size_limits import (
     MAX_DAMAGED_LINES,
     MAX_EPOCHS,
@@ -60,7 +60,7 @@ def sparse(path: Path, size: int) -> None:
 
 def page_of(run: Run) -> str:
     began = time.monotonic()
-    page = render(gather(run, RunState.SUCCEEDED, "")).decode()
+    page = render(read_report(run, RunState.SUCCEEDED, "")).decode()
     assert time.monotonic() - began < 60
     assert len(page) < 2 * MAX_PAGE_BYTES
     return page
@@ -69,12 +69,12 @@ def page_of(run: Run) -> str:
 # ------------------------------------------------------------------------------------------------------------- segments
 
 
-def test_a_segment_that_is_too_large_counts_as_damage_and_is_not_read(run: Run) -> None:
+def test_a_segment_that_is_too_large_counts_as_damaged_and_is_not_read(run: Run) -> None:
     trained(run)
     sparse(write_lines(run, "metrics", b""), MAX_SEGMENT_BYTES + 1)
     sparse(write_lines(run, "events", b""), 700 << 30)
     damaged: list[str] = []
-    records = list(each_record(run, "metrics", damaged=damaged))
+    records = list(iter_records(run, "metrics", damaged=damaged))
     assert records
     assert "more than 32 MiB" in "".join(damaged)
     page = page_of(run)
@@ -95,7 +95,7 @@ def test_merging_never_makes_a_segment_too_large(run: Run) -> None:
 def test_large_segments_are_not_read_all_at_once(run: Run) -> None:
     for size in (1, 20 << 20, 11 << 20, 2 << 20, 31 << 20):
         sparse(write_lines(run, "metrics", b""), size)
-        time.sleep(0.002)  # so that their names are in this order
+        time.sleep(0.002)  # so that their names sort in this order
     segments = list_segments(run.storage, run.key("metrics"))
     groups = []
     while segments:
@@ -124,16 +124,16 @@ def test_output_that_is_too_large_is_left_out_with_a_note(run: Run, sunspot: Com
     assert "the last line" in sunspot.out
 
 
-def test_lines_that_cannot_be_used_are_given_up_after_a_thousand(run: Run) -> None:
+def test_a_segment_is_given_up_after_a_thousand_unusable_lines(run: Run) -> None:
     trained(run)
     path = write_lines(run, "metrics", b"\n" * (8 << 20))
     damaged: list[str] = []
     began = time.monotonic()
-    assert list(each_record(run, "metrics", damaged=damaged))
+    assert list(iter_records(run, "metrics", damaged=damaged))
     assert time.monotonic() - began < 5
     assert damaged == [
-        f"{path}: {MAX_DAMAGED_LINES + 1} of its first {MAX_DAMAGED_LINES + 1} lines cannot be used, "
-        "and no more are read"
+        f"{path}: {MAX_DAMAGED_LINES + 1} of the first {MAX_DAMAGED_LINES + 1} lines cannot be used; "
+        "the rest is not read"
     ]
 
 
@@ -145,7 +145,7 @@ def test_the_newest_record_is_found_from_the_end(run: Run) -> None:
     assert found["step"] == 199
 
 
-def test_all_threads_of_a_reader_share_its_budget() -> None:
+def test_reading_beyond_the_budget_is_refused() -> None:
     with budget(10, "reading it"):
         spend(10)
         with pytest.raises(TooLargeError, match="reading it: more than"):
@@ -156,7 +156,7 @@ def test_all_threads_of_a_reader_share_its_budget() -> None:
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_thousands_of_metrics_take_no_time_and_are_counted(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_thousands_of_metrics_take_little_time_and_are_counted(run: Run, sunspot: Command, tmp_path: Path) -> None:
     trained(run)
     one = {"attempt": 1, "step": 5, "time": BEGUN + 20}
     write_lines(run, "metrics", (json.dumps({**one, **{f"{n}_loss": 1.0 for n in range(20_000)}}) + "\n").encode())
@@ -174,7 +174,7 @@ def test_thousands_of_metrics_take_no_time_and_are_counted(run: Run, sunspot: Co
     assert time.monotonic() - began < 60
 
 
-def test_a_series_takes_memory_for_its_numbers_alone() -> None:
+def test_a_series_takes_memory_only_for_its_numbers() -> None:
     series = Series()
     for number in range(2000):
         series.add({"step": float(number), **{f"{number}_{each}": 1.0 for each in range(20)}})
@@ -187,7 +187,7 @@ def test_a_series_takes_memory_for_its_numbers_alone() -> None:
     assert series.indexes_with(["7_0", "5_3", "none"]) == [5, 7]
 
 
-def test_two_hundred_metrics_of_five_thousand_epochs_are_all_there() -> None:
+def test_two_hundred_metrics_of_five_thousand_epochs_are_all_kept() -> None:
     history = History()
     for epoch in range(5000):
         values = {f"test_metric_{number}": float(number) for number in range(200)}
@@ -200,7 +200,7 @@ def test_two_hundred_metrics_of_five_thousand_epochs_are_all_there() -> None:
 # ---------------------------------------------------------------------------------------------------------------- audit
 
 
-def test_a_checkpoint_of_an_impossible_step_is_reported_at_once(run: Run) -> None:
+def test_a_checkpoint_with_an_impossible_step_is_reported_immediately(run: Run) -> None:
     data = Data(rows=10, steps_per_epoch=1, batch=10)
     rows = pa.table({"step": pa.array([1], pa.int32()), "rank": pa.array([0], pa.int32()), "row": [0]})
     with pytest.raises(DamageError, match="in epoch 1,000,000,000: at most 100,000 epochs"):
@@ -226,7 +226,7 @@ def test_foreign_rows_are_named_and_counted() -> None:
     assert lines[5:] == ["and 99995 more like it"]
 
 
-def test_a_small_audit_file_of_many_rows_is_damage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_audit_file_with_too_many_rows_counts_as_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(begin(run), "job")
     rows = 10_000
     same = {"step": pa.array([1] * rows, pa.int32()), "rank": pa.array([0] * rows, pa.int32()), "row": [0] * rows}
@@ -247,11 +247,11 @@ def rewrite(run: Run, file: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("classes", [300_000_000, 10**15])
-def test_a_number_of_classes_without_their_matrix_is_damage(run: Run, classes: int) -> None:
+def test_predictions_without_a_matrix_of_all_classes_count_as_damaged(run: Run, classes: int) -> None:
     trained(run)
     rewrite(run, "predictions.json", classes=classes, confusion=[])
     assert read_shown(run, Predictions) is None
-    assert f"none of {classes} classes" in page_of(run)
+    assert f"the confusion matrix does not have {classes} rows" in page_of(run)
 
 
 def test_predictions_of_a_thousand_classes_are_shown(run: Run) -> None:
@@ -276,7 +276,7 @@ def test_a_long_table_says_how_many_rows_are_left_out() -> None:
     assert wide.count("<td") < 25_000
 
 
-def test_thousands_of_settings_and_parts_are_cut(run: Run) -> None:
+def test_thousands_of_settings_and_exhibits_are_cut(run: Run) -> None:
     trained(run)
     write_shown(
         run, TaskExhibit(NEWEST, 188, [Exhibit(f"part {number}", "text") for number in range(MAX_PARTS + 5000)])
@@ -295,13 +295,13 @@ def test_a_section_without_room_on_the_page_is_named(run: Run) -> None:
     write_shown(run, TaskExhibit(NEWEST, 188, [Exhibit("pictures", images=images)]))
     page = page_of(run)
     assert "This section is not shown, because it has" in page
-    assert "Settings of attempt" in page, "the sections behind it are shown"
+    assert "Settings of attempt" in page, "the sections after it are shown"
 
 
 def test_a_search_of_thousands_of_trials_is_drawn_in_part(run: Run) -> None:
     begin(run)
     trials = [Trial(f"run-{n}", {"lr": n}, RunState.SUCCEEDED, best=float(n)) for n in range(2000)]
-    write_results(run, Results("loss", "min", {"lr": "choice(1)"}, tuple(trials)))
+    write_results(run, SearchResults("loss", "min", {"lr": "choice(1)"}, tuple(trials)))
     page = render_stored(run).decode()
     assert "1,500 more rows are not shown" in page
     assert "1,500 more trials are not shown in charts" in page
@@ -313,7 +313,7 @@ def test_a_search_of_thousands_of_trials_is_drawn_in_part(run: Run) -> None:
 
 def test_compressed_and_overlapping_members_of_a_saved_file_are_refused(tmp_path: Path) -> None:
     saved = io.BytesIO()
-    torch.serialization.set_crc32_options(True)  # zipfile checks them, and ours have none
+    torch.serialization.set_crc32_options(True)  # zipfile checks the checksums, and our files have none
     try:
         torch.save({"weight": torch.zeros(100_000)}, saved)
     finally:
@@ -329,7 +329,7 @@ def test_compressed_and_overlapping_members_of_a_saved_file_are_refused(tmp_path
         with pytest.raises(ValueError, match="compressed"):
             unpack(file)
     path.write_bytes(saved.getvalue())
-    assert unpack(str(path))["weight"].shape == (100_000,), "also from its path"
+    assert unpack(str(path))["weight"].shape == (100_000,), "it can also be unpacked from its path"
     names = zipfile.ZipFile(saved).namelist()
     twice = io.BytesIO(saved.getvalue())
     with zipfile.ZipFile(twice, "a") as archive:

@@ -83,7 +83,7 @@ def test_a_closed_stream_acts_like_an_empty_one() -> None:
 def test_a_full_stderr_does_not_end_the_command() -> None:
     code, shown, _ = run_with("< /dev/null 2> /dev/full")
     assert shown == "a pod \u2192 \u6c49 \\u202e a name\n"
-    assert code in (0, 120), "Python's own, when it cannot flush at its end"
+    assert code in (0, 120), "Python exits with 120 if it cannot flush at its end"
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
@@ -93,14 +93,14 @@ def test_a_terminal_of_another_encoding_gets_escapes(encoding: str) -> None:
     assert said == "a terminal to ask at: False\n"
 
 
-def test_a_verb_whose_reader_has_gone_does_not_end_with_0() -> None:
+def test_a_verb_does_not_exit_with_0_if_its_reader_has_gone() -> None:
     code, shown, said = run_with("< /dev/null | true; exit ${PIPESTATUS[0]}", 100_000)
     assert (code, shown) == (128 + 13, "")
     assert said == "a terminal to ask at: False\n"
 
 
 @pytest.mark.parametrize("kind", ["ascii", "gone", "full"])
-def test_a_run_goes_on_whatever_becomes_of_its_terminal(kind: str, tmp_path: Path) -> None:
+def test_a_run_continues_if_its_terminal_fails(kind: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     output = {"ascii": subprocess.PIPE, "gone": writer, "full": os.open("/dev/full", os.O_WRONLY)}
@@ -124,12 +124,12 @@ def test_a_run_goes_on_whatever_becomes_of_its_terminal(kind: str, tmp_path: Pat
         assert (done.stdout, done.stderr) == (logged.encode("ascii", "backslashreplace").decode(), "")
     else:
         why = "Broken pipe" if kind == "gone" else "No space left on device"
-        told = "the run continues, and `sunspot logs` shows its output"
-        assert done.stderr == f"warning: its output cannot be written here ({why}); {told}\n"
+        hint = "the run continues, and `sunspot logs` shows its output"
+        assert done.stderr == f"warning: the output can no longer be written here ({why}); {hint}\n"
         assert done.stderr in logged
 
 
-def test_a_worker_prints_the_name_of_any_file(tmp_path: Path) -> None:
+def test_a_worker_can_print_any_file_name(tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb") as output:
         done = subprocess.run(
             [sys.executable, "-c", WORKER, str(tmp_path)],
@@ -142,7 +142,7 @@ def test_a_worker_prints_the_name_of_any_file(tmp_path: Path) -> None:
     assert read_stream(open_run(str(tmp_path), "run"), rank_stream(1, 0)) == b"read picture-\\udcff.png\n"
 
 
-def test_a_document_is_the_same_in_any_locale() -> None:
+def test_a_document_is_identical_in_any_locale() -> None:
     done = subprocess.run(
         [sys.executable, "-c", DOCUMENT],
         env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "ascii"},

@@ -655,7 +655,6 @@ ELSEWHERE = {
     "another namespace": "run-0#1a2b3c4d@teamb/{cluster}",
     "another cluster": "{job}@sunspot/ffffffffff",
     "a process": "laptop-4711-1a2b3c4d",
-    "an earlier version": "run-0#3",
 }
 
 
@@ -684,7 +683,7 @@ def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))
-    monkeypatch.setattr("sunspot.run.status.SILENT_S", -1.0)
+    monkeypatch.setattr("sunspot.run.status.SILENT_AFTER_S", -1.0)
     assert sunspot.submit("--json") == 0, sunspot.err
     assert sunspot.json["action"] == "created"
 

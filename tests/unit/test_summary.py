@@ -1,4 +1,4 @@
-"""What a driver tells at its end: the result as a table, and the report in storage."""
+"""The end of a driver: the table of results that it prints, and the report that it stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError
 from sunspot.run import Run
 from sunspot.run.checkpoints import delete_checkpoint
-from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.train.driver import report_result
 from tests.harness.runs import begin, commit, start
 from tests.harness.trained import attempt_metadata, trained
@@ -18,8 +18,8 @@ from tests.harness.trained import attempt_metadata, trained
 STATUS = Status(RunState.SUCCEEDED, "job", step=10, total_steps=10)
 
 
-def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> str:
-    """What is printed when a driver ends, in `error` if there is one; that passes as it is."""
+def output_of_end(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> str:
+    """Return what a driver prints when it ends, with `error` if it is given. The error passes unchanged."""
     capsys.readouterr()
     if error is None:
         with report_result(run, "00000000"):
@@ -31,12 +31,14 @@ def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | No
     return capsys.readouterr().out
 
 
-def test_the_newest_and_the_best_checkpoint_are_told_apart(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    restore_status(run, STATUS)
+def test_the_newest_and_the_best_checkpoint_are_shown_side_by_side(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status_as_is(run, STATUS)
     first = start(begin(run), "job", **attempt_metadata(checkpoint_metric="test_loss"))
     commit(run, first, 5, test_loss=0.25, accuracy=0.9, top2=0.99, rows=5)
     commit(run, first, 10, test_loss=0.5, accuracy=0.95, mae=2e-5, rows=5)
-    lines = told(run, capsys).splitlines()
+    lines = output_of_end(run, capsys).splitlines()
     table = [re.split(r"\s{2,}", line.strip()) for line in lines[1:8]]
     assert table == [
         ["newest", "best: lowest test_loss"],
@@ -51,51 +53,54 @@ def test_the_newest_and_the_best_checkpoint_are_told_apart(run: Run, capsys: pyt
     assert lines[9] == f"  report: {run.location}/report.html"
 
 
-def test_the_newest_is_often_the_best(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(trained(run), capsys)
+def test_a_checkpoint_that_is_newest_and_best_is_shown_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of_end(trained(run), capsys)
     assert out.startswith("succeeded at step 188 of 188\n")
     assert "newest, and best: lowest test_loss\n" in out
-    assert out.count("step-00000188-attempt-0002") == 2, "in the table and in the path of the weights"
+    assert out.count("step-00000188-attempt-0002") == 2, "it is in the table and in the path of the weights"
     assert b"Succeeded" in run.storage.read(run.key("report.html"))
 
 
-def test_a_metric_that_is_misspelt_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    restore_status(run, STATUS)
+def test_a_misspelt_metric_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status_as_is(run, STATUS)
     commit(run, start(begin(run), "job", **attempt_metadata(checkpoint_metric="lots")), 5, loss=0.5)
-    assert "warning: SUNSPOT_CHECKPOINT_METRIC=lots is not among loss; the newest were kept" in told(run, capsys)
+    assert (
+        "warning: SUNSPOT_CHECKPOINT_METRIC=lots is not among loss; the newest checkpoints were kept"
+        in output_of_end(run, capsys)
+    )
 
 
-def test_a_run_that_failed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_shows_its_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     trained(run)
     status = read_status(run)
     assert status
-    restore_status(run, replace(status, state=RunState.FAILED, reason="no good"))
-    out = told(run, capsys, SunspotError("no good"))
+    write_status_as_is(run, replace(status, state=RunState.FAILED, reason="no good"))
+    out = output_of_end(run, capsys, SunspotError("no good"))
     assert out.startswith("failed at step 188 of 188\n")
-    assert "no good" not in out, "the entry point prints the error after it"
+    assert "no good" not in out, "the entry point prints the error afterwards"
     assert "weights: " in out
     assert b"no good" in run.storage.read(run.key("report.html"))
 
 
-def test_a_run_without_a_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_says_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     trained(run)
     for name in ("step-00000094-attempt-0001", "step-00000188-attempt-0002"):
         delete_checkpoint(run, name)
-    out = told(run, capsys, RuntimeError("a defect"))
-    assert out.startswith("succeeded at step 188 of 188\n  no checkpoint is whole\n")
+    out = output_of_end(run, capsys, RuntimeError("a defect"))
+    assert out.startswith("succeeded at step 188 of 188\n  no checkpoint is intact\n")
     assert "report: " in out
 
 
 @pytest.mark.parametrize("error", [ConflictError("other settings"), SupersededError("another"), KeyboardInterrupt()])
-def test_a_process_that_is_no_part_of_the_run_reports_nothing(
+def test_a_process_that_does_not_own_the_run_prints_nothing(
     run: Run, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
-    assert told(trained(run), capsys, error) == ""
+    assert output_of_end(trained(run), capsys, error) == ""
     assert not run.storage.exists(run.key("report.html"))
 
 
-def test_a_run_that_was_deleted_meanwhile_stays_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(run, capsys, SunspotError("no good")) == ""
+def test_a_deleted_run_is_not_restored_by_its_report(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of_end(run, capsys, SunspotError("no good")) == ""
     assert not run.storage.list(run.name)
 
 
@@ -108,7 +113,7 @@ def test_a_report_that_cannot_be_written_changes_nothing(
 
     trained(run)
     monkeypatch.setattr(run.storage, "write", refuse)
-    out = told(run, capsys, error)
+    out = output_of_end(run, capsys, error)
     assert "weights: " in out
     assert "warning: the report could not be written: run/report.html: no space left" in out
 
@@ -116,5 +121,5 @@ def test_a_report_that_cannot_be_written_changes_nothing(
 def test_a_defect_in_the_report_changes_nothing(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.train.driver.gather", lambda *about: 1 / 0)
-    assert told(trained(run), capsys) == "warning: the report could not be written: division by zero\n"
+    monkeypatch.setattr("sunspot.train.driver.read_report", lambda *about: 1 / 0)
+    assert output_of_end(trained(run), capsys) == "warning: the report could not be written: division by zero\n"

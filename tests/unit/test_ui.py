@@ -1,4 +1,4 @@
-"""`sunspot ui`: what it reads of a storage and what it shows, over HTTP and in a browser."""
+"""`sunspot ui`: what it reads from storage, and what it shows over HTTP and in a browser."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from sunspot.errors import NotFoundError, StorageError, SunspotError
 from sunspot.report.html import Html
 from sunspot.run import Run
 from sunspot.run.logs import LogWriter
-from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.run.streams import new_stream
 from sunspot.search_space import SEARCH_LABEL
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.local import LocalStorage
-from sunspot.ui import page_process, refreshed, site
+from sunspot.ui import page_process, refreshing, site
 from sunspot.ui.all_runs import MAX_ENDED, MAX_POINTS, PLACES, AllRuns
 from sunspot.ui.http_server import Server
 from sunspot.ui.page_process import PageProcess
@@ -49,7 +49,7 @@ from tests.harness.waiting import wait_until
 
 
 class Counting(LocalStorage):
-    """Counts what it is asked for, and answers nothing while it hangs or fails."""
+    """A storage that counts requests, and can be made to hang or fail."""
 
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
@@ -79,15 +79,15 @@ class Counting(LocalStorage):
 
 @pytest.fixture(autouse=True)
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every request read what it shows."""
+    """Make every request read what it shows."""
     monkeypatch.setattr(site, "EVERY_S", 0.0)
-    monkeypatch.setattr(refreshed, "PAUSE", 0)
+    monkeypatch.setattr(refreshing, "PAUSE", 0)
     monkeypatch.setattr(site, "SOON_S", 5.0)
 
 
 @contextmanager
 def served(storage: Storage, address: str = "127.0.0.1", hosts: Sequence[str] = (), **options: Any) -> Iterator[str]:
-    """The address of a server."""
+    """Run a server, and yield its address."""
     with Server(address, 0, Site(storage, **options), hosts) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -99,7 +99,7 @@ def served(storage: Storage, address: str = "127.0.0.1", hosts: Sequence[str] = 
 
 
 def fetch(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
-    """Status, body and headers of what a server answers."""
+    """Return the status, the body and the headers of a server's answer."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
             return answer.status, answer.read().decode(), dict(answer.headers)
@@ -108,9 +108,9 @@ def fetch(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
 
 
 def ended(storage: Storage, name: str, state: RunState = RunState.SUCCEEDED, **fields: Any) -> Run:
-    """A run that has ended a moment ago, of which there is only the status."""
+    """Return a run that has just ended, and that has only a status."""
     run = begin(Run(storage, name))
-    restore_status(run, Status(state, "job", **{"attempt": 1, "step": 10, "total_steps": 10, **fields}))
+    write_status_as_is(run, Status(state, "job", **{"attempt": 1, "step": 10, "total_steps": 10, **fields}))
     return run
 
 
@@ -118,14 +118,14 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
 
 
-def test_the_list_says_where_each_run_stands_and_is_searched(tmp_path: Path) -> None:
+def test_the_list_shows_the_state_of_each_run_and_can_be_searched(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     trained(Run(storage, "digits"))
     priced = ended(storage, "priced", time=BEGUN + 3600)
     start(priced, "job", at=BEGUN, **attempt_metadata(prices={"workers": {"price": 11}}))
     ended(storage, "broken", RunState.FAILED, reason="CUDA out of memory", loss=float("nan"))
-    storage.write("waiting/submissions/0001-waiting-1234.yaml", b"kind: RayJob")
-    storage.write("data/rows.parquet", b"no run")
+    storage.write("waiting/submissions/0001-waiting-1234.json", b"{}")
+    storage.write("data/rows.parquet", b"not a run")
     before = files(tmp_path)
     with served(storage) as url:
         _, page, headers = fetch(url)
@@ -150,7 +150,7 @@ def test_the_list_says_where_each_run_stands_and_is_searched(tmp_path: Path) -> 
         ReadOnlyStorage(storage).write("digits/stop.json", b"{}")
 
 
-def test_the_page_of_a_run_is_its_report_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_the_page_of_a_run_shows_its_report_and_the_end_of_its_log(tmp_path: Path) -> None:
     run = trained(Run(LocalStorage(str(tmp_path)), "digits"))
     for stream, words in (
         ("driver-20261125T000000000Z", "\x1b[32mstep 188\x1b[0m <b>"),
@@ -170,11 +170,11 @@ def test_the_page_of_a_run_is_its_report_with_the_end_of_its_log(tmp_path: Path)
         assert f"<h2>{heading}</h2>" in page
     assert "step 188 &lt;b&gt;" in page
     assert "\nrank</pre>" in other
-    assert len(page) < 1_000_000, "of the log, only its end"
+    assert len(page) < 1_000_000, "only the end of the log is shown"
     assert "Workers over wall clock" in page
     workers = re.search('Workers that train: .*?class="line a" d="([^"]*)"', page)
     assert workers
-    assert workers[1].count(" 182.0") >= 4, "twice at the floor: before the first step, and after the loss"
+    assert workers[1].count(" 182.0") >= 4, "the line is at the bottom twice: before the first step, and after the loss"
     assert f"sunspot checkpoints get digits --storage {tmp_path}" in page
     assert missing[0] == 404
     assert "no run is there" in missing[1]
@@ -182,7 +182,7 @@ def test_the_page_of_a_run_is_its_report_with_the_end_of_its_log(tmp_path: Path)
     assert files(tmp_path) == before, "nothing is written"
 
 
-def test_the_page_of_a_trial_leads_to_its_search(tmp_path: Path) -> None:
+def test_the_page_of_a_trial_links_to_its_search(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     for name, search in (("sweep-01", "sweep"), ("sweep", "sweep"), ("other", "no run's name")):
         metadata = attempt_metadata(labels={SEARCH_LABEL: search})
@@ -193,7 +193,7 @@ def test_the_page_of_a_trial_leads_to_its_search(tmp_path: Path) -> None:
     assert 'A trial of <a href="/run/sweep">sweep</a>' in pages["sweep-01"]
 
 
-def test_several_runs_beside_each_other(tmp_path: Path) -> None:
+def test_several_runs_are_compared(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     trained(Run(storage, "one"))
     other = start(begin(Run(storage, "two")), "job", at=BEGUN, **attempt_metadata(learning_rate=0.5))
@@ -201,17 +201,17 @@ def test_several_runs_beside_each_other(tmp_path: Path) -> None:
     with served(storage) as url:
         _, page, _ = fetch(f"{url}compare?run=one&run=two&run=gone")
         _, alone, _ = fetch(f"{url}compare?run=one")
-    [said] = re.findall('aria-label="(Loss on a logarithmic axis over steps[^"]*)"', page)
-    assert "One: 1.8" in said
-    assert "0.0393 at 188" in said
-    assert "Two: 7.5 at 10" in said
+    [description] = re.findall('aria-label="(Loss on a logarithmic axis over steps[^"]*)"', page)
+    assert "One: 1.8" in description
+    assert "0.0393 at 188" in description
+    assert "Two: 7.5 at 10" in description
     assert '<th scope="row">LEARNING_RATE</th><td>0.001</td><td>0.5</td>' in page.replace(' class="number"', "")
     assert ">EPOCHS<" not in page, "the same in both"
     assert "gone: " in page
-    assert "Tick two runs" in alone
+    assert "Select two to six runs" in alone
 
 
-def test_a_copied_checkpoint_is_not_called_verified_and_not_read(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_neither_read_nor_called_verified(tmp_path: Path) -> None:
     run = trained(Run(Counting(str(tmp_path)), "digits"))
     weights = [path for path in tmp_path.rglob("model.pt")]
     for path in weights:
@@ -222,7 +222,7 @@ def test_a_copied_checkpoint_is_not_called_verified_and_not_read(tmp_path: Path)
     run.storage.digest = lambda *_: read.append("")  # type: ignore[assignment, method-assign, func-returns-value]
     with served(run.storage) as url:
         _, page, _ = fetch(f"{url}run/digits")
-    assert "its bytes are not read here" in page
+    assert "its bytes are not checked here" in page
     assert "✓ verified" not in page
     assert not read
 
@@ -243,7 +243,7 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     assert {row.name: row.state for row in runs.known}["live"] is RunState.RUNNING
     status = read_status(live)
     assert status
-    restore_status(live, replace(status, step=11, time=time.time()))
+    write_status_as_is(live, replace(status, step=11, time=time.time()))
     runs.refresh()
     assert {row.name: row.status.step for row in runs.known if row.status}["live"] == 11
     age(live, 600)
@@ -252,10 +252,12 @@ def test_a_thousand_ended_runs_cost_few_requests(tmp_path: Path) -> None:
     ended(storage, "run-150", RunState.FAILED)
     for _ in range(200 // MAX_ENDED + 1):
         runs.refresh()
-    assert {row.name: row.state for row in runs.known}["run-150"] is RunState.FAILED, "each in its turn"
+    assert {row.name: row.state for row in runs.known}["run-150"] is RunState.FAILED, (
+        "each ended run is read in its turn"
+    )
 
 
-def test_a_line_of_lists_within_lists_is_left_out_of_the_curve(tmp_path: Path) -> None:
+def test_a_line_of_deeply_nested_lists_is_left_out_of_the_curve(tmp_path: Path) -> None:
     run = ended(LocalStorage(str(tmp_path)), "deep")
     report(run, start(run, "job"), {"step": 1, "loss": 2.0})
     [entry] = run.storage.list("deep/metrics")
@@ -265,7 +267,7 @@ def test_a_line_of_lists_within_lists_is_left_out_of_the_curve(tmp_path: Path) -
     assert [(point.x, point.y) for point in runs.known[0].curve] == [(1, 2.0)]
 
 
-def test_a_long_history_costs_its_curve_few_requests(tmp_path: Path) -> None:
+def test_the_curve_of_a_long_history_takes_few_requests(tmp_path: Path) -> None:
     storage = Counting(str(tmp_path))
     run = ended(storage, "long", RunState.RUNNING)
     first = start(run, "job", at=BEGUN, **attempt_metadata())
@@ -274,7 +276,7 @@ def test_a_long_history_costs_its_curve_few_requests(tmp_path: Path) -> None:
     runs.refresh()
     storage.asked.clear()
     runs.read_curves(["long"])
-    assert storage.asked["read"] <= PLACES + 2, "and the attempt"
+    assert storage.asked["read"] <= PLACES + 2, "the attempt is read, too"
     [row] = runs.known
     steps = [point.x for point in row.curve]
     assert steps == sorted(steps)
@@ -284,13 +286,13 @@ def test_a_long_history_costs_its_curve_few_requests(tmp_path: Path) -> None:
     assert all(point.y == 1e4 / point.x for point in row.curve)
 
 
-def test_storage_that_fails_or_hangs_is_told_with_what_was_read_before(
+def test_an_earlier_reading_is_shown_while_storage_fails_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Counting(str(tmp_path))
     ended(storage, "digits")
     monkeypatch.setattr(site, "SOON_S", 0.5)
-    monkeypatch.setattr(refreshed, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(refreshing, "DEADLINE_S", 0.2)
     with served(storage) as url:
         assert "/run/digits" in fetch(url)[1]
         storage.fails = True
@@ -304,13 +306,13 @@ def test_storage_that_fails_or_hangs_is_told_with_what_was_read_before(
         wait_until(lambda: 'role="alert">reading' not in fetch(url)[1], seconds=20)
     for page in (failing, hanging):
         assert "/run/digits" in page
-        assert "Below is what was read before" in page
+        assert "Below is an earlier reading" in page
     assert "the bucket is away" in failing
     assert "no answer from storage for" in hanging
     assert took < 5
 
 
-def test_nothing_that_a_run_contains_becomes_markup(tmp_path: Path) -> None:
+def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
     hostile = "</style><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
     run = ended(LocalStorage(str(tmp_path)), "digits", RunState.FAILED, reason=hostile)
     writer = LogWriter(run, "driver-20261125T000000000Z")
@@ -318,14 +320,14 @@ def test_nothing_that_a_run_contains_becomes_markup(tmp_path: Path) -> None:
     writer.flush()
     with served(run.storage) as url:
         pages = [fetch(f"{url}{path}")[1] for path in ("", f"?q={urllib.request.quote(hostile)}", "run/digits")]
-    assert "<h2>Log</h2>" in pages[-1], "though no worker has begun"
+    assert "<h2>Log</h2>" in pages[-1], "although no worker has begun"
     for page in pages:
         assert "alert(1)" in page
         assert "<img" not in page
         assert page.count("<script") == 1
 
 
-def test_what_a_server_refuses(tmp_path: Path, sunspot: Command) -> None:
+def test_a_server_refuses_writes_unknown_pages_and_bad_addresses(tmp_path: Path, sunspot: Command) -> None:
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url:
         assert fetch(f"{url}elsewhere")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):
@@ -355,7 +357,7 @@ def test_what_a_server_refuses(tmp_path: Path, sunspot: Command) -> None:
         ),
     ],
 )
-def test_a_server_answers_to_addresses_and_its_own_names_alone(
+def test_a_server_answers_only_to_addresses_and_its_own_names(
     tmp_path: Path, address: str, hosts: list[str], accepted: list[str], refused: list[str]
 ) -> None:
     ended(LocalStorage(str(tmp_path)), "digits")
@@ -384,7 +386,7 @@ def ask(url: str, request: bytes) -> bytes:
         (b"404", b"GET /elsewhere HTTP/1.1\r\nHost: localhost\r\n\r\n"),
     ],
 )
-def test_refusals_have_the_policy_of_every_page(tmp_path: Path, status: bytes, request_: bytes) -> None:
+def test_refusals_have_the_security_policy_of_every_page(tmp_path: Path, status: bytes, request_: bytes) -> None:
     with served(LocalStorage(str(tmp_path))) as url:
         head = ask(url, request_).partition(b"\r\n\r\n")[0]
     assert head.split()[1] == status
@@ -392,7 +394,7 @@ def test_refusals_have_the_policy_of_every_page(tmp_path: Path, status: bytes, r
         assert head.count(name) == 1
 
 
-def test_clients_that_send_no_request_keep_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_send_no_request_do_not_block_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sunspot.local_http.MAX_WAITING", 20)
     monkeypatch.setattr("sunspot.local_http.HEAD_WITHIN_S", 5.0)
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url, contextlib.ExitStack() as open_ones:
@@ -404,8 +406,8 @@ def test_clients_that_send_no_request_keep_nobody_waiting(tmp_path: Path, monkey
             slow.append(open_ones.enter_context(connection))
             connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
         assert [fetch(f"{url}style.css")[0] for _ in range(10)] == [200] * 10
-        assert slow[0].recv(1) == b"", "the one that has waited longest had to go"
-        for connection in slow[-5:]:  # a byte now and then is no whole request either
+        assert slow[0].recv(1) == b"", "the connection that has waited longest is closed"
+        for connection in slow[-5:]:  # single bytes do not make a request, either
             with contextlib.suppress(OSError):
                 connection.sendall(b"l")
         assert slow[-1].recv(1) == b""
@@ -416,7 +418,7 @@ def test_clients_that_send_no_request_keep_nobody_waiting(tmp_path: Path, monkey
 
 
 def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Return a page, or fail in the way that the run's name says."""
+    """Return a page, or fail in the way that the name of the run says."""
     [name] = names
     if name == "too-large":
         return RunPage("", Html("x" * (400 << 20)))
@@ -431,14 +433,16 @@ def read_as_told(storage: Storage, names: Sequence[str]) -> RunPage:
     return RunPage(name, Html(f"process {os.getpid()} of {storage.locate('')}"))
 
 
-def test_a_run_whose_page_takes_too_much_takes_no_other_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_takes_too_much_memory_does_not_affect_other_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
     monkeypatch.setattr(page_process, "READ_WITHIN_S", 20.0)
     with contextlib.closing(PageProcess(str(tmp_path))) as pages:
         one = pages.read(read_as_told, ["digits"])
         assert str(tmp_path) in one.body
         assert str(os.getpid()) not in one.body
-        assert pages.read(read_as_told, ["digits"]) == one, "by the same process"
+        assert pages.read(read_as_told, ["digits"]) == one, "the same process made it"
         with pytest.raises(NotFoundError, match="missing: no run is there"):
             pages.read(read_as_told, ["missing"])
         with pytest.raises(SunspotError, match="of the program"):
@@ -447,7 +451,7 @@ def test_a_run_whose_page_takes_too_much_takes_no_other_page(tmp_path: Path, mon
         with pytest.raises(SunspotError, match="page of too-large cannot be shown: making it takes more than 256 MiB"):
             pages.read(read_as_told, ["too-large"])
         other = pages.read(read_as_told, ["digits"])
-        assert other != one, "another process"
+        assert other != one, "another process made it"
         with pytest.raises(SunspotError, match=r"page of killed cannot be shown: .* ended with -15"):
             pages.read(read_as_told, ["killed"])
         assert pages.read(read_as_told, ["digits"]) != other
@@ -456,7 +460,7 @@ def test_a_run_whose_page_takes_too_much_takes_no_other_page(tmp_path: Path, mon
             pages.read(read_as_told, ["without-end"])
 
 
-def test_the_server_shows_other_runs_and_why_one_cannot_be_shown(
+def test_the_server_says_why_a_run_cannot_be_shown_and_shows_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_process, "MOST_BYTES", 256 << 20)
@@ -473,7 +477,7 @@ def test_the_server_shows_other_runs_and_why_one_cannot_be_shown(
         assert "/run/hostile" in fetch(url)[1]
 
 
-def test_the_list_does_not_read_all_of_a_run_for_its_incidents(tmp_path: Path) -> None:
+def test_the_list_does_not_read_a_huge_run_for_its_incidents(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     for name in ("digits", "large"):
         trained(Run(storage, name))
@@ -486,31 +490,31 @@ def test_the_list_does_not_read_all_of_a_run_for_its_incidents(tmp_path: Path) -
     assert incidents == {"digits": 1, "large": None}
 
 
-def test_the_verb_prints_where_it_listens_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+def test_the_verb_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     ended(LocalStorage(str(tmp_path)), "digits")
     [words] = find_commands("sh ui")
     command = [REPOSITORY / words.split()[0], *words.split()[1:], "--storage", str(tmp_path), "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        told = json.loads(process.stdout.readline())
+        printed = json.loads(process.stdout.readline())
         try:
-            assert "/run/digits" in fetch(told["url"])[1]
-            assert "<h2>Incidents</h2>" in fetch(f"{told['url']}run/digits")[1]
+            assert "/run/digits" in fetch(printed["url"])[1]
+            assert "<h2>Incidents</h2>" in fetch(f"{printed['url']}run/digits")[1]
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
-    assert told["storage"] == str(tmp_path)
+    assert printed["storage"] == str(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- browser
 
 NOW = "document.dispatchEvent(new Event('visibilitychange'))"
-"""What the page does every ten seconds, at once."""
+"""Script that makes the page refresh immediately, as it does every ten seconds."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 900, 400])
-def test_a_browser_shows_it(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+def test_a_browser_shows_the_pages(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
     storage = LocalStorage(str(tmp_path))
     trained(Run(storage, "digits"))
     trained(Run(storage, "other"))
@@ -527,7 +531,7 @@ def test_a_browser_shows_it(browser: Browser, tmp_path: Path, width: int, scheme
             assert browser.run(fields)
 
 
-def test_a_run_dies_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
+def test_an_open_page_shows_that_a_run_is_lost(browser: Browser, tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     run = ended(storage, "digits", RunState.RUNNING)
     with served(storage) as url:
@@ -544,4 +548,4 @@ def test_a_run_dies_while_the_page_is_open(browser: Browser, tmp_path: Path) -> 
         assert browser.run("return document.querySelector('#lost').hidden")
     browser.run(NOW)
     wait_until(lambda: not browser.run("return document.querySelector('#lost').hidden"), seconds=20)
-    assert "does not answer" in browser.run("return document.querySelector('#lost').textContent")
+    assert "has not answered" in browser.run("return document.querySelector('#lost').textContent")

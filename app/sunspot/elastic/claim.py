@@ -46,7 +46,7 @@ from sunspot.run.attempts import (
 from sunspot.run.checkpoints import (
     MANIFEST,
     Checkpoint,
-    PassedOver,
+    SkippedCheckpoint,
     Unusable,
     find_faults,
     find_faults_in_listing,
@@ -233,7 +233,7 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     run = claimant.run
 
     def make(before: list[Attempt]) -> Attempt | None:
-        if not choose_live(before, inventories) or claimant.given_up.is_set():
+        if not choose_live(before, inventories) or claimant.cancelled.is_set():
             return None
         # The group before was of this driver, too, and has recorded which ones it found.
         return make_attempt(claimant, settings, inventories, before, before[-1].metadata.after)
@@ -266,7 +266,7 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     def make(before: list[Attempt]) -> Attempt | None:
         if not trained <= {attempt.label for attempt in before}:
             raise SupersededError(f"{run.location} was deleted while these workers trained; they have ended")
-        if claimant.given_up.is_set() or fatal_error(claimant, before):
+        if claimant.cancelled.is_set() or fatal_error(claimant, before):
             return None
         return make_attempt(claimant, settings, inventories, before, status.after if status else ())
 
@@ -315,7 +315,7 @@ def choose_start(
     left, crashing = without_crashing(inventories, before)
     copy = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[SkippedCheckpoint, ...] = ()
     if not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
         checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
         if copy and (not checkpoint or checkpoint.step < copy.snapshot.step):
@@ -362,7 +362,7 @@ def nodes_in(inventories: Sequence[NodeInventory]) -> dict[int, str]:
 
 
 def refuse_to_begin_anew(
-    run: Run, attempts: list[Attempt], passed_over: Sequence[PassedOver], environment: Mapping[str, str]
+    run: Run, attempts: list[Attempt], passed_over: Sequence[SkippedCheckpoint], environment: Mapping[str, str]
 ) -> None:
     """Raise `DamageError` when a run without a good state once had checkpoints, unless ACCEPT names their loss.
 
@@ -379,12 +379,12 @@ def refuse_to_begin_anew(
     )
 
 
-def find_gone(attempts: list[Attempt]) -> list[PassedOver]:
+def find_gone(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
     """Find the checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]
     return [
-        PassedOver(attempt.starts_from, Unusable.GONE, f"attempt {attempt.number} started from it")
+        SkippedCheckpoint(attempt.starts_from, Unusable.GONE, f"attempt {attempt.number} started from it")
         for attempt in began[-1:]
         if attempt.starts_from
     ]

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sunspot.background import Background
 from sunspot.elastic.messages import Command, FailureCounts, GroupEnd, Incident, Note, RankError, WorkerGroup
 from sunspot.observe.progress import News, Progress
-from sunspot.run.failures import Hang, blame, starved
+from sunspot.run.failures import Hang, describe_suspects, waited_for_rows
 from sunspot.run.incidents import Cause
 
 COMMAND_EVERY_S = 0.5
@@ -112,8 +112,8 @@ class ControlChannel:
         self._hangs.insert(0 if late else len(self._hangs), hang)
         self._judged += late
         if self._incident.cause in (None, Cause.HUNG, Cause.NO_ROWS):
-            cause = Cause.NO_ROWS if starved(self._hangs, hang.world_size) else Cause.HUNG
-            detail = blame(self._hangs, hang.world_size)
+            cause = Cause.NO_ROWS if waited_for_rows(self._hangs, hang.world_size) else Cause.HUNG
+            detail = describe_suspects(self._hangs, hang.world_size)
             noticed = self._incident.noticed or hang.time
             self._incident = replace(self._incident, noticed=noticed, cause=cause, detail=detail)
 

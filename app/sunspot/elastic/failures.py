@@ -28,7 +28,16 @@ from sunspot.elastic.out_of_memory import (
 from sunspot.errors import SunspotError, error_chain, shorten
 from sunspot.formatting import in_words, plural
 from sunspot.run.attempts import Attempt
-from sunspot.run.failures import BRING_ROWS, INSTALLED, LOST_PEER, OURS, Failure, blame, describe_failure, starved
+from sunspot.run.failures import (
+    BRING_ROWS,
+    INSTALLED,
+    LOST_PEER,
+    OURS,
+    Failure,
+    describe_failure,
+    describe_suspects,
+    waited_for_rows,
+)
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
@@ -187,7 +196,7 @@ class FailureJudge:
             row = f"{plural(times, 'time')} in a row, each within {in_words(LOOP_S)} of the one before"
             fix = advise_memory(end.errors, self._one_machine) if short else f"all ranks ended so; {CHECK}"
             return False, f"; {row} (SUNSPOT_MAX_FAILURES={self._max}): {fix}", replace(counts, final=True)
-        if end.hangs and starved(end.hangs, end.hangs[0].world_size):
+        if end.hangs and waited_for_rows(end.hangs, end.hangs[0].world_size):
             counts = replace(counts, starved=counts.starved + 1)
             if counts.starved > MAX_STARVED:
                 since = f"since {MAX_STARVED} groups before got none either"
@@ -271,7 +280,7 @@ def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[objec
     kinds = {describe(one.failure) for one in errors}
     if len(kinds) != 1 or len(errors) < errors[0].world_size:
         return None
-    return None if any(one.from_outside or one.failure.consequence for one in errors) else kinds.pop()
+    return None if any(one.from_outside or one.failure.is_consequence for one in errors) else kinds.pop()
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
@@ -285,7 +294,7 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
     lost = {} if end.hangs else lost  # the ranks have ended themselves
     step = max([end.progress.step, *(failure.step for failure in told)])
     parts: dict[str, list[int]] = {}
-    for failure in [failure for failure in told if not failure.consequence] or ([] if lost else told):
+    for failure in [failure for failure in told if not failure.is_consequence] or ([] if lost else told):
         parts.setdefault(describe_failure_in_line(failure), []).append(failure.rank or 0)
     for rank, error in lost.items():
         parts.setdefault(f"lost after step {step}: {reason(error).rstrip('.')}", []).append(rank)
@@ -294,7 +303,7 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
             parts.setdefault(reason(error), []).append(rank)
     lines = [f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items()]
     if end.hangs:
-        where = blame(end.hangs, end.hangs[0].world_size)
+        where = describe_suspects(end.hangs, end.hangs[0].world_size)
         step = max(step, *(hang.step for hang in end.hangs))
         lines.append(f"{where}, after step {step} (stacks: `sunspot events --stacks`)")
     return "; ".join(lines)

@@ -17,7 +17,7 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
 from sunspot.run.cost import cost_of_loss
 from sunspot.run.incidents import Cause, Receipt, worker_seconds
-from sunspot.run.overview import LOST_S
+from sunspot.run.overview import LOST_AFTER_S
 from sunspot.run.owner import Owner
 from sunspot.run.status import is_alive
 
@@ -109,7 +109,7 @@ def first_incident(start: StartPoint) -> Incident:
     silent = f"the driver before wrote nothing since step {step}"
     # Until somebody has started a lost run again, nothing is there to train; a head that the operator replaces leaves
     # its workers.
-    paused_since = other.seen + LOST_S if other.owner != start.attempt.owner else None
+    paused_since = other.seen + LOST_AFTER_S if other.owner != start.attempt.owner else None
     return Incident(Cause.DRIVER_LOST, silent, paused_since=paused_since, last_step=step)
 
 
@@ -131,7 +131,7 @@ class FailureRecorder(ray.train.UserCallback):
 
 def explain_error(error: RankError) -> Incident:
     """Return why the group of a rank that reports an error ends; without a cause if another process ended first."""
-    if error.failure.consequence:
+    if error.failure.is_consequence:
         return Incident()
     cause = Cause.OUT_OF_MEMORY if error.out_of_memory else Cause.WORKER_FAILED
     return Incident(cause, f"rank {error.failure.rank}: {describe_failure_in_line(error.failure)}", time.time())

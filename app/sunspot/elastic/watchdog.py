@@ -5,7 +5,7 @@ records the stacks of its own rank. A watchdog is a thread, which cannot run whi
 interpreter's lock in C. For that case it keeps postponing a timer that needs no Python (`faulthandler`): when that runs
 out, it ends the process and leaves the stacks in a file in the node's memory, which the next worker on the node
 uploads. Two ranks leave no stacks: one that is stopped (SIGSTOP), and one whose node is lost too; those of the others
-still show which it was (`run.incidents.suspects`).
+still show which it was (`run.failures.find_suspects`).
 """
 
 from __future__ import annotations

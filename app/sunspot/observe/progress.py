@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from sunspot.background import Background
 from sunspot.formatting import visible
-from sunspot.run.history import in_digits, measured
-from sunspot.run.logs import log_only
+from sunspot.run.history import format_metric, model_metrics
+from sunspot.run.logs import log_shipper
 
 PROGRESS_EVERY_S = 1.0
 """Seconds between two updates."""
@@ -127,7 +127,7 @@ class _Terminal(_Lines):
         from rich.progress import BarColumn, Progress, TextColumn
 
         # On the terminal alone: a bar does not belong in a log.
-        self._ship = log_only()
+        self._ship = log_shipper()
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
         self._task = self._bar.add_task("starting the workers", total=total_steps)
         self._bar.start()
@@ -145,5 +145,5 @@ class _Terminal(_Lines):
 
 def epoch_line(record: dict[str, Any]) -> str:
     """Return the record at the end of an epoch as a line."""
-    numbers = [f"{name} {in_digits(value)}" for name, value in measured(record).items()]
+    numbers = [f"{name} {format_metric(value)}" for name, value in model_metrics(record).items()]
     return f"epoch {record['epoch']}  step {record['step']}  {'  '.join(numbers)}  {record['rows_per_s']:.0f} rows/s"

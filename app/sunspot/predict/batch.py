@@ -48,7 +48,7 @@ from sunspot.ray_session import ray_session
 from sunspot.run import to_json
 from sunspot.run.checkpoints import CheckpointDirectory
 from sunspot.run.identity import read_identity
-from sunspot.run.objects import parse, read_content, read_if_there
+from sunspot.run.objects import parse, read_content, read_if_exists
 from sunspot.settings import Settings, differences
 from sunspot.storage import open_storage
 from sunspot.storage.base import Storage
@@ -170,7 +170,7 @@ def trained_on(model: ModelCheckpoint, rows: Source) -> bool:
     """Return True if the run of the model is known to have trained on these very rows."""
     if isinstance(model.run, CheckpointDirectory):
         return False
-    identity = read_if_there(lambda: read_identity(model.run))
+    identity = read_if_exists(lambda: read_identity(model.run))
     return bool(identity and identity.rows and identity.rows.data == rows.fingerprint)
 
 

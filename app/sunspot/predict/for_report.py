@@ -39,7 +39,7 @@ from sunspot.run.predictions import (
     read_shown,
     write_shown,
 )
-from sunspot.run.status import own_status
+from sunspot.run.status import find_own_status
 from sunspot.tasks import load_predict, load_task
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         predictions = call_in_task(predict_held_out, plan, run.name, checkpoint.name, 2 * LIMIT_S)
         if predictions.rows < rows:
             print(f"  {predictions.rows} of {rows} held-out rows predicted in {LIMIT_S} s", flush=True)
-        if own_status(run, driver):
+        if find_own_status(run, driver):
             write_shown(run, predictions)
     except Exception as error:
         log.warning(f"no predictions for the report: {shorten(error)}")
@@ -201,7 +201,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
         if kept and kept.checkpoint == checkpoint.name:
             return
         parts = call_in_task(show, plan, run.name, checkpoint.name, LIMIT_S)
-        if own_status(run, driver):
+        if find_own_status(run, driver):
             write_shown(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
         log.warning(f"the task shows nothing in the report: {shorten(error)}")

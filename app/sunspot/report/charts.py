@@ -1,6 +1,6 @@
-"""Charts as inline SVG, with legends and text alternatives: over steps or the wall clock, with each new worker group.
+"""Charts as inline SVG with legends and text alternatives, over steps or time, with a mark for each new worker group.
 
-Colours and fonts come from the page's style.
+Colours and fonts come from the style of the page.
 """
 
 import math
@@ -17,32 +17,35 @@ from sunspot.report.html import Html, element, join
 from sunspot.report.model import Report
 
 WIDTH, HEIGHT = 360, 214
-"""Of the drawing, in its own units: about a pixel each on a phone, where a font size of 11 is readable."""
+"""Size of a drawing in its own units, each about a pixel on a phone, where a font size of 11 is readable."""
 
-LEFT, RIGHT, TOP, BOTTOM = 42, 8, 18, 32
-"""Margins for the numbers beside the plot."""
+LEFT, RIGHT = 42, 8
+"""Margins beside the plot, the left one with room for the numbers of the axis."""
+
+TOP, BOTTOM = 18, 32
+"""Margins above and below the plot, with room for the numbers of marks and of the axis."""
 
 BUCKETS = 240
-"""Sections of the x axis, each a pixel or two wide; of the points in one, the lowest and the highest are drawn."""
+"""Number of sections of the x axis, each a pixel or two wide. The lowest and the highest point of each are drawn."""
 
 DIGIT = 7
-"""Width of a digit. A mark has no number within that of the one before and the space of a digit: they would overlap."""
+"""Width of a digit. A mark whose number would come closer than this to the number before is drawn without one."""
 
 MAX_DOTS = 60
-"""A line with more points has no dots."""
+"""Largest number of points in a line that is drawn with dots."""
 
 ALIKE = 1e-6
-"""Relative difference below which values are drawn as one: an axis between them would have no numbers."""
+"""Relative difference below which values count as equal, because an axis between them would have no numbers."""
 
 MIN_DRAWN = 1e-100
-"""The lowest number with a place on a logarithmic axis: logarithms of lower ones overflow floats."""
+"""Smallest number that is drawn on a logarithmic axis. Ratios of smaller numbers overflow floats."""
 
 LOG_FROM = 100.0
-"""A loss that spans this ratio is drawn on a logarithmic axis: on a linear one, its end would be flat."""
+"""Ratio of highest to lowest loss from which the axis is logarithmic. On a linear axis the end would be flat."""
 
 
 class Point(NamedTuple):
-    """A point of a line. Points of different groups are not joined."""
+    """A point of a line. Points of different groups are not connected."""
 
     x: float
     y: float
@@ -50,7 +53,7 @@ class Point(NamedTuple):
 
 
 Band = tuple[Sequence[Point], Sequence[Point]]
-"""The lowest and the highest points of a band."""
+"""Lower and upper points of a band."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +63,20 @@ class Line:
     name: str
     points: Sequence[Point]
     style: str = "a"
-    "`a`: solid. `b`: dashed, with dots. `c`: thin, in the background."
+    "Class in the style sheet: `a` (solid), `b` (dashed, with dots), or `c` (thin, in the background)."
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to positions."""
+    """A range of values, with ticks, that is mapped to positions."""
 
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
     log: bool = False
 
-    def place(self, value: float) -> float:
-        """Return the position of a value, 0 to 1."""
+    def position(self, value: float) -> float:
+        """Return the position of a value between 0 and 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -83,24 +86,24 @@ class Axis:
 
 
 class XAxis(NamedTuple):
-    """The x axis: the position of each record of the history, and of new worker groups."""
+    """The x axis, with the positions of all records of a history and of the starts of worker groups."""
 
     label: str
-    places: Sequence[float | None]
+    positions: Sequence[float | None]
     marks: Sequence[tuple[float, str]]
     groups: Sequence[int]
-    "Records of different groups are not joined: no work in between counts."
+    "Group of each record. Records of different groups are not connected, because no work between them counts."
 
 
 def over_steps(report: Report) -> XAxis:
-    """Return the x axis of optimizer steps."""
+    """Return an x axis of optimizer steps."""
     marks = [(float(attempt.step), str(attempt.number)) for attempt in report.attempts[1:]]
     series = report.history.series
     return XAxis("steps", [float(step) for step in series.column("step")], marks, [0] * len(series))
 
 
 def over_time(report: Report, series: Series) -> XAxis:
-    """Return the x axis of time since the first start of the workers, pauses included."""
+    """Return an x axis of the time since the first start of the workers, including pauses."""
     times = series.column("time")
     known = [time for time in times if time is not None]
     begun = min([*known[:1], *([report.begun] if report.begun is not None else [])], default=0.0)
@@ -114,45 +117,46 @@ def over_time(report: Report, series: Series) -> XAxis:
     return XAxis(f"wall clock, {unit} since the first start", places, marks, series.column("attempt"))
 
 
-def points_of(across: XAxis, values: Sequence[float | None]) -> list[Point]:
-    """Return the values of a column that can be drawn."""
+def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
+    """Return the points of a column of values, without those that cannot be drawn."""
     return [
         Point(x, y, group)
-        for x, y, group in zip(across.places, values, across.groups, strict=True)
+        for x, y, group in zip(x_axis.positions, values, x_axis.groups, strict=True)
         if x is not None and y is not None and can_draw(x) and can_draw(y)
     ]
 
 
-def chart(title: str, across: XAxis, y: Axis, lines: Sequence[Line], band: Band | None = None) -> Html:
-    """Return a figure: title and legend, then the drawing; `band` goes from the lowest rank to the highest."""
-    name = f"{title} over {across.label.partition(',')[0]}"
+def chart(title: str, x_axis: XAxis, y: Axis, lines: Sequence[Line], band: Band | None = None) -> Html:
+    """Return a figure with title, legend and drawing. `band` spans the values from the lowest to the highest rank."""
+    name = f"{title} over {x_axis.label.partition(',')[0]}"
     lines = [line for line in lines if line.points]
     if not lines:
         return element("figure", element("figcaption", f"{name}: nothing is recorded"))
     known = [(line.style, line.name) for line in lines]
     known += [("band", "lowest to highest rank")] if band else []
-    known += [("mark", "new worker group, and its attempt")] if across.marks else []
-    said = [f"{name}; across: {across.label}.", *(_describe(line) for line in lines)]
+    known += [("mark", "new worker group, and its attempt")] if x_axis.marks else []
+    description = [f"{name}; x axis: {x_axis.label}.", *(_describe(line) for line in lines)]
     if band:
         low, high = min(point.y for point in band[0]), max(point.y for point in band[1])
-        said.append(f"Lowest to highest rank: {low:.4g} to {high:.4g}.")
-    said += [f"{plural(len(across.marks), 'new worker group')}."] if across.marks else []
-    places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
+        description.append(f"Lowest to highest rank: {low:.4g} to {high:.4g}.")
+    description += [f"{plural(len(x_axis.marks), 'new worker group')}."] if x_axis.marks else []
+    places = [point.x for line in lines for point in line.points] + [place for place, _ in x_axis.marks]
     x = linear_axis(places, from_zero=True, tight=True)
-    drawing = Drawing(" ".join(said), x, across.label, y, lines, band, across.marks)
+    drawing = Drawing(" ".join(description), x, x_axis.label, y, lines, band, x_axis.marks)
     return figure(name, known, drawing.svg())
 
 
 def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
-    """Return a drawing below its title and its legend: the style (`key`) and the name of each item."""
-    samples = join(element("span", join([Html(key(style)), label])) for style, label in legend)
+    """Return a figure. `legend` has the style (`legend_sample`) and the name of each item."""
+    samples = join(element("span", join([Html(legend_sample(style)), label])) for style, label in legend)
     caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
     return element("figure", join([caption, Html(drawing)]))
 
 
 def _describe(line: Line) -> str:
     first, last = line.points[0], line.points[-1]
-    least, most = min(line.points, key=lambda p: p.y), max(line.points, key=lambda p: p.y)
+    least = min(line.points, key=lambda p: p.y)
+    most = max(line.points, key=lambda p: p.y)
     return (
         f"{line.name.capitalize()}: {first.y:.4g} at {first.x:.4g}, {last.y:.4g} at {last.x:.4g}; "
         f"lowest {least.y:.4g} at {least.x:.4g}, highest {most.y:.4g} at {most.x:.4g}."
@@ -164,25 +168,26 @@ def _describe(line: Line) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Lines over an x axis."""
+    """A drawing of lines over an x axis."""
 
     description: str
-    "Its text alternative."
+    "Text alternative of the drawing."
     x: Axis
     x_label: str
     y: Axis
     lines: Sequence[Line]
     band: Band | None = None
     marks: Sequence[tuple[float, str]] = ()
-    "X positions with a short label."
+    "Values on the x axis that are marked, each with a short label."
 
     def svg(self) -> str:
-        """Return the SVG."""
-        across, down = _scale(self.x, LEFT, WIDTH - RIGHT), _scale(self.y, HEIGHT - BOTTOM, TOP)
-        parts = [*self._grid(across, down), *_marks([(across(place), label) for place, label in self.marks])]
+        """Return the drawing as an SVG element."""
+        to_x = _scale(self.x, LEFT, WIDTH - RIGHT)
+        to_y = _scale(self.y, HEIGHT - BOTTOM, TOP)
+        parts = [*self._grid(to_x, to_y), *_marks([(to_x(place), label) for place, label in self.marks])]
 
         def at(point: Point) -> str:
-            return f"{across(point.x):.1f} {down(point.y):.1f}"
+            return f"{to_x(point.x):.1f} {to_y(point.y):.1f}"
 
         if self.band:
             parts.append(f'<path class="band" d="{_area(self.band, at)}"/>')
@@ -191,28 +196,27 @@ class Drawing:
             parts.append(f'<path class="line {line.style}" d="{_path(points, at)}"/>')
             dotted = points if line.style == "b" and len(points) <= MAX_DOTS else _alone(points)
             parts += [
-                f'<circle class="dot {line.style}" cx="{across(p.x):.1f}" cy="{down(p.y):.1f}" r="2.6"/>'
-                for p in dotted
+                f'<circle class="dot {line.style}" cx="{to_x(p.x):.1f}" cy="{to_y(p.y):.1f}" r="2.6"/>' for p in dotted
             ]
         label = escape(self.description, quote=True)
         return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
-    def _grid(self, across: Callable[[float], float], down: Callable[[float], float]) -> Iterable[str]:
+    def _grid(self, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> Iterable[str]:
         floor = HEIGHT - BOTTOM
         for value, text in self.y.ticks:
-            place = down(value)
+            place = to_y(value)
             yield f'<path class="grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>'
             yield f'<text x="{LEFT - 5}" y="{place + 3.5:.1f}" class="end">{escape(text)}</text>'
         for value, text in self.x.ticks:
-            place = across(value)
+            place = to_x(value)
             anchor = "end" if place > WIDTH - RIGHT - 8 else "mid"
             yield f'<path class="grid" d="M{place:.1f} {floor}v4"/>'
             yield f'<text x="{place:.1f}" y="{floor + 15}" class="{anchor}">{escape(text)}</text>'
         yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" class="mid name">{escape(self.x_label)}</text>'
 
 
-def key(style: str) -> str:
-    """Return a sample of a line, a band or a mark for a legend."""
+def legend_sample(style: str) -> str:
+    """Return a sample of a line, a band or a mark for the legend."""
     shapes = {
         "b": '<path class="line b" d="M1 6H23"/><circle class="dot b" cx="12" cy="6" r="2.6"/>',
         "dot a": '<circle class="dot a" cx="12" cy="6" r="2.6"/>',
@@ -225,11 +229,11 @@ def key(style: str) -> str:
 
 
 def sparkline(points: Sequence[Point], description: str) -> Html:
-    """Return the curve of a loss as small as a word, without axes."""
+    """Return the curve of a loss in the size of a word, without axes."""
     y = fitting_axis("loss", [point.y for point in points])
     x = linear_axis((point.x for point in points), tight=True)
-    across, down = _scale(x, 1, 95), _scale(y, 27, 1)
-    curve = _path(points, lambda point: f"{across(point.x):.1f} {down(point.y):.1f}")
+    to_x, to_y = _scale(x, 1, 95), _scale(y, 27, 1)
+    curve = _path(points, lambda point: f"{to_x(point.x):.1f} {to_y(point.y):.1f}")
     label = escape(description, quote=True)
     shape = f'<path class="line a" d="{curve}"/>'
     return Html(f'<svg class="spark" viewBox="0 0 96 28" role="img" aria-label="{label}">{shape}</svg>')
@@ -239,7 +243,7 @@ def sparkline(points: Sequence[Point], description: str) -> Html:
 
 
 def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = False) -> Axis:
-    """Return an axis over all values with a few round ticks; `tight`: it ends where the values end."""
+    """Return an axis over all values with a few round ticks. A `tight` axis ends where the values end."""
     low, high = _bounds(values)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
@@ -250,12 +254,12 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
     first, last = math.floor(low / step), math.ceil(high / step)
     if tight:
         first, last = math.ceil(low / step), math.floor(high / step)
-    ticks = tuple((number * step, short(number * step, step)) for number in range(first, last + 1))
+    ticks = tuple((number * step, tick_label(number * step, step)) for number in range(first, last + 1))
     return Axis(min(low, ticks[0][0]), max(high, ticks[-1][0]), ticks)
 
 
 def log_axis(values: Iterable[float]) -> Axis:
-    """Return a logarithmic axis with ticks at powers of ten, and at 2 and 5 times those when there are few."""
+    """Return a logarithmic axis with ticks at powers of ten and, if these are few, at 2 and 5 times each power."""
     low, high = _bounds(values)
     if high < low * (1 + ALIKE):
         low, high = low / 2, high * 2
@@ -265,17 +269,18 @@ def log_axis(values: Iterable[float]) -> Axis:
     ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
     below = max([tick for tick in ticks if tick <= low], default=low)
     above = min([tick for tick in ticks if tick >= high], default=high)
-    return Axis(below, above, tuple((tick, short(tick, tick)) for tick in ticks if below <= tick <= above), log=True)
+    labelled = tuple((tick, tick_label(tick, tick)) for tick in ticks if below <= tick <= above)
+    return Axis(below, above, labelled, log=True)
 
 
 def fitting_axis(name: str, values: Sequence[float]) -> Axis:
-    """Return an axis for a metric of this name, logarithmic for a loss that spans LOG_FROM."""
+    """Return an axis for the metric `name`. It is logarithmic for a loss that spans LOG_FROM or more."""
     log = name.endswith("loss") and values and min(values) >= MIN_DRAWN and max(values) / min(values) >= LOG_FROM
     return log_axis(values) if log else linear_axis(values)
 
 
-def short(value: float, step: float) -> str:
-    """Return a tick label where ticks are `step` apart: 0.25, 1.5k, 20M."""
+def tick_label(value: float, step: float) -> str:
+    """Return the label of a tick if ticks are `step` apart, such as 0.25, 1.5k or 20M."""
     if step < 1e-4:
         return f"{value:.4g}"
     unit, size = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(value) >= s), ("", 1.0))
@@ -290,20 +295,20 @@ def _bounds(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _round_step(size: float) -> float:
-    """Return the next 1, 2 or 5 times a power of ten."""
+    """Return the smallest number of at least `size` that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
 
 
 def _scale(axis: Axis, begin: float, end: float) -> Callable[[float], float]:
-    return lambda value: begin + (end - begin) * axis.place(value)
+    return lambda value: begin + (end - begin) * axis.position(value)
 
 
 # --------------------------------------------------------------------------------------------------- points and paths
 
 
 def downsample(points: Sequence[Point]) -> list[Point]:
-    """Return at most two points for each of BUCKETS sections of the x axis: the lowest and the highest."""
+    """Return the lowest and the highest point of each of BUCKETS sections of the x axis."""
     if len(points) <= 2 * BUCKETS:
         return list(points)
     low, high = _bounds(point.x for point in points)
@@ -313,18 +318,19 @@ def downsample(points: Sequence[Point]) -> list[Point]:
         buckets.setdefault(min(BUCKETS - 1, int((point.x - low) / width)), []).append(point)
     chosen: list[Point] = []
     for _, bucket in sorted(buckets.items()):
-        least, most = min(bucket, key=lambda p: p.y), max(bucket, key=lambda p: p.y)
+        least = min(bucket, key=lambda p: p.y)
+        most = max(bucket, key=lambda p: p.y)
         chosen += sorted({least, most}, key=lambda p: p.x)
     return chosen
 
 
 def _path(points: Sequence[Point], at: Callable[[Point], str]) -> str:
-    """Return the path through these points, begun anew with each group; `at` places one."""
+    """Return an SVG path through the points of each group. `at` returns the coordinates of a point."""
     return "".join(f"M{'L'.join(map(at, group))}" for _, group in groupby(points, lambda point: point.group))
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Return the points that are alone in their group."""
+    """Return the points that have no other point in their group."""
     sizes = Counter(point.group for point in points)
     return [point for point in points if sizes[point.group] == 1]
 

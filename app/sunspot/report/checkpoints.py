@@ -1,24 +1,24 @@
-"""The checkpoints, and whether every byte is as it was written."""
+"""The section on checkpoints: their states, and whether every byte is as it was written."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from sunspot.report.html import Html, element, join, moment, paragraph, result, size, table
 from sunspot.report.learning import results_first
-from sunspot.report.model import KeptCheckpoint, Report
+from sunspot.report.model import ListedCheckpoint, Report
 from sunspot.run.attempts import step_of
 
 MAX_RESULTS = 6
-"""Columns of metrics."""
+"""Largest number of columns with metrics."""
 
 
 def show(report: Report) -> Html:
-    """Return each checkpoint with its state, how many are left out, and which are kept."""
+    """Return a table of the checkpoints with their states, and notes on checkpoints left out and on retention."""
     keep, _, order = report.retention
     metric = report.best_by
     parts = []
     if not report.checkpoints:
-        parts.append(paragraph("No checkpoint is there."))
+        parts.append(paragraph("There is no checkpoint."))
     else:
         found = {name for kept in report.checkpoints if kept.checkpoint for name in kept.checkpoint.metrics}
         results = [name for name in found if name.endswith(("loss", "accuracy")) or name == metric]
@@ -30,19 +30,19 @@ def show(report: Report) -> Html:
         parts.append(paragraph(f"Left out: {number:,} {why}.", kind="note"))
     best = "lowest" if order == "min" else "highest"
     note = (
-        f"The {keep} with the {best} {metric} are kept, and the newest. A checkpoint is verified when every file has "
-        "the size and the SHA-256 that its manifest lists; one that storage has not seen written since its commit is "
-        "not read again."
+        f"The {keep} with the {best} {metric} and the newest are kept. A checkpoint is verified if every file has the "
+        "size and the SHA-256 that its manifest lists. Files that were not written since the commit, according to "
+        "storage, are not read again."
     )
     return join([*parts, paragraph(note, kind="note")])
 
 
-def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any]:
+def _row(report: Report, kept: ListedCheckpoint, names: Sequence[str]) -> list[Any]:
     chosen = (("newest", report.checkpoint), ("best", report.best))
     which = " and ".join(role for role, checkpoint in chosen if checkpoint and checkpoint.name == kept.name)
     words, kind = {
         "verified": ("✓ verified", "good"),
-        "unread": ("… copied, or written since its commit; its bytes are not read here", "wide"),
+        "unread": ("… copied, or written since its commit; its bytes are not checked here", "wide"),
         "damaged": (f"✗ damaged: {'; '.join(kept.faults)}", "bad wide"),
         "incomplete": ("… incomplete: it has no manifest", "bad wide"),
     }[kept.state]

@@ -1,4 +1,4 @@
-"""The metric history as a report shows it."""
+"""The metric history in the form that a report shows."""
 
 import math
 from array import array
@@ -12,13 +12,13 @@ from sunspot.run.history import to_rows
 from sunspot.run.size_limits import MAX_NAMES
 
 MAX_DRAWN = 1e100
-"""Numbers beyond have no place on an axis: their differences overflow floats."""
+"""Largest absolute value that is drawn. Differences of larger numbers overflow floats."""
 
 
 class Series:
-    """Records of numbers, in order, stored by column, so that long histories take little memory.
+    """A sequence of records of numbers, stored by column so that long histories take little memory.
 
-    A column holds nothing for records that lack its name, so memory grows only with the numbers, not with the names.
+    A column stores nothing for records without its name, so memory grows with the numbers, and not with the names.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Series:
         return self._count
 
     def add(self, record: Mapping[str, float | None]) -> None:
-        """Add one; numbers of names that others have may be None, or left out."""
+        """Add a record. A number may be None or left out."""
         for name, value in record.items():
             if value is not None:
                 indexes, values = self._columns.setdefault(name, (array("I"), array("d")))
@@ -39,18 +39,18 @@ class Series:
         self._count += 1
 
     def column(self, name: str) -> list[Any]:
-        """Return the values of a name; None where a record lacks it, or where it is NaN."""
+        """Return the value of `name` in each record, or None if a record lacks it or it is NaN."""
         found: list[Any] = [None] * self._count
         for index, value in self._known(name):
             found[index] = value
         return found
 
     def indexes_with(self, names: Iterable[str]) -> list[int]:
-        """Return the indexes of the records that have one of these names, in order."""
+        """Return the indexes of the records that have at least one of these names, in order."""
         return sorted({index for name in names for index, _ in self._known(name)})
 
     def values_at(self, name: str, chosen: Sequence[int]) -> list[Any]:
-        """Return the values that `column` has at the chosen indexes, without reading the whole column."""
+        """Return the values of `column` at the chosen indexes, without reading the rest of the column."""
         indexes, values = self._columns.get(name, (array("I"), array("d")))
         places = [(bisect_left(indexes, index), index) for index in chosen]
         found = [values[at] if at < len(indexes) and indexes[at] == index else math.nan for at, index in places]
@@ -62,33 +62,33 @@ class Series:
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
-    """Return whether a value has a position on an axis: NaN, infinities and huge values have none."""
+    """Return True if a value can be drawn, unlike NaN, infinities and huge values."""
     return value is not None and abs(value) < MAX_DRAWN
 
 
 @dataclass
 class RankTotal:
-    """One rank's part in the whole run, over all attempts; seconds, rows and MiB."""
+    """The totals of one rank over all attempts, in seconds, rows and MiB."""
 
     rows: float = 0.0
     seconds: float = 0.0
     steps: int = 0
     step_seconds: float = 0.0
-    "Sum over its windows of steps x the median step."
+    "Sum over its windows of the number of steps times the median step time."
     p95: float | None = None
-    "The highest 95th percentile of a window."
+    "Highest 95th percentile of the step time in a window."
     data_wait: float = 0.0
     forward: float = 0.0
-    "Seconds in forward passes; in the rest of a step, ranks wait for each other."
+    "Seconds in forward passes. In the rest of a step, ranks wait for each other."
     memory_mib: float = 0.0
 
     @property
     def step_time(self) -> float | None:
-        """Mean over all windows, by their steps, of the median step time."""
+        """Mean of the median step times of all windows, weighted by the number of steps."""
         return self.step_seconds / self.steps if self.steps else None
 
     def add(self, steps: int, numbers: dict[str, float | None]) -> None:
-        """Add this rank's numbers in a window of so many steps."""
+        """Add this rank's numbers in a window of `steps` steps."""
         self.rows += numbers.get("rows") or 0.0
         self.seconds += numbers.get("seconds") or 0.0
         self.data_wait += numbers.get("data_wait_s") or 0.0
@@ -113,32 +113,33 @@ class History:
 
     def __init__(self) -> None:
         self.series = Series()
-        "`attempt`, `step`, `epoch`, `time`, `rows_per_s` (all ranks together), `results`."
+        "Columns `attempt`, `step`, `epoch`, `time`, `rows_per_s` (of all ranks together), and each of the `results`."
         self.speeds = Series()
-        "`attempt`, `time`, and the lowest, mean and highest of the ranks' `rows_per_s` and `step_time` (median, s)."
+        """Columns `attempt` and `time`, and the lowest, mean and highest `rows_per_s` and `step_time` (a median in
+        seconds) of the ranks."""
         self.ranks: dict[int, RankTotal] = {}
-        "What each rank did over the whole run."
+        "Totals of each rank."
         self.attempts: set[int] = set()
-        "Those with a record."
+        "Attempts with a record."
         self.results: dict[str, None] = {}
-        "Names of numbers that tell the model's quality: losses, accuracies, and all that are of held-out rows."
+        "Names of numbers that measure the model: losses, accuracies, and everything on held-out rows, in order."
         self.left_out: set[str] = set()
-        "Names of further results, after the first MAX_NAMES."
+        "Names of the results after the first MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
-        "Results that are NaN, infinite or huge: by name, the number of records, and the step of the first."
-        self.last: dict[str, Any] = {}
-        "Step and time of the newest record; empty before there is one."
-        self.latest: dict[str, tuple[float, int]] = {}
-        "The newest value of each number, and its step."
+        "Number of records in which a result is NaN, infinite or huge, and the step of the first, by name."
+        self.newest_record: dict[str, Any] = {}
+        "Step and time of the newest record, empty before the first."
+        self.newest_values: dict[str, tuple[float, int]] = {}
+        "Newest value of each number, and its step."
         self._usual_rows = 0.0
-        "Of a window of the newest attempt."
+        "Number of rows in a usual window of the newest attempt."
         self._few = set[int]()
-        "Indexes in `series` of records whose means are over few rows."
+        "Indexes in `series` of the records whose means are over few rows."
 
     def drawn(self, name: str) -> list[Any]:
-        """Return the values of a result as curves show them: without training rows' means over few rows.
+        """Return the values of a result for a curve, with None for means over few training rows.
 
-        Each checkpoint ends a window, and the next may have few rows: their mean would be a spike.
+        Each checkpoint ends a window, and the next window may have few rows, whose mean would be a spike.
         """
         values = self.series.column(name)
         if name.startswith(HELD_OUT):
@@ -146,33 +147,33 @@ class History:
         return [None if index in self._few else value for index, value in enumerate(values)]
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
-        """Add a record, in the form that `each_record` checks."""
+        """Add a record from `iter_records`."""
         step = record["step"]
         numbers = {name: value for name in record if (value := _number(record, name)) is not None}
         results = [name for name in numbers if name in self.results or self._keeps_new_result(name, record, best_by)]
         kept = {name: numbers.get(name) for name in (*results, "time", "rows_per_s")}
-        if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
+        if record.get("steps") == 0:  # an evaluation without a step, after a restart
             del kept["rows_per_s"]
         if record["attempt"] not in self.attempts:
             self._usual_rows = 0.0
         rows = numbers.get("rows") or self._usual_rows
         few = rows < self._usual_rows / 2
-        self._usual_rows = self._usual_rows / 2 if few else rows  # the next ones may stay as short
+        self._usual_rows = self._usual_rows / 2 if few else rows  # the next windows may be as short
         if few:
             self._few.add(len(self.series))
         placed = {"attempt": record["attempt"], "step": step, "epoch": numbers.get("epoch")}
         self.series.add(placed | kept)
         self.attempts.add(record["attempt"])
-        self.last = {"step": step, "time": kept["time"]}
+        self.newest_record = {"step": step, "time": kept["time"]}
         for name, value in kept.items():
             if value is not None:
-                self.latest[name] = value, step
+                self.newest_values[name] = value, step
                 if name in self.results and not can_draw(value):
                     times, first = self.undrawable.get(name, (0, step))
                     self.undrawable[name] = times + 1, first
 
     def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Return True if a name that no earlier record had is a result, and there is room to keep it."""
+        """Return True if a new name is a result and there is room for it."""
         if not is_result(name, record, best_by):
             return False
         kept = len(self.results) < MAX_NAMES
@@ -194,13 +195,13 @@ class History:
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:
-    """Return whether a value of a record measures the model, and not the speed of training."""
+    """Return True if a value of a record measures the model and not the speed of training."""
     return (
         name.endswith(("loss", "accuracy")) or name.startswith(HELD_OUT) or HELD_OUT + name in record or name == best_by
     )
 
 
 def _number(record: dict[str, Any], name: str) -> float | None:
-    """Return a value that is a number, NaN and infinities included: a loss that became one has to be shown."""
+    """Return a value if it is a number, and None otherwise. NaN and infinities are numbers, and must be shown."""
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

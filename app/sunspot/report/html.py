@@ -1,4 +1,4 @@
-"""HTML elements: escaped text, numbers for people and programs, tables that fit on a phone."""
+"""HTML elements: escaped text, numbers that people and programs can read, and tables that fit on a phone."""
 
 import base64
 import html
@@ -11,24 +11,24 @@ from sunspot.formatting import UNPRINTABLE, as_bytes
 from sunspot.run.size_limits import MAX_TABLE_CELLS, MAX_TABLE_COLUMNS, MAX_TABLE_ROWS, cut
 
 MAX_TEXT = 600
-"""Characters shown of one text; the run's events and logs have the rest."""
+"""Largest number of characters that are shown of a text. The run's events and logs have the rest."""
 
 
 class Html(str):
-    """Text that is HTML already; all other text is escaped."""
+    """Text that is already HTML. All other text is escaped."""
 
     __slots__ = ()
 
 
 class Number(NamedTuple):
-    """A number as people read it, and its exact value."""
+    """A number as readable text, with its exact value."""
 
     text: str
     value: float
 
 
 def text(value: Any) -> str:
-    """Return anything as HTML: escaped, and cut when long."""
+    """Return any value as HTML. Text is escaped, and cut if it is long."""
     if isinstance(value, Html):
         return value
     if isinstance(value, Number):
@@ -42,26 +42,26 @@ def text(value: Any) -> str:
 
 
 def element(name: str, content: Any, **attributes: Any) -> Html:
-    """Return an element, its content escaped unless it is `Html`; `_` stands for `-` in names of attributes."""
+    """Return an element. Its content is escaped unless it is `Html`. A `_` in the name of an attribute becomes `-`."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     words = "".join(f' {key}="{text(value)}"' for key, value in given.items())
     return Html(f"<{name}{words}>{text(content)}</{name}>")
 
 
 def join(parts: Iterable[Any], between: str = "") -> Html:
-    """Join parts, each escaped unless it is `Html`."""
+    """Join parts to HTML. Each part is escaped unless it is `Html`."""
     return Html(text(Html(between)).join(text(part) for part in parts))
 
 
 def paragraph(*parts: Any, kind: str | None = None) -> Html:
-    """Return a paragraph of these parts."""
+    """Return a paragraph that consists of these parts."""
     return element("p", join(parts), class_=kind)
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """Return a table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown.
+    """Return a table in a box that scrolls sideways. The first cell of each row is a heading, and None becomes a dash.
 
-    Only the first rows and columns of a large table are shown, with a line that says how many are left out.
+    Only the first rows and columns of a large table are shown, with a note of how many are left out.
     """
     columns, more_columns = cut(columns, MAX_TABLE_COLUMNS, "columns")
     rows, more_rows = cut(rows, min(MAX_TABLE_ROWS, max(1, MAX_TABLE_CELLS // len(columns))), "rows")
@@ -75,58 +75,59 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -
             return element("th", shown, scope="row", class_=kinds[place])
         return element("td", shown, class_=kinds[place])
 
-    names = [Html(text(name).replace("_", "_<wbr>")) for name in columns]  # a metric's may break there
+    names = [Html(text(name).replace("_", "_<wbr>")) for name in columns]  # long names of metrics may break there
     heads = join(element("th", name, scope="col", class_=kind) for name, kind in zip(names, kinds, strict=True))
     body = join(element("tr", join(cell(place, value) for place, value in enumerate(row))) for row in rows)
-    whole = join([titled(caption), element("thead", element("tr", heads)), element("tbody", body)])
+    content = join([titled(caption), element("thead", element("tr", heads)), element("tbody", body)])
     left_out = [paragraph(f"{more}.", kind="note") for more in (more_rows, more_columns) if more]
-    return join([scrolled(caption, element("table", whole)), *left_out])
+    return join([scrolled(caption, element("table", content)), *left_out])
 
 
 def titled(caption: str) -> Html:
-    """Return a table's caption, which stays in view while the table scrolls sideways."""
+    """Return the caption of a table, which stays visible while the table scrolls sideways."""
     return element("caption", element("span", caption))
 
 
 def scrolled(name: str, content: Html) -> Html:
-    """Return a box that scrolls sideways by itself, also with the keyboard."""
+    """Return a box that can be scrolled sideways on its own, also with the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 
 def picture(png: bytes, alt: str) -> Html:
-    """Return a PNG within the page."""
+    """Return an image that contains the PNG itself."""
     return Html(f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{text(alt)}">')
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
-def percent(share: float, digits: int = 2) -> Number:
-    """Return `0.9805` as 98.05 %."""
-    return Number(f"{100 * share:.{digits}f} %" if math.isfinite(share) else str(share), share)
+def percent(fraction: float, digits: int = 2) -> Number:
+    """Return a fraction in percent, such as 98.05 %."""
+    return Number(f"{100 * fraction:.{digits}f} %" if math.isfinite(fraction) else str(fraction), fraction)
 
 
 def result(name: str, value: Any) -> Any:
-    """Return a metric: accuracies in percent, all others with four digits."""
+    """Return the value of a metric, in percent if it is an accuracy."""
     return percent(value) if name.endswith("accuracy") and isinstance(value, int | float) else value
 
 
-def whole(number: float) -> Number:
-    """Return a number as `12,345`."""
+def integer(number: float) -> Number:
+    """Return a number without decimal places, such as 12,345."""
     return Number(f"{number:,.0f}", number)
 
 
 def rate(number: float, unit: str = "") -> Number:
-    """Return a rate as `12,735 rows/s`, or with three digits when it is small."""
+    """Return a rate, such as 12,735 rows/s, with three significant digits if it is small."""
     return Number(f"{number:,.0f}{unit}" if number >= 100 else f"{number:.3g}{unit}", number)
 
 
 def duration(seconds: float) -> Number:
-    """Return the two largest units of a duration: 0.35 s, 48 s, 2 min 14 s, 3 h 5 min, 2 days 4 h."""
+    """Return a duration in its two largest units, such as 0.35 s, 2 min 14 s or 2 days 4 h."""
     if seconds < 10:
         return Number(f"{seconds:.3g} s", seconds)
     units = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    left, parts = round(seconds), list[str]()
+    left = round(seconds)
+    parts: list[str] = []
     for unit, size in units:
         number, left = divmod(left, size)
         if number or parts:
@@ -135,12 +136,13 @@ def duration(seconds: float) -> Number:
 
 
 def size(number: float) -> Number:
-    """Return a number of bytes as 134 MB."""
+    """Return a number of bytes in a larger unit, such as 134 MB."""
     return Number(as_bytes(number, ("kB", "MB", "GB", "TB")), number)
 
 
 def moment(seconds: float) -> Html:
     """Return seconds since the epoch as a date in UTC."""
     parts = time.gmtime(seconds)
-    shown, machine = time.strftime("%Y-%m-%d %H:%M:%S", parts), time.strftime("%Y-%m-%dT%H:%M:%SZ", parts)
+    shown = time.strftime("%Y-%m-%d %H:%M:%S", parts)
+    machine = time.strftime("%Y-%m-%dT%H:%M:%SZ", parts)
     return Html(f'<time datetime="{machine}">{shown}</time>')

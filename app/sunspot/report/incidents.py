@@ -1,40 +1,42 @@
-"""What interrupted the run, and what each start of its workers cost."""
+"""The section on incidents: what interrupted the run, and the cost of each start of its workers."""
 
 from typing import Any
 
 from sunspot.formatting import money, plural
 from sunspot.report.charts import Line, chart, linear_axis, over_time, points_of
 from sunspot.report.history import Series
-from sunspot.report.html import Html, Number, duration, element, join, moment, paragraph, percent, table, whole
+from sunspot.report.html import Html, Number, duration, element, integer, join, moment, paragraph, percent, table
 from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.size_limits import MAX_LISTED, cut
 
 MAX_ROWS = 100
-"""Rows of a table; `sunspot events` has all."""
+"""Largest number of rows in a table. `sunspot events` shows all."""
 
 MAX_FAILURES = 20
-"""Of many ranks, most fail because another one is gone."""
+"""Largest number of errors shown. Of many ranks, most fail only because another one is gone."""
 
 
 def show(report: Report) -> Html:
-    """Return the incidents, each start of the workers with its receipt, and other events."""
+    """Return the incidents, the starts of the workers with their receipts, errors, and other events."""
     if not report.attempts:
         return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
     parts = [_timeline(report)]
     if report.incidents:
         causes = ", ".join(f"{times} {cause}" for cause, times in report.incidents_by_cause.most_common())
-        incidents, again = plural(len(report.incidents), "incident"), plural(report.steps_replayed, "step")
-        parts.append(paragraph(f"{incidents} ({causes}); {again} taken again."))
+        incidents = plural(len(report.incidents), "incident")
+        replayed = plural(report.steps_replayed, "step")
+        parts.append(paragraph(f"{incidents} ({causes}); {replayed} taken again."))
     else:
         parts.append(paragraph("No incident is recorded."))
     if report.goodput is None:
         parts.append(paragraph("Goodput is not known: no receipt is recorded.", kind="note"))
     else:
-        share = percent(report.goodput, 1)
-        parts.append(paragraph("Goodput ", share, ": the share of all worker-seconds that counts for the result."))
-    if cost := report.spending.describe(report.step):
+        goodput = percent(report.goodput, 1)
+        parts.append(paragraph("Goodput ", goodput, ": the fraction of all worker-seconds that counts for the result."))
+    cost = report.spending.describe(report.step)
+    if cost:
         parts.append(paragraph(f"Cost: {cost}."))
     gaps, more = cut(report.gaps, MAX_LISTED, "missing receipts")
     parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in (*gaps, more) if gap]
@@ -50,7 +52,10 @@ def show(report: Report) -> Html:
 
 
 def _timeline(report: Report) -> Html:
-    """Return how many workers trained when: none between the last step that counts and the first one after it."""
+    """Return a chart of the number of training workers over time.
+
+    It is 0 between the last step that counts and the first step after it.
+    """
     workers: list[tuple[float, float]] = []
     for receipt in report.receipts:
         down = min(receipt.left, receipt.first_step)
@@ -65,10 +70,10 @@ def _timeline(report: Report) -> Html:
     moments = Series()
     for time, number in workers:
         moments.add({"time": time, "workers": number, "attempt": 0})
-    across = over_time(report, moments)
+    x_axis = over_time(report, moments)
     y = linear_axis((number for _, number in workers), from_zero=True)
-    line = Line("workers that train", points_of(across, moments.column("workers")))
-    return element("div", chart("Workers", across, y, [line]), class_="timeline")
+    line = Line("workers that train", points_of(x_axis, moments.column("workers")))
+    return element("div", chart("Workers", x_axis, y, [line]), class_="timeline")
 
 
 def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any]:
@@ -76,7 +81,7 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
     if receipt is None:
         why = "no receipt, though it took steps" if stepped else "no receipt: it took no step"
         tier, world = attempt.metadata.tier or None, attempt.metadata.world_size or None
-        return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None, None]
+        return [*began, _wide(why), None, None, None, integer(attempt.step), tier, world, None, None]
     label = "first start" if receipt.cause is Cause.BEGIN else str(receipt.cause)
     label = f"incident: {label}" if receipt.cause.incident else label
     detail = f" ({receipt.detail})" if receipt.detail else ""
@@ -89,13 +94,13 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
     return [
         *began,
         _wide(label + detail),
-        whole(receipt.replayed),
+        integer(receipt.replayed),
         duration(max(0.0, took)),
         safe,
-        whole(receipt.step),
+        integer(receipt.step),
         "the beginning" if receipt.tier == "beginning" else receipt.tier,
         str(receipt.world_after) if same else workers,
-        whole(receipt.worker_seconds_lost),
+        integer(receipt.worker_seconds_lost),
         None if receipt.cost is None else Number(money(receipt.cost), receipt.cost),
     ]
 
@@ -105,17 +110,17 @@ def _wide(words: str) -> Html:
 
 
 def _failures(report: Report) -> Html:
-    """Return the errors that ended processes, causes before consequences."""
+    """Return a table of the errors that ended processes, causes before consequences."""
     if not report.failures:
         return Html("")
-    found = sorted(report.failures, key=lambda failure: failure.consequence)
+    found = sorted(report.failures, key=lambda failure: failure.is_consequence)
     shown = found[:MAX_FAILURES]
     of = f", {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
     rows = [
         [
             moment(failure.time),
             f"rank {failure.rank} of attempt {failure.attempt}" if failure.rank is not None else "the driver",
-            whole(failure.step),
+            integer(failure.step),
             _wide(f"{failure.type}: {failure.message}"),
             _wide(f"{failure.file}:{failure.line}, {failure.function}" if failure.file else ""),
         ]

@@ -1,4 +1,4 @@
-"""The learning curves, over steps and over the wall clock, and the numbers behind them."""
+"""The section on learning: curves over steps and over time, and their numbers."""
 
 from collections.abc import Sequence
 
@@ -11,38 +11,38 @@ from sunspot.report.model import Report
 from sunspot.run.size_limits import MAX_NAMES, cut
 
 MAX_CURVES = 8
-"""Metrics with curves of their own: a loss, an accuracy, and those a task adds."""
+"""Largest number of metrics with curves: a loss, an accuracy, and those that a task adds."""
 
 MAX_NUMBERS, MAX_COLUMNS = 40, 250
-"""Largest number of rows and of metrics in the table of numbers; `sunspot metrics` has all."""
+"""Largest numbers of rows and of metrics in the table of numbers. `sunspot metrics` shows all."""
 
 
 def show(report: Report) -> Html:
-    """Return the learning curves over steps and over the wall clock, with each new worker group, and the numbers."""
+    """Return the curves of the metrics over steps and over time, and the numbers of the curves."""
     history = report.history
     if not history.series:
-        return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")
+        return paragraph("No metric is recorded yet. The first record comes with the first report or checkpoint.")
     bases = list(dict.fromkeys(name.removeprefix(HELD_OUT) for name in sorted(history.results, key=results_first)))
     parts: list[Html] = [_curves(report, base) for base in bases[:MAX_CURVES]]
     if not bases:
-        parts.append(paragraph("The records have no loss, no accuracy and nothing of held-out rows."))
+        parts.append(paragraph("The records have no loss, no accuracy, and nothing on held-out rows."))
     if len(bases) > MAX_CURVES:
         command = element("code", f"sunspot metrics {report.run.name}")
         parts.append(paragraph(f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ", command, " has them."))
     if bases and not any(name.startswith(HELD_OUT) for name in history.results):
-        parts.append(paragraph("Nothing was evaluated on held-out rows so far.", kind="note"))
+        parts.append(paragraph("The model has not been evaluated on held-out rows yet.", kind="note"))
     if history.left_out:
-        said = f"{len(history.left_out):,} more metrics are not shown, because a report has at most {MAX_NAMES:,}."
-        parts.append(paragraph(said, kind="trouble"))
+        note = f"{len(history.left_out):,} more metrics are not shown, because a report has at most {MAX_NAMES:,}."
+        parts.append(paragraph(note, kind="trouble"))
     records = len(history.series)
     if records > 2 * BUCKETS:
-        drawn = f"Of {records:,} records, the lowest and the highest in each of {BUCKETS} stretches are drawn."
-        parts.append(paragraph(drawn, kind="note"))
+        note = f"Of {records:,} records, the lowest and the highest in each of {BUCKETS} sections are drawn."
+        parts.append(paragraph(note, kind="note"))
     return join([*parts, _numbers(report)])
 
 
 def results_first(name: str) -> tuple[int, str]:
-    """Return a sort key for the names of metrics: losses, accuracies, then those a task adds."""
+    """Return a sort key for names of metrics: the loss, the accuracy, then the metrics that a task adds."""
     base = name.removeprefix(HELD_OUT)
     return {"loss": 0, "accuracy": 1}.get(base, 2), base
 
@@ -64,19 +64,20 @@ def _curves(report: Report, base: str) -> Html:
     y = fitting_axis(base, finite)
     unit = " in %" if factor == 100.0 else " on a logarithmic axis" if y.log else ""
     charts = []
-    for across in (over_steps(report), over_time(report, history.series)):
-        lines = [Line(name, points_of(across, values[each]), style) for name, each, style in rows if each in values]
-        charts.append(chart(f"{title}{unit}", across, y, lines))
+    for x_axis in (over_steps(report), over_time(report, history.series)):
+        lines = [Line(name, points_of(x_axis, values[each]), style) for name, each, style in rows if each in values]
+        charts.append(chart(f"{title}{unit}", x_axis, y, lines))
     return join([element("div", join(charts), class_="charts"), *broken])
 
 
 def _not_finite(name: str, times: int, first: int) -> Html:
-    said = f"{name} was no number that can be drawn (NaN, infinite or huge) in {plural(times, 'record')}"
-    return paragraph(f"{said}, first at step {first}.", kind="trouble")
+    records = plural(times, "record")
+    message = f"{name} could not be drawn in {records} (NaN, infinite or huge), first at step {first}."
+    return paragraph(message, kind="trouble")
 
 
 def _numbers(report: Report) -> Html:
-    """Return the curves as numbers: at evaluations of held-out rows, or else anywhere."""
+    """Return a table of the results at evaluations on held-out rows or, without evaluations, at any records."""
     history = report.history
     results = sorted(history.results, key=results_first)
     held_out = [name for name in results if name.startswith(HELD_OUT)]

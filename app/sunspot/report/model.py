@@ -1,4 +1,4 @@
-"""What a report shows of a run, read from storage; a part that cannot be read is reported, and hides no other."""
+"""The content of a report, read from storage. A part that cannot be read is reported, and does not hide the others."""
 
 import time
 from collections import defaultdict
@@ -22,7 +22,7 @@ from sunspot.run.checkpoints import (
     verify,
 )
 from sunspot.run.failures import Failure, read_failures
-from sunspot.run.history import each_rank_record, each_record, read_journal
+from sunspot.run.history import iter_rank_records, iter_records, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
@@ -30,122 +30,124 @@ from sunspot.run.predictions import Predictions, TaskExhibit, load_shown
 from sunspot.run.status import RunState, load_newest_status
 
 MAX_CHECKPOINTS = 50
-"""Only the newest are verified and shown: each costs a request."""
+"""Largest number of checkpoints that are verified and shown, the newest ones. Each costs a request."""
 
-ReportSection = TypeVar("ReportSection")
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
-class KeptCheckpoint:
-    """A checkpoint directory and its state."""
+class ListedCheckpoint:
+    """A checkpoint directory with its state."""
 
     name: str
     checkpoint: Checkpoint | None
-    "None: incomplete, without a manifest."
+    "Checkpoint of the manifest, or None if the directory is incomplete."
     faults: tuple[str, ...] = ()
     unread: bool = False
-    "Whether its files have the sizes that its manifest lists, and their bytes were not compared."
+    "True if the files have the sizes in the manifest, but their bytes were not compared."
 
     @property
     def state(self) -> str:
-        """`verified`, `unread`, `damaged` or `incomplete`."""
+        """The state: `verified`, `unread`, `damaged` or `incomplete`."""
         if self.checkpoint is None:
             return "incomplete"
         return "damaged" if self.faults else "unread" if self.unread else "verified"
 
     @property
     def usable(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Return True if the checkpoint can be used, as far as it was checked."""
         return self.state in ("verified", "unread")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(RunView):
-    """A `RunView` and what only a report shows besides."""
+    """A `RunView` with everything that only a report shows."""
 
     failures: list[Failure]
-    "The errors that ended processes, oldest first."
+    "Errors that ended processes, oldest first."
     history: History
     gaps: list[str]
-    "Receipts that are missing."
-    checkpoints: list[KeptCheckpoint]
-    "By step: those that lead to the newest attempt, and incomplete ones."
+    "Messages about missing receipts."
+    checkpoints: list[ListedCheckpoint]
+    "Checkpoints that lead to the newest attempt, and incomplete ones, sorted by step."
     checkpoints_left_out: dict[str, int]
-    "Number of checkpoints not among them, by reason."
+    "Number of checkpoints that are left out, by reason."
     predictions: Predictions | None
     shown: TaskExhibit | None
-    "By the task itself."
+    "Exhibits of the task."
     troubles: list[str]
-    "Parts of the run that could not be read."
+    "Messages about parts of the run that could not be read."
 
     @property
     def other_events(self) -> list[dict[str, Any]]:
-        """All events but the receipts, by time."""
+        """All events except receipts, oldest first."""
         receipts = {(receipt.attempt, receipt.first_step) for receipt in self.receipts}
         others = [event for event in self.events if (event.get("attempt"), event.get("first_step")) not in receipts]
         return sorted(others, key=lambda event: event["time"])
 
     @property
     def seconds(self) -> float | None:
-        """From the beginning to the end, pauses included."""
+        """Seconds from the beginning to the end, including pauses."""
         return max(0.0, self.ended - self.begun) if self.begun is not None else None
 
     @property
-    def whole(self) -> list[Checkpoint]:
-        """The usable checkpoints, by step."""
+    def usable_checkpoints(self) -> list[Checkpoint]:
+        """The usable checkpoints, sorted by step."""
         return [kept.checkpoint for kept in self.checkpoints if kept.checkpoint and kept.usable]
 
     @property
     def best(self) -> Checkpoint | None:
-        """The best verified checkpoint by `best_by`; None when none has it."""
-        having = [checkpoint for checkpoint in self.whole if self.best_by in checkpoint.metrics]
-        return best_first(having, self.best_by, self.retention[2])[0] if having else None
+        """The best usable checkpoint by the metric `best_by`, or None if no checkpoint has that metric."""
+        having = [checkpoint for checkpoint in self.usable_checkpoints if self.best_by in checkpoint.metrics]
+        return best_first(having, self.best_by, self.retention.order)[0] if having else None
 
     @property
     def best_by(self) -> str:
         """The metric that ranks the checkpoints."""
-        return ranking_metric(self.whole, self.retention[1])
+        return ranking_metric(self.usable_checkpoints, self.retention.metric)
 
     def result(self, name: str) -> tuple[float, int] | None:
-        """Return the newest value of a result and its step, from the newest checkpoint or from a later record."""
-        found, checkpoint = self.history.latest.get(name), self.checkpoint
+        """Return the newest value of a result and its step, from the newest checkpoint or a later record."""
+        found = self.history.newest_values.get(name)
+        checkpoint = self.checkpoint
         if not checkpoint or (found and found[1] > checkpoint.step):
             return found
         value = checkpoint.metrics.get(name)
         return (float(value), checkpoint.step) if isinstance(value, int | float) else found
 
 
-def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
-    """Read everything a report shows of a run in `state`. Raises `StorageError` when storage cannot be reached.
+def read_report(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> Report:
+    """Read everything that a report shows of a run in `state`. Raises `StorageError` if storage cannot be reached.
 
-    Without `read_bytes`, no file of a checkpoint is read: one that was written after its commit is `unread`.
+    Without `read_bytes`, no file of a checkpoint is read, and a checkpoint that was written after its commit is
+    `unread`.
     """
     troubles: list[str] = []
 
-    def tried(read: Callable[[], ReportSection], otherwise: ReportSection, what: str) -> ReportSection:
-        """Return a part of the run, or `otherwise` when it is missing or damaged."""
+    def read_part(read: Callable[[], Part], default: Part, what: str) -> Part:
+        """Return a part of the run, or `default` if the part is missing or damaged."""
         try:
             return read()
         except NotFoundError:
-            return otherwise
+            return default
         except DamageError as error:
             troubles.append(f"{what} cannot be read: {error}")
-            return otherwise
+            return default
 
     none: list[Any] = []
-    attempts = [a for a in tried(lambda: read_attempts(run), none, "the list of its attempts") if a.chosen]
+    attempts = [a for a in read_part(lambda: read_attempts(run), none, "the list of its attempts") if a.chosen]
     spans = lineage(attempts)
     damaged = defaultdict[str, list[str]](list)
     events = read_journal(run, "events", damaged=damaged["an event"])
     receipts = read_receipts(events)
     history = History()
-    _, best_by, _ = retention(attempts)
-    for record in each_record(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
+    best_by = retention(attempts).metric
+    for record in iter_records(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
         history.add(record, best_by)
-    for record in each_rank_record(run, spans, damaged["a part of the numbers of each rank"]):
+    for record in iter_rank_records(run, spans, damaged["a part of the numbers of each rank"]):
         history.add_ranks(record)
-    no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
-    checkpoints, not_shown = tried(
+    no_checkpoints: tuple[list[ListedCheckpoint], dict[str, int]] = ([], {})
+    checkpoints, not_shown = read_part(
         lambda: _read_checkpoints(run, spans, read_bytes), no_checkpoints, "the list of its checkpoints"
     )
     return Report(
@@ -153,40 +155,40 @@ def gather(run: Run, state: RunState, reason: str, read_bytes: bool = True) -> R
         state=state,
         reason=reason,
         time=time.time(),
-        status=tried(lambda: load_newest_status(run), None, "its status"),
-        identity=tried(lambda: read_identity(run), None, "run.json"),
+        status=read_part(lambda: load_newest_status(run), None, "its status"),
+        identity=read_part(lambda: read_identity(run), None, "run.json"),
         attempts=attempts,
         events=events,
         receipts=receipts,
         checkpoint=_newest_good(checkpoints),
-        last=history.last,
+        newest_record=history.newest_record,
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
         gaps=find_gaps(receipts, history.attempts),
         checkpoints=checkpoints,
         checkpoints_left_out=not_shown,
-        predictions=tried(lambda: load_shown(run, Predictions), None, "the predictions"),
-        shown=tried(lambda: load_shown(run, TaskExhibit), None, "what the task shows"),
+        predictions=read_part(lambda: load_shown(run, Predictions), None, "the predictions"),
+        shown=read_part(lambda: load_shown(run, TaskExhibit), None, "what the task shows"),
         troubles=troubles + [f"{what} cannot be read: {text}" for what, texts in damaged.items() for text in texts],
     )
 
 
-def _newest_good(checkpoints: list[KeptCheckpoint]) -> Checkpoint | None:
+def _newest_good(checkpoints: list[ListedCheckpoint]) -> Checkpoint | None:
     """Return the newest usable checkpoint with finite weights, or else the newest usable one."""
     usable = [kept.checkpoint for kept in reversed(checkpoints) if kept.checkpoint and kept.usable]
     return next((checkpoint for checkpoint in usable if checkpoint.finite), usable[0] if usable else None)
 
 
-def _read_checkpoints(run: Run, spans: list[Span], read_bytes: bool) -> tuple[list[KeptCheckpoint], dict[str, int]]:
+def _read_checkpoints(run: Run, spans: list[Span], read_bytes: bool) -> tuple[list[ListedCheckpoint], dict[str, int]]:
     directories = list_directories(run)
     counted, superseded, incomplete = classify(directories, spans)
     shown = counted[-MAX_CHECKPOINTS:]
     checked = verify(run, shown, directories, None if read_bytes else find_faults_in_listing)
     found = [
-        KeptCheckpoint(c.name, c, tuple(faults), not read_bytes and not is_unchanged(c, directories[c.name]))
+        ListedCheckpoint(c.name, c, tuple(faults), not read_bytes and not is_unchanged(c, directories[c.name]))
         for c, faults in checked
     ]
-    found += [KeptCheckpoint(name, None) for name in incomplete[-MAX_CHECKPOINTS:]]
+    found += [ListedCheckpoint(name, None) for name in incomplete[-MAX_CHECKPOINTS:]]
     left_out = {
         "older": len(counted) - len(shown) + max(0, len(incomplete) - MAX_CHECKPOINTS),
         "of superseded attempts": len(superseded),

@@ -1,4 +1,4 @@
-"""The page of a report: self-contained HTML without scripts, the same offline and in ten years."""
+"""The page of a report: self-contained HTML without scripts, which works offline and in ten years."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any
 
 from sunspot.formatting import as_bytes, money, plural
 from sunspot.report import checkpoints, incidents, learning, predictions, settings, speed
-from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
+from sunspot.report.html import Html, duration, element, integer, join, moment, paragraph, percent, rate, result, text
 from sunspot.report.model import Report
 from sunspot.run.size_limits import MAX_LISTED, MAX_PAGE_BYTES, cut
 from sunspot.run.status import RunState
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-"""A browser may only show the page's style and images, whatever text a run contains."""
+"""Content security policy of the page. A browser only uses its style and images, whatever text a run contains."""
 
 Sections = dict[str, tuple[str, Callable[[Report], Html]]]
 
@@ -24,10 +24,10 @@ SECTIONS: Sections = {
     "checkpoints": ("Checkpoints", checkpoints.show),
     "settings": ("Settings and versions", settings.show),
 }
-"""By anchor: heading and content, in the order of the page."""
+"""Heading and function of each section by anchor, in the order of the page."""
 
-STATES = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
-"""A sign and a colour beside the state."""
+STATE_SIGNS = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
+"""Sign and colour of a state."""
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -35,13 +35,13 @@ STANDALONE = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
 
 
 def render(report: Report) -> bytes:
-    """Return the page, in UTF-8: at most 2 MB."""
+    """Return the page of a report in UTF-8."""
     return whole_page(f"{report.run.name}: {report.state}", show(report, SECTIONS))
 
 
 def show(report: Report, sections: Sections) -> Html:
-    """Return what is in the body of a page with these sections."""
-    # A run that no worker has begun has nothing but what stopped it; damage may hide the workers.
+    """Return the body of a page with these sections."""
+    # A run without attempts has only errors and output to show, unless damage hides the attempts.
     begun = report.attempts or report.troubles
     shown = [(anchor, *section) for anchor, section in sections.items() if begun or anchor in ("incidents", "log")]
     contents = element("ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, name, _ in shown))
@@ -55,20 +55,22 @@ def show(report: Report, sections: Sections) -> Html:
 
 
 def fitting(sections: Iterable[Html]) -> Iterator[Html]:
-    """Yield the sections of a page, with a note in place of each section for which there is no room."""
+    """Yield the sections of a page. A note replaces each section for which the page has no room."""
     room = MAX_PAGE_BYTES
     for section in sections:
         if len(section) <= room:
             room -= len(section)
             yield section
         else:
-            size, most = as_bytes(len(section)), as_bytes(MAX_PAGE_BYTES)
-            said = f"This section is not shown, because it has {size}, and a page has at most {most}."
-            yield paragraph(said, kind="trouble")
+            size = as_bytes(len(section))
+            most = as_bytes(MAX_PAGE_BYTES)
+            yield paragraph(
+                f"This section is not shown, because it has {size}, and a page has at most {most}.", kind="trouble"
+            )
 
 
 def whole_page(title: str, body: Html, head: str = "") -> bytes:
-    """Return a page in UTF-8, with this in its head, or else the style sheet and the policy of a page by itself."""
+    """Return a page in UTF-8. By default, its `head` has the style sheet and the policy of a self-contained page."""
     head = head or f"{STANDALONE}\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -83,7 +85,7 @@ def _header(report: Report) -> Html:
     state = paragraph(in_colour(report.state, str(report.state).capitalize()), kind="lead")
     parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), state]
     if report.reason and report.state is not RunState.SUCCEEDED:
-        parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
+        parts.append(paragraph(report.reason, kind="trouble" if report.state in STATE_SIGNS else "note"))
     if report.status and report.status.nan_since and report.state is not RunState.FAILED:
         parts.append(paragraph(f"{report.status.nan_warning.capitalize()}.", kind="trouble"))
     if report.status and report.status.place:
@@ -95,35 +97,36 @@ def _header(report: Report) -> Html:
 
 
 def in_colour(state: RunState, word: str) -> Html:
-    """Return a word for a state with its sign, in its colour."""
-    sign, colour = STATES.get(state, ("", ""))
+    """Return a `word` for a state, with the sign and in the colour of the state."""
+    sign, colour = STATE_SIGNS.get(state, ("", ""))
     return element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
 
 
 def _figures(report: Report) -> Iterator[Html]:
-    _, metric, _ = report.retention
+    metric = report.retention.metric
     for name in dict.fromkeys(("test_accuracy", "accuracy", "test_loss", "loss", f"test_{metric}", metric)):
-        if newest := report.result(name):
+        newest = report.result(name)
+        if newest:
             value, step = newest
             at = f"at step {step}" if step != report.step else None
             yield _figure(_in_words(name).capitalize(), name, result(name, value), at)
-    of = f"of {report.total_steps:,}" if report.total_steps else "of a number not known yet"
-    yield _figure("Steps", "steps", whole(report.step), of)
+    of = f"of {report.total_steps:,}" if report.total_steps else "total not known yet"
+    yield _figure("Steps", "steps", integer(report.step), of)
     if report.seconds is None:
         yield _figure("Time", "time", "none", "no worker has begun")
     else:
         paused_s = sum(receipt.paused_s for receipt in report.receipts)
-        paused = f"stood still for {duration(paused_s).text} of it" if paused_s else None
+        paused = f"paused for {duration(paused_s).text} of it" if paused_s else None
         yield _figure("Time", "time", duration(report.seconds), paused)
-    newest = report.history.latest.get("rows_per_s")
-    speed = (rate(newest[0], " rows/s"), "in the newest record") if newest else ("not known", None)
+    throughput = report.history.newest_values.get("rows_per_s")
+    speed = (rate(throughput[0], " rows/s"), "in the newest record") if throughput else ("not known", None)
     yield _figure("Throughput", "throughput", *speed)
     goodput = (percent(report.goodput, 0), None) if report.goodput is not None else ("not known", "no receipt yet")
     yield _figure("Goodput", "goodput", *goodput)
     cost = report.spending
     if cost.cost is not None:
         yield _figure("Cost", "cost", money(cost.cost), f"{money(cost.lost or 0.0)} of it lost to incidents")
-    yield _figure("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart"))
+    yield _figure("Incidents", "incidents", integer(len(report.incidents)), plural(report.restarts, "restart"))
 
 
 def _figure(name: str, anchor: str, value: Any, remark: str | None) -> Html:
@@ -132,12 +135,12 @@ def _figure(name: str, anchor: str, value: Any, remark: str | None) -> Html:
 
 
 def _in_words(name: str) -> str:
-    """Return `test_accuracy` as held-out accuracy."""
+    """Return the name of a metric in words, such as held-out accuracy for `test_accuracy`."""
     held_out = name.startswith("test_")
     words = name.removeprefix("test_").replace("_", " ")
     return f"held-out {words}" if held_out else f"training {words}"
 
 
 def footer(location: str, time: float) -> Html:
-    """Return where the data was read from, and when (seconds since the epoch)."""
+    """Return a footer with the location of the data, and the time at which it was read (in seconds since the epoch)."""
     return element("footer", join(["Read from ", element("code", location), " at ", moment(time), " UTC."]))

@@ -1,4 +1,4 @@
-"""The model's predictions of held-out rows, mistakes first, and what the task shows of the model."""
+"""The section on predictions: the predictions of held-out rows, mistakes first, and the exhibits of the task."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from sunspot.formatting import plural
 from sunspot.report.html import (
     Html,
     element,
+    integer,
     join,
     paragraph,
     percent,
@@ -15,7 +16,6 @@ from sunspot.report.html import (
     scrolled,
     table,
     titled,
-    whole,
 )
 from sunspot.report.model import Report
 from sunspot.run.predictions import MAX_IMAGES, MAX_PARTS, Example, Exhibit, Predictions
@@ -23,51 +23,54 @@ from sunspot.run.size_limits import cut
 from sunspot.settings import PREFIX
 
 MAX_CLASSES = 20
-"""With more classes, a matrix is unreadable, and the most confused pairs are shown instead."""
+"""Largest number of classes in a confusion matrix. With more classes, the most confused pairs are shown instead."""
 
 MAX_PAIRS = 30
+"""Largest number of confused pairs that are shown."""
 
 MAX_IMAGE_BYTES = 1_000_000
-"""Of all images together, as encoded in the page, which stays below 2 MB."""
+"""Largest size of all encoded images together. It keeps the page below 2 MB."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def show(report: Report) -> Html:
-    """Show mistakes, the confusion matrix, right predictions, sample rows, and what the task itself shows."""
+    """Return mistakes, the confusion matrix, right predictions, sample rows, and the exhibits of the task."""
     found = report.predictions
     if found is None:
         return _exhibits(report) or paragraph(
             "No predictions are stored. The training program stores them when a run has finished, unless "
-            f"{PREFIX}PREDICT_ROWS is 0 or the task does not say how to predict."
+            f"{PREFIX}PREDICT_ROWS is 0 or the task has no predictions."
         )
     right = sum(found.confusion[label][label] for label in range(found.classes))
     wrong = found.rows - right
-    of = ["Of ", whole(found.rows), " held-out rows, ", element("code", found.checkpoint), " predicts "]
-    counts = [whole(right), " right and ", whole(wrong), " wrong: accuracy ", percent(found.accuracy), "."]
-    parts = [paragraph(*of, *counts)]
+    rows = ["Of ", integer(found.rows), " held-out rows, ", element("code", found.checkpoint), " predicts "]
+    counts = [integer(right), " right and ", integer(wrong), " wrong: accuracy ", percent(found.accuracy), "."]
+    parts = [paragraph(*rows, *counts)]
     if report.checkpoint and found.checkpoint != report.checkpoint.name:
-        parts.append(paragraph(f"The run has gone on since: its newest checkpoint is {report.checkpoint.name}."))
+        parts.append(paragraph(f"The run has continued since: its newest checkpoint is {report.checkpoint.name}."))
     most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
     kinds = {
         f"Mistakes, the most certain first{most}": found.mistakes,
         "Right predictions": found.right,
-        "Sample rows that it trained on": found.samples,
+        "Sample training rows": found.samples,
     }
-    shows, room, left_out = list[Html](), MAX_IMAGE_BYTES, 0
+    shows: list[Html] = []
+    room = MAX_IMAGE_BYTES
+    left_out = 0
     for title, examples in kinds.items():
         fitting, room = _fit(examples, room)
         left_out += len(examples) - len(fitting)
         shows.append(_examples(title, fitting, found))
     parts += [shows[0], _confusion(found), *shows[1:]] if any(kinds.values()) else [_confusion(found)]
     if left_out:
-        said = f"Left out: {plural(left_out, 'image')}, no PNG or too large for this page."
-        parts.append(paragraph(said, kind="trouble"))
+        note = f"Left out: {plural(left_out, 'image')}, not PNG or too large for this page."
+        parts.append(paragraph(note, kind="trouble"))
     return join([*parts, _exhibits(report)])
 
 
 def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
-    """Return the first examples that are PNGs and fit into the page, and the room left, in bytes."""
+    """Return the examples that are PNGs and fit in the page, and the room that is left in bytes."""
     fitting = []
     for example in examples:
         size = len(example.image) * 4 // 3 + 4
@@ -85,14 +88,15 @@ def _examples(title: str, examples: Sequence[Example], found: Predictions) -> Ht
 def _example(example: Example, found: Predictions) -> Html:
     label = found.name(example.label)
     if example.predicted is None:
-        said, spoken = f"label {label}", f"Training row {example.row}: label {label}"
+        shown = f"label {label}"
+        alternative = f"Training row {example.row}: label {label}"
     else:
         predicted = found.name(example.predicted)
-        said = f"✓ {label}" if example.predicted == example.label else f"✗ {label} as {predicted}"
-        spoken = f"Held-out row {example.row}: label {label}, predicted {predicted}"
-    sure = element("small", percent(example.probability, 1)) if example.probability is not None else ""
-    caption = element("figcaption", join([said, sure, element("small", f"row {example.row}")]))
-    return element("figure", join([picture(example.image, spoken), caption]))
+        shown = f"✓ {label}" if example.predicted == example.label else f"✗ {label} as {predicted}"
+        alternative = f"Held-out row {example.row}: label {label}, predicted {predicted}"
+    certainty = element("small", percent(example.probability, 1)) if example.probability is not None else ""
+    caption = element("figcaption", join([shown, certainty, element("small", f"row {example.row}")]))
+    return element("figure", join([picture(example.image, alternative), caption]))
 
 
 def _confusion(found: Predictions) -> Html:
@@ -109,42 +113,42 @@ def _confusion(found: Predictions) -> Html:
 
 def _pairs(found: Predictions) -> Html:
     pairs = (
-        (-times, label, said)
+        (-times, label, predicted)
         for label, row in enumerate(found.confusion)
-        for said, times in enumerate(row)
-        if label != said and times
+        for predicted, times in enumerate(row)
+        if label != predicted and times
     )
     most = heapq.nsmallest(MAX_PAIRS, pairs)
     confused = sum(len(row) - row.count(0) - bool(row[label]) for label, row in enumerate(found.confusion))
     caption = f"The pairs that are confused most often, {len(most)} of {confused:,}; {found.classes} classes"
-    rows = [[found.name(label), found.name(said), whole(-times)] for times, label, said in most]
+    rows = [[found.name(label), found.name(predicted), integer(-times)] for times, label, predicted in most]
     return table(caption, ["label", "predicted", "rows"], rows)
 
 
 def _row(found: Predictions, label: int) -> Iterator[Html]:
     numbers = found.confusion[label]
     yield element("th", found.name(label), scope="row")
-    for said, number in enumerate(numbers):
-        yield _cell(number, sum(numbers), said == label)
+    for predicted, number in enumerate(numbers):
+        yield _cell(number, sum(numbers), predicted == label)
     yield element("td", percent(numbers[label] / sum(numbers), 1) if sum(numbers) else "no row")
 
 
 def _cell(number: int, of: int, right: bool) -> Html:
     if not number:
         return element("td", "0", class_="none")
-    share = 0.1 + 0.35 * (number / of if right else min(1.0, 10 * number / of))
-    return element("td", number, class_="right" if right else "wrong", style=f"--share:{share:.2f}")
+    opacity = 0.1 + 0.35 * (number / of if right else min(1.0, 10 * number / of))
+    return element("td", number, class_="right" if right else "wrong", style=f"--share:{opacity:.2f}")
 
 
 def _exhibits(report: Report) -> Html:
-    """Return what the task shows, in its order; empty when it shows nothing."""
+    """Return the exhibits of the task in its order, or nothing if it has no exhibits."""
     found = report.shown
     if not found:
         return Html("")
-    gone_on = report.checkpoint and found.checkpoint != report.checkpoint.name
-    older = [paragraph("The task has shown this of ", element("code", found.checkpoint), ".")] if gone_on else []
+    is_older = report.checkpoint and found.checkpoint != report.checkpoint.name
+    note = [paragraph("The following is from ", element("code", found.checkpoint), ".")] if is_older else []
     parts, more = cut(found.parts, MAX_PARTS, "parts")
-    return join([*older, *map(_exhibit, parts), paragraph(f"{more}.", kind="note") if more else ""])
+    return join([*note, *map(_exhibit, parts), paragraph(f"{more}.", kind="note") if more else ""])
 
 
 def _exhibit(part: Exhibit) -> Html:

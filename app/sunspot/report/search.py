@@ -1,4 +1,4 @@
-"""The report of a search: its trials, learning curves, and the metric over each setting that is varied."""
+"""The report of a search: its trials, their learning curves, and the metric over each setting that is varied."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,50 +8,50 @@ from sunspot.errors import NotFoundError
 from sunspot.formatting import plural
 from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, fitting_axis, linear_axis, log_axis
 from sunspot.report.history import can_draw
-from sunspot.report.html import Html, element, join, paragraph, result, table, whole
-from sunspot.report.model import gather
+from sunspot.report.html import Html, element, integer, join, paragraph, result, table
+from sunspot.report.model import read_report
 from sunspot.report.page import fitting, footer, in_colour, render, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
-from sunspot.run.history import each_record
+from sunspot.run.history import iter_records
 from sunspot.run.objects import read_or_default
 from sunspot.run.overview import read_state
-from sunspot.run.search import Results, Trial, read_results
+from sunspot.run.search import SearchResults, Trial, read_results
 from sunspot.run.size_limits import MAX_LISTED, MAX_TRIALS, cut
 from sunspot.run.status import RunState
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
-"""Step and metric of each record, by the run of the trial."""
+"""Step and metric of each record of a trial, by the name of its run."""
 
 MAX_NAMED = 24
-"""Characters of a value on an axis."""
+"""Largest number of characters of a value on an axis."""
 
 
 def render_stored(run: Run) -> bytes:
-    """Render the page of a search or, if it is none, of a run, as storage knows it now."""
+    """Return the page of a run or a search, as it is in storage now."""
     try:
-        return render_search(*gather_search(run))
+        return render_search(*read_search(run))
     except NotFoundError:
-        return render(gather(run, *read_state(run)))
+        return render(read_report(run, *read_state(run)))
 
 
-def gather_search(run: Run) -> tuple[Run, Results, Curves]:
-    """Return what a report shows of a search. Raises `NotFoundError` when the run is not one, and `StorageError`."""
+def read_search(run: Run) -> tuple[Run, SearchResults, Curves]:
+    """Read the content of a search's report. Raises `NotFoundError` if the run is not a search, and `StorageError`."""
     results = read_results(run)
     if results is None:
-        raise NotFoundError(f"{run.location}: no search")
+        raise NotFoundError(f"{run.location} is not a search")
     trials = {trial.run: Run(run.storage, trial.run) for trial in results.ranking[:MAX_TRIALS]}
     curves = {name: _curve(trial, results.metric) for name, trial in trials.items()}
     return run, results, curves
 
 
-def render_search(run: Run, results: Results, curves: Curves, link: str = "") -> bytes:
-    """Return the page, in UTF-8; `link`, with {} for the run of a trial, leads from it to that one's report."""
+def render_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> bytes:
+    """Return the page in UTF-8. `link` is the address of a trial's report, with {} in place of its run."""
     return whole_page(f"{run.name}: search", show_search(run, results, curves, link))
 
 
-def show_search(run: Run, results: Results, curves: Curves, link: str = "") -> Html:
-    """Return what is in the body of the page."""
+def show_search(run: Run, results: SearchResults, curves: Curves, link: str = "") -> Html:
+    """Return the body of the page. `link` is that of `render_search`."""
     parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
     parts = dict(zip(parts, fitting(parts.values()), strict=True))
     header = [paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)]
@@ -61,35 +61,35 @@ def show_search(run: Run, results: Results, curves: Curves, link: str = "") -> H
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
     spans = read_or_default(lambda: lineage(read_attempts(run)), list[Span]())
-    values = [(record["step"], record.get(metric)) for record in each_record(run, "metrics", spans)]
+    values = [(record["step"], record.get(metric)) for record in iter_records(run, "metrics", spans)]
     return [(step, float(value)) for step, value in values if isinstance(value, int | float) and can_draw(value)]
 
 
-def _name(results: Results) -> str:
+def _name(results: SearchResults) -> str:
     return results.metric.replace("_", " ").capitalize()
 
 
-def _lead(results: Results) -> Html:
+def _lead(results: SearchResults) -> Html:
     counts = {state: sum(trial.state is state for trial in results.trials) for state in RunState}
     states = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
-    said: list[Any] = [f"{plural(len(results.trials), 'trial')}: {states}."]
+    parts: list[Any] = [f"{plural(len(results.trials), 'trial')}: {states}."]
     best = next((trial for trial in results.trials if trial.run == results.promoted), None)
     if best:
         goal = f"{'lowest' if results.order == 'min' else 'highest'} {results.metric}"
-        values = ", ".join(f"{name} {_shown(value)}" for name, value in best.settings.items())
-        said += [" Best: ", element("strong", best.run), f", {goal} ", result(results.metric, best.best)]
-        said.append(f" with {values}.")
+        values = ", ".join(f"{name} {_as_text(value)}" for name, value in best.settings.items())
+        parts += [" Best: ", element("strong", best.run), f", {goal} ", result(results.metric, best.best)]
+        parts.append(f" with {values}.")
     else:
-        said.append(" No checkpoint is promoted.")
-    return paragraph(*said, kind="lead")
+        parts.append(" No checkpoint is promoted.")
+    return paragraph(*parts, kind="lead")
 
 
-def _trials(results: Results, link: str) -> Html:
+def _trials(results: SearchResults, link: str) -> Html:
     rows = []
     for trial in results.ranking:
         run = element("a", trial.run, href=link.format(trial.run)) if link else trial.run
         run = element("strong", join([run, " (best)"])) if trial.run == results.promoted else run
-        steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else whole(trial.step)
+        steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else integer(trial.step)
         values = map(trial.settings.get, results.space)
         why = element("span", trial.reason, class_="wide") if trial.reason else None
         rows.append([run, in_colour(trial.state, trial.state), steps, result(results.metric, trial.best), *values, why])
@@ -98,50 +98,51 @@ def _trials(results: Results, link: str) -> Html:
     return join([table("Trials, the best first", columns, rows), element("h3", "Search space"), space])
 
 
-def _charts(results: Results, curves: Curves) -> Html:
-    """Return the metric of each trial over its steps, and its best over each setting."""
+def _charts(results: SearchResults, curves: Curves) -> Html:
+    """Return a chart of the metric of all trials over steps, and charts of their best metric over each setting."""
     measured = [trial for trial in results.ranking[:MAX_TRIALS] if can_draw(trial.best)]
     y = linear_axis(float(trial.best or 0.0) for trial in measured)
     dimensions, more = cut([*results.space], MAX_LISTED, "settings")
     scattered = [_scatter(results, name, measured, y) for name in dimensions if measured]
     charts = element("div", join([_learning(results, curves), *scattered]), class_="charts")
     _, more_trials = cut(results.trials, MAX_TRIALS, "trials")
-    return join([charts, *(paragraph(f"{said} in charts.", kind="note") for said in (more_trials, more) if said)])
+    notes = [paragraph(f"{note} in charts.", kind="note") for note in (more_trials, more) if note]
+    return join([charts, *notes])
 
 
-def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> Html:
+def _scatter(results: SearchResults, name: str, trials: Sequence[Trial], y: Axis) -> Html:
     values = [trial.settings[name] for trial in trials]
-    x, places = _axis_of(results.space[name], values)
-    drawn = list(zip(trials, values, places, strict=True))
-    points = {trial.run: [Point(place, float(trial.best or 0.0))] for trial, _, place in drawn}
-    said = "; ".join(f"{trial.run}: {_shown(value)}, {trial.best:.4g}" for trial, value, _ in drawn)
+    x, positions = _axis_of(results.space[name], values)
+    drawn = list(zip(trials, values, positions, strict=True))
+    points = {trial.run: [Point(position, float(trial.best or 0.0))] for trial, _, position in drawn}
+    description = "; ".join(f"{trial.run}: {_as_text(value)}, {trial.best:.4g}" for trial, value, _ in drawn)
     title = f"{_name(results)} over {name}"
-    drawing = Drawing(f"{title}. {said}.", x, name, y, _best_in_front(results, points)).svg()
+    drawing = Drawing(f"{title}. {description}.", x, name, y, _best_in_front(results, points)).svg()
     legend = [("dot c", "trial"), *([("dot a", "best")] if results.promoted in points else [])]
     return figure(title, legend, drawing)
 
 
-def _best_in_front(results: Results, points: dict[str, list[Point]]) -> list[Line]:
-    """Return a line for each trial, that of the best one last."""
+def _best_in_front(results: SearchResults, points: dict[str, list[Point]]) -> list[Line]:
+    """Return a line for each trial. The line of the best trial is the last one."""
     order = sorted(points, key=lambda run: run == results.promoted)
     return [Line(run, points[run], "a" if run == results.promoted else "c") for run in order]
 
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
-    """Return the axis of a dimension, and the position of each value: numbers by size, others side by side."""
+    """Return the axis of a dimension and the position of each value. Values that are not numbers are side by side."""
     numbers = [float(value) for value in values if type(value) in (int, float) and can_draw(value)]
     if len(numbers) == len(values) and not expression.startswith("choice"):
         log = expression.startswith("loguniform") and min(numbers) >= MIN_DRAWN
         return (log_axis(numbers) if log else linear_axis(numbers)), numbers
-    kinds = {_shown(value): value for value in values}
+    kinds = {_as_text(value): value for value in values}
     in_order = sorted(kinds, key=lambda kind: (kinds[kind] if isinstance(kinds[kind], int | float) else math.inf, kind))
-    places = {kind: float(place) for place, kind in enumerate(in_order)}
-    ticks = tuple((place, kind[:MAX_NAMED]) for kind, place in places.items())
-    return Axis(-0.5, len(kinds) - 0.5, ticks), [places[_shown(value)] for value in values]
+    positions = {kind: float(position) for position, kind in enumerate(in_order)}
+    ticks = tuple((position, kind[:MAX_NAMED]) for kind, position in positions.items())
+    return Axis(-0.5, len(kinds) - 0.5, ticks), [positions[_as_text(value)] for value in values]
 
 
-def _learning(results: Results, curves: Curves) -> Html:
-    """Return the metric of every trial over its steps, the best trial in front."""
+def _learning(results: SearchResults, curves: Curves) -> Html:
+    """Return a chart of the metric of every trial over its steps, with the best trial in front."""
     drawn = {run: [Point(step, value) for step, value in curve] for run, curve in curves.items() if curve}
     if not drawn:
         return paragraph("No trial has recorded the metric.")
@@ -155,5 +156,5 @@ def _learning(results: Results, curves: Curves) -> Html:
     return figure(title, legend, drawing)
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

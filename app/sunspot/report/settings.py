@@ -1,4 +1,4 @@
-"""Settings, data and versions of the run, and what changed between attempts."""
+"""The section on settings: settings, data and versions of the run, and changes between attempts."""
 
 import itertools
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from sunspot.report.model import Report
 from sunspot.settings import PREFIX, Settings, differences
 
 MAX_CHANGES = 100
-"""Lines of changes from one attempt to the next."""
+"""Largest number of lines on changes between attempts."""
 
 
 def show(report: Report) -> Html:
-    """Return the newest attempt's settings and versions, their changes, and the data."""
+    """Return the settings and versions of the newest attempt, their changes, and the data."""
     defaults = Settings.model_construct().environment()
 
     def describe(name: str, value: str) -> list[Any]:
@@ -27,7 +27,7 @@ def show(report: Report) -> Html:
 def _newest(
     report: Report, what: Literal["settings", "versions"], columns: list[str], describe: Callable[[str, str], list[Any]]
 ) -> Html:
-    """Return a table of what the newest attempt has recorded, and what has changed from attempt to attempt."""
+    """Return a table of the settings or versions of the newest attempt, and their changes between attempts."""
     recorded = [(each.number, found) for each in report.attempts if (found := getattr(each.metadata, what))]
     if not recorded:
         return paragraph(f"No {what} are recorded yet.")
@@ -38,9 +38,9 @@ def _newest(
 
 def _data(report: Report) -> Html:
     if not report.identity or not report.identity.rows:
-        return paragraph("Nothing is recorded of the data yet.")
+        return paragraph("Nothing is recorded about the data yet.")
     rows = report.identity.rows
-    counts = [["training rows", rows.rows], ["steps of an epoch", rows.steps_per_epoch]]
+    counts = [["training rows", rows.rows], ["steps per epoch", rows.steps_per_epoch]]
     return table("Data", ["what", "is"], [*counts, ["fingerprint", _code(rows.data)]])
 
 
@@ -56,7 +56,7 @@ def _default(name: str, value: str, defaults: dict[str, str]) -> Any:
 
 
 def _equal(one: str, other: str) -> bool:
-    """Compare two values of a setting, of which 60 and 60.0 are the same."""
+    """Return True if two values of a setting are equal, such as 60 and 60.0."""
     try:
         return one == other or float(one) == float(other)
     except ValueError:
@@ -74,4 +74,4 @@ def _changes(what: str, recorded: list[tuple[int, dict[str, str]]]) -> Html:
     shown = lines[-MAX_CHANGES:]
     of = f", the newest {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
     items = element("ul", join(element("li", line) for line in shown))
-    return join([element("h3", f"Changes of the {what}{of}"), items])
+    return join([element("h3", f"Changes to the {what}{of}"), items])

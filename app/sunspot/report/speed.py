@@ -1,26 +1,26 @@
-"""Throughput and step time: over the wall clock, and of each rank."""
+"""The section on speed: throughput and step time, over time and of each rank."""
 
 from typing import Any
 
 from sunspot.report.charts import Line, chart, linear_axis, over_time, points_of
 from sunspot.report.history import RankTotal
-from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, whole
+from sunspot.report.html import Html, duration, element, integer, join, paragraph, percent, rate, size, table
 from sunspot.report.model import Report
 
 MAX_RANKS = 64
-"""Rows of the table; with more ranks, it shows the slowest."""
+"""Largest number of ranks in the table. If there are more, the slowest are shown."""
 
 
 def show(report: Report) -> Html:
-    """Show throughput and step time: over the wall clock, and of each rank."""
+    """Return charts of throughput and step time over time, and a table of the ranks."""
     history = report.history
     if not history.ranks:
-        return paragraph("No numbers of single ranks are recorded.")
-    across = over_time(report, history.series)
-    throughput = points_of(across, history.series.column("rows_per_s"))
+        return paragraph("No numbers of individual ranks are recorded.")
+    x_axis = over_time(report, history.series)
+    throughput = points_of(x_axis, history.series.column("rows_per_s"))
     y = linear_axis((point.y for point in throughput), from_zero=True)
     charts = [
-        chart("Rows per second, all ranks,", across, y, [Line("all ranks", throughput)]),
+        chart("Rows per second, all ranks,", x_axis, y, [Line("all ranks", throughput)]),
         _spread("Rows per second of one rank", report, "rows_per_s"),
         _spread("Seconds of a step on one rank", report, "step_time"),
     ]
@@ -32,10 +32,12 @@ def show(report: Report) -> Html:
 
 def _spread(title: str, report: Report, name: str) -> Html:
     series = report.history.speeds
-    across = over_time(report, series)
-    low, mean, high = (points_of(across, series.column(each)) for each in (f"{name}_low", name, f"{name}_high"))
+    x_axis = over_time(report, series)
+    low = points_of(x_axis, series.column(f"{name}_low"))
+    mean = points_of(x_axis, series.column(name))
+    high = points_of(x_axis, series.column(f"{name}_high"))
     y = linear_axis((point.y for point in low + high), from_zero=True)
-    return chart(title, across, y, [Line("mean of the ranks", mean)], (low, high))
+    return chart(title, x_axis, y, [Line("mean of the ranks", mean)], (low, high))
 
 
 def _ranks(report: Report) -> Html:
@@ -50,7 +52,7 @@ def _ranks(report: Report) -> Html:
 
 def _rank(total: RankTotal) -> list[Any]:
     return [
-        whole(total.rows),
+        integer(total.rows),
         rate(total.rows / total.seconds) if total.seconds else None,
         duration(total.step_time) if total.step_time is not None else None,
         duration(total.p95) if total.p95 is not None else None,

@@ -6,32 +6,32 @@ from sunspot.formatting import columns
 from sunspot.report import Report
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.history import in_digits, measured
+from sunspot.run.history import format_metric, model_metrics
 
 
-def describe(run: Run, report: Report) -> Iterator[str]:
-    """Yield the state, the newest and the best checkpoint side by side, and the path of the weights.
+def describe_outcome(run: Run, report: Report) -> Iterator[str]:
+    """Yield lines with the state, the newest and the best checkpoint side by side, and the path of the weights.
 
-    The error that ended the run is not among the lines, because the entry point prints it after them.
+    The error that ended the run is not among them, because the entry point prints it afterwards.
     """
     newest, best = report.checkpoint, report.best
-    metric, order = report.best_by, report.retention[2]
+    metric, order = report.best_by, report.retention.order
     of = f" of {report.total_steps}" if report.total_steps else ""
     yield f"{report.state} at step {report.step}{of}"
     if newest is None:
         made = report.checkpoints or report.checkpoints_left_out or (report.status and report.status.checkpoint)
-        yield "  no checkpoint is whole" if made else "  no checkpoint was made"
+        yield "  no checkpoint is intact" if made else "  no checkpoint was made"
         return
     by = f"{'lowest' if order == 'min' else 'highest'} {metric}"
     rows = [["", "newest", f"best: {by}"], *_compare(newest, best)]
     if best is None:
         known = ", ".join(sorted(newest.metrics))
-        yield f"  warning: SUNSPOT_CHECKPOINT_METRIC={metric} is not among {known}; the newest were kept"
+        yield f"  warning: SUNSPOT_CHECKPOINT_METRIC={metric} is not among {known}; the newest checkpoints were kept"
     if best is None or best.name == newest.name:
         rows = [row[:2] for row in rows]
         rows[0][1] += "" if best is None else f", and best: {by}"
     yield from columns(rows)
-    # In parts (PARALLEL=fsdp), unless the run is finished.
+    # Weights are in parts (PARALLEL=fsdp) unless the run is finished.
     forms = ("model.pt", "model.safetensors", "model.safetensors.index.json", "__*_0.distcp")
     file = next(form for form in forms if form in newest.files or "*" in form)
     yield f"  weights: {run.storage.locate(run.key('checkpoints', newest.name, file))}"
@@ -41,6 +41,6 @@ def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]
     shown = [newest, best or newest]
     yield ["checkpoint", *(checkpoint.name for checkpoint in shown)]
     yield ["epoch", *(str(checkpoint.epoch) for checkpoint in shown)]
-    numbers = [measured(checkpoint.metrics) for checkpoint in shown]
+    numbers = [model_metrics(checkpoint.metrics) for checkpoint in shown]
     for name in sorted({name for each in numbers for name in each}):
-        yield [name, *(in_digits(each[name]) if name in each else "" for each in numbers)]
+        yield [name, *(format_metric(each[name]) if name in each else "" for each in numbers)]

@@ -1,13 +1,15 @@
-"""Who trains a run, and which steps count.
+"""Attempts: which process owns a run, and which steps count.
 
 Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
-run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion. (A
-process that is rank 0 of both completes the commit that it had begun: `ensure_committer` in checkpoints.py.) Only then
-does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its own newest
-checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
+run. There are no leases and no waiting, because an older attempt finds the newer one before its next commit or
+deletion. (A process that is rank 0 of both may complete the commit that it had begun: `ensure_committer` in
+checkpoints.py.) The new owner chooses the checkpoint to start from only after its claim, and records the choice. So
+what the older attempt deletes after its own newest checkpoint was listed cannot be the chosen one. An attempt that has
+not chosen yet has no steps that count.
 
-A claim's nonce tells it from one of the same number in a run that was deleted and begun again under its name. The names
-of checkpoints and audit folders carry it, so a process of the deleted run writes beside the new one's, never over them.
+A claim has a nonce, because a run may be deleted and begun again under its name, and then both have an attempt of the
+same number. The names of checkpoints and audit folders contain the nonce, so a process of the deleted run writes beside
+the objects of the new run, never over them.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ from sunspot.run.objects import (
     Count,
     Moment,
     Workers,
-    read_if_there,
+    read_if_exists,
     read_verified,
     with_checksum,
 )
@@ -43,40 +45,40 @@ from sunspot.run.status import list_statuses, newest_status
 log = logging.getLogger(__name__)
 
 CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
-"""A file of `attempts/` with which an attempt claimed its number."""
+"""Name of the file in `attempts/` with which an attempt claims its number."""
 
 MAX_ATTEMPTS_CACHED = 10_000
-"""Attempts that a process remembers, of all runs: a few kB each."""
+"""Largest number of attempts, of all runs, that a process keeps in memory. Each takes a few kB."""
 
 IN_PLACE = "in place"
-"""The tier of an attempt whose workers go on with the state that they have."""
+"""Tier of an attempt whose workers continue with the state that they already have."""
 
 CLAIM_TRIES = 20
-"""Claims lost in a row before a process gives up: each time, another one has won."""
+"""Largest number of claims in a row that a process loses to other processes before it gives up."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The worker group of an attempt, and what it trains with."""
+    """The worker group of an attempt, with its settings and versions."""
 
     settings: dict[str, str] = field(default_factory=dict)
-    "By variable."
+    "Values of the settings, by environment variable."
     versions: dict[str, str] = field(default_factory=dict)
     host: str = ""
-    "Of rank 0."
+    "Host of rank 0."
     nodes: dict[str, str] = field(default_factory=dict)
-    "The host of each rank."
+    "Host of each rank."
     processes: tuple[str, ...] = ()
-    "What tells the process of each rank apart from all others."
+    "Unique identity of each rank's process."
     groups: dict[str, str] = field(default_factory=dict)
-    "The group of each host, where the cluster has named it."
+    "Node group of each host, if the cluster has named the group."
     world_size: Workers = 0
     driver: str = ""
-    "The start of the driver whose workers claimed it (`status.new_driver`)."
+    "Start of the driver whose workers claimed the attempt (`status.new_driver`)."
     after: tuple[str, ...] = ()
-    "The starts of drivers that had begun before that one."
+    "Starts of drivers that had begun before that start."
     tier: str = ""
-    "Where the state came from that it continues from: in place, memory, storage, or beginning; empty: not chosen yet."
+    "Source of the state: in place, memory, storage, or beginning. Empty if it is not chosen yet."
 
 
 @dataclass(frozen=True)
@@ -85,57 +87,58 @@ class Attempt:
 
     number: Count
     owner: str
-    "The job (or process) that trains; the same for all attempts of one job."
+    "The job or the process that trains. It is the same for all attempts of a job."
     starts_from: CheckpointName | None
-    "Name of the checkpoint it continues from; None: from the beginning."
+    "Name of the checkpoint from which the attempt continues, or None if it starts from scratch."
     step: Count
     "Optimizer steps taken in that checkpoint."
     skipped: tuple[str, ...] = ()
-    "Newer checkpoints that could not be used, each with the reason."
+    "Newer checkpoints that could not be used, each with the reason why."
     time: Moment = field(default_factory=time.time)
     "Seconds since the epoch."
     metadata: Metadata = Metadata()
     nonce: Annotated[str, Predicate(re.compile("([0-9a-f]{8})?").fullmatch)] = ""
-    "Unique to this claim (`new_nonce`)."
+    "Digits that only this claim has (`new_nonce`)."
     chosen: bool = True
-    "False: it owns the run, and has not chosen where it starts."
+    "False if the attempt owns the run but has not chosen yet where it starts."
 
     @property
     def driver(self) -> str:
-        """The start of the driver whose workers claimed it."""
+        """The start of the driver whose workers claimed the attempt."""
         return self.metadata.driver
 
     @property
     def label(self) -> str:
-        """Its name in those of what it writes: no other attempt has it, of this run or of one deleted before."""
+        """Part of the names of what the attempt writes, unique even among attempts of deleted runs of this name."""
         return attempt_label(self.number, self.nonce)
 
     def starting_from(self, name: CheckpointName | None, tier: str, skipped: tuple[str, ...] = ()) -> "Attempt":
-        """Return it as one that has chosen to start from `name`; None: from the beginning."""
+        """Return a copy of this attempt that starts from checkpoint `name`, or from scratch if it is None."""
         metadata = replace(self.metadata, tier=tier)
         step = step_of(name) if name else 0
         return replace(self, starts_from=name, step=step, skipped=skipped, metadata=metadata, chosen=True)
 
 
 def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
-    """Return a setting of the newest attempt, by its field in `Settings`, or else its default."""
-    from sunspot.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
+    """Return the newest attempt's value of the setting `name` (a field of `Settings`), or else the default."""
+    from sunspot.settings import PREFIX, Settings  # pydantic is slow to import, and most verbs do not need it
 
     recorded = attempts[-1].metadata.settings if attempts else {}
     return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
 
 
 def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
-    """Return a setting of the newest attempt as a number; raises `DamageError` when it is none."""
+    """Return a setting of the newest attempt as a number. Raises `DamageError` if it is not a number."""
     text = recorded_setting(attempts, name)
     with contextlib.suppress(ValueError):
-        if abs(number := float(text)) <= MAX_NUMBER:
+        number = float(text)
+        if abs(number) <= MAX_NUMBER:
             return number
-    raise DamageError(f"attempt {attempts[-1].number} cannot be used: its {name.upper()}={text[:100]} is no number")
+    raise DamageError(f"attempt {attempts[-1].number} cannot be used: its {name.upper()}={text[:100]} is not a number")
 
 
 class Span(NamedTuple):
-    """The steps of one attempt that count: after `after`, up to and including `upto` (None: all that come)."""
+    """The steps of one attempt that count: those after `after`, up to and including `upto` (None: no upper limit)."""
 
     attempt: int
     after: int
@@ -144,20 +147,20 @@ class Span(NamedTuple):
 
     @property
     def label(self) -> str:
-        """That of the attempt (`Attempt.label`)."""
+        """The attempt's label (`Attempt.label`)."""
         return attempt_label(self.attempt, self.nonce)
 
     def holds(self, attempt: int, step: int) -> bool:
-        """Return whether `attempt` took `step`, and it counts."""
+        """Return True if `attempt` took `step`, and the step counts."""
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Return whether it holds `step`, or starts there: then it may write the evaluation that was left to do."""
+        """Return True if the span holds `step`, or starts there and may write a pending evaluation of it."""
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """Return all attempts, oldest first. Raises `DamageError` for one that cannot be used, with what gives it up."""
+    """Return all attempts, oldest first. Raises `DamageError` with a remedy if one of them cannot be used."""
     files = _list_files(run)
 
     def read_one(file: str) -> Attempt:
@@ -166,7 +169,7 @@ def read_attempts(run: Run) -> list[Attempt]:
         except DamageError as error:
             number = _number_of(file)
             raise DamageError(
-                f"{error}. It records start {number} of the run: put it back as it was; or, to give up what that start "
+                f"{error}. It records start {number} of the run: restore the file; or, to give up what that start "
                 f"trained, start the run once with SUNSPOT_ACCEPT={_loss_of(number)}"
             ) from error
 
@@ -175,15 +178,17 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
-    """Make attempts whose records cannot be read, and whose loss ACCEPT names, claims that lead nowhere.
+    """Replace each unreadable attempt whose loss ACCEPT names by a claim without steps that count.
 
-    Their numbers stay taken: what they wrote is not taken for a later attempt's. `environment` has the settings.
+    Its number stays taken, so that what it wrote cannot be mistaken for a later attempt's. `environment` has the
+    settings.
     """
-    from sunspot.settings import accepts  # pydantic: slow to import, and most verbs do without
+    from sunspot.settings import accepts  # pydantic is slow to import, and most verbs do not need it
 
     files = _list_files(run)
     for file in filter(CLAIM.fullmatch, files):
-        if accepts(environment, _loss_of(number := _number_of(file))):
+        number = _number_of(file)
+        if accepts(environment, _loss_of(number)):
             try:
                 _read_chosen(run, file, files)
             except DamageError as error:
@@ -193,12 +198,12 @@ def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
 
 
 def _loss_of(number: int) -> str:
-    """Return what ACCEPT names to give up an attempt."""
+    """Return the word for ACCEPT that gives up an attempt."""
     return f"loss-of-{attempt_label(number)}"
 
 
 def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
-    """Return the attempt that a file claims, as it chose to start if it did; `files` has the version of each."""
+    """Return the attempt of a claim, with its chosen start if there is one. `files` has the version of each file."""
     claimed = _read_version(run, file, files[file])
     chosen = _start_file(claimed)
     return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
@@ -206,13 +211,14 @@ def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
 
 @functools.lru_cache(MAX_ATTEMPTS_CACHED)
 def _read_version(run: Run, file: str, version: str) -> Attempt:
-    """Read the attempt in a `version` of a file once: each commit asks for all, and none ever changes."""
+    """Read an attempt once per `version` of its file. Each commit asks for all attempts, and they never change."""
     return _read_attempt(run, file)
 
 
 def _read_attempt(run: Run, file: str) -> Attempt:
-    """Return an attempt, which must be the one that its file is called after, and start from an earlier one."""
-    attempt, place = read_verified(run, Attempt, "attempts", file), run.storage.locate(run.key("attempts", file))
+    """Return the attempt in a file. It must have the number in the file's name, and start from an earlier attempt."""
+    attempt = read_verified(run, Attempt, "attempts", file)
+    place = run.storage.locate(run.key("attempts", file))
     if file not in (f"{attempt.number:04d}.json", _start_file(attempt)):
         raise DamageError(
             f"{place} cannot be used: it is the record of attempt {attempt.number} {attempt.nonce}".rstrip()
@@ -226,14 +232,15 @@ def _read_attempt(run: Run, file: str) -> Attempt:
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
-    """Return the spans of steps that lead to the newest attempt that has chosen where it starts, newest first.
+    """Return the spans of steps that lead to the newest attempt that has chosen its start, newest first.
 
-    Attempt n starts from a checkpoint of attempt m: the steps of m up to that checkpoint count, and nothing m wrote
-    later, even if it was committed after n began.
+    If attempt n starts from a checkpoint of attempt m, the steps of m up to that checkpoint count. Nothing that m wrote
+    later counts, even if it was committed after n began.
     """
     by_label = {attempt.label: attempt for attempt in attempts if attempt.chosen}
     spans = []
-    current, upto = next((attempt for attempt in reversed(attempts) if attempt.chosen), None), None
+    current = next((attempt for attempt in reversed(attempts) if attempt.chosen), None)
+    upto = None
     while current:
         spans.append(Span(current.number, current.step, upto, current.nonce))
         upto = current.step
@@ -242,17 +249,17 @@ def lineage(attempts: list[Attempt]) -> list[Span]:
 
 
 def new_nonce() -> str:
-    """Return eight hexadecimal digits: claims of one number, in runs of one name, are few."""
+    """Return eight random hexadecimal digits, enough because few claims have the same run name and number."""
     return uuid.uuid4().hex[:8]
 
 
 def attempt_label(number: int, nonce: str = "") -> str:
-    """Return how an attempt is called in the names of what it writes (`Attempt.label`)."""
+    """Return the label of an attempt (`Attempt.label`)."""
     return f"attempt-{number:04d}" + (f"-{nonce}" if nonce else "")
 
 
 def checkpoint_name(step: int, attempt: int, nonce: str = "") -> str:
-    """Return the name of a checkpoint: unique, since an attempt takes each step once."""
+    """Return the name of a checkpoint, which is unique because an attempt takes each step once."""
     return f"step-{step:08d}-{attempt_label(attempt, nonce)}"
 
 
@@ -277,10 +284,10 @@ def label_of(checkpoint: str) -> str:
 
 
 def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
-    """Raise `SupersededError` when `owner` has lost the run to another owner: it never gets it back.
+    """Raise `SupersededError` if `owner` has lost the run to another owner. It never gets the run back.
 
-    So has a start of a `driver` that lost it to a later start of the same job: the operator starts another one when it
-    does not hear of the head, which may be frozen, even before its first claim.
+    The error is also raised if this start of a `driver` has lost the run to a later start of the same job. The operator
+    starts another driver if the head does not answer, and the old one may be frozen, even before its first claim.
     """
     if not attempts:
         return
@@ -293,18 +300,21 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 
 
 def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
-    """Take the run over as `attempt`; False if its number is taken. Raises `SupersededError`, also if it is deleted."""
+    """Claim the run for `attempt`, and return False if its number is taken.
+
+    Raises `SupersededError` if the owner has lost the run, or if the run is being deleted.
+    """
     refuse_if_superseded(attempts, attempt.owner, attempt.driver)
     refuse_if_deleted(run)
     return run.storage.create(_key(run, attempt.number), with_checksum(asdict(attempt)))
 
 
 def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> list[Attempt]:
-    """Claim the attempt that `make` returns for those so far, again with the newest when its number was taken.
+    """Claim the attempt that `make` returns for the attempts so far, and retry if its number is taken.
 
-    Returns those before it as they stand after the claim, oldest first, and it as the last; nothing if `make` returns
-    None. Raises `ConflictError` when all of CLAIM_TRIES were taken, `SupersededError` when the run is being deleted, or
-    was, and like `claim`.
+    Returns all attempts after the claim, oldest first, with the new one last. Returns an empty list if `make` returns
+    None. Raises `ConflictError` after CLAIM_TRIES lost claims, and `SupersededError` like `claim`, or if the run was
+    deleted.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
@@ -315,9 +325,11 @@ def claim_next(run: Run, make: Callable[[list[Attempt]], Attempt | None]) -> lis
             before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
             if len(before) < len(attempts):
                 raise _deleted(run, attempt)
-            refuse_if_deleted(run)  # or what those say may be gone already, though they are there
+            refuse_if_deleted(run)  # a deletion may have begun, and removed what these attempts refer to
             return [*before, attempt]
-    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
+    raise ConflictError(
+        f"{run.location}: {CLAIM_TRIES} claims in a row were lost to other processes that train this run"
+    )
 
 
 def next_number(attempts: Sequence[Attempt]) -> int:
@@ -326,34 +338,36 @@ def next_number(attempts: Sequence[Attempt]) -> int:
 
 
 def record_start(run: Run, attempt: Attempt) -> None:
-    """Record where a claimed `attempt` has chosen to start; raises like `ensure_owner`."""
+    """Record the start that a claimed `attempt` has chosen. Raises like `ensure_owner`."""
     key = run.key("attempts", _start_file(attempt))
     run.storage.create(key, with_checksum(asdict(attempt)))
     try:
         ensure_owner(run, attempt)
     except SupersededError:
-        run.storage.delete(key)  # or it would be left of a run that was deleted meanwhile
+        run.storage.delete(key)  # the run may have been deleted, and nothing of it may be left
         raise
 
 
 def ensure_owner(run: Run, attempt: Attempt) -> None:
     """Raise `SupersededError`, before a commit or a deletion, if a newer attempt has begun or the run is gone."""
     run.storage.refresh(run.key("attempts"))
-    if run.storage.exists(_key(run, attempt.number + 1)) and (attempts := read_attempts(run)):
-        raise _superseded(attempts[-1])  # or else it has just been deleted
-    claimed = read_if_there(lambda: _read_attempt(run, f"{attempt.number:04d}.json"))
+    if run.storage.exists(_key(run, attempt.number + 1)):
+        attempts = read_attempts(run)
+        if attempts:  # empty if the run has just been deleted
+            raise _superseded(attempts[-1])
+    claimed = read_if_exists(lambda: _read_attempt(run, f"{attempt.number:04d}.json"))
     if not claimed or claimed.nonce != attempt.nonce:
         raise _deleted(run, attempt)
 
 
 def is_of_newest_driver(run: Run, attempt: Attempt) -> bool:
-    """Return True if the run's newest attempt is of the driver that made `attempt`: another group of its workers."""
+    """Return True if the driver of `attempt` also made the run's newest attempt, with another worker group."""
     newest = read_attempts(run)[-1:]
     return any((each.owner, each.driver) == (attempt.owner, attempt.driver) for each in newest)
 
 
 @dataclass(frozen=True)
-class Ended:
+class FatalError:
     """The error that ended an attempt for good."""
 
     type: str
@@ -362,20 +376,21 @@ class Ended:
 
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:
-    """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
-    ended = Ended(type(error).__name__, str(error), time.time())
+    """Record the error that ended an attempt for good. Later starts of the same job then refuse to train."""
+    ended = FatalError(type(error).__name__, str(error), time.time())
     run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(asdict(ended)))
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:
-    """Return the error recorded for an attempt, as an exception of its class; raises `DamageError`."""
-    ended = read_if_there(lambda: read_verified(run, Ended, "attempts", f"{attempt:04d}-error.json"))
+    """Return the error recorded for an attempt as an exception of its class, or None. Raises `DamageError`."""
+    ended = read_if_exists(lambda: read_verified(run, FatalError, "attempts", f"{attempt:04d}-error.json"))
     return by_name(ended.type)(ended.message) if ended else None
 
 
 def _superseded(newest: Attempt) -> SupersededError:
+    owner = Owner.parse(newest.owner).describe()
     return SupersededError(
-        f"attempt {newest.number} of {Owner.parse(newest.owner).describe()} owns the run since {as_time(newest.time)}; "
+        f"attempt {newest.number} of {owner} has owned the run since {as_time(newest.time)}; "
         "this process has ended, and its retries will not claim the run again. To take the run back, start it again, "
         "or submit it with --take-over"
     )
@@ -390,29 +405,29 @@ def _key(run: Run, number: int) -> str:
 
 
 def _start_file(attempt: Attempt) -> str:
-    """Return the file of `attempts/` that records where a claimed attempt has chosen to start."""
+    """Return the name of the file in `attempts/` that records the start that an attempt has chosen."""
     return f"{attempt.number:04d}-start-{attempt.nonce}.json"
 
 
 def _list_files(run: Run) -> dict[str, str]:
-    """Return the files of `attempts/`, and the version of each."""
+    """Return the version of each file in `attempts/`, by file name."""
     return {file: entry.version for file, entry in run.entries("attempts")}
 
 
 def newest_number(run: Run) -> int:
-    """Return the number of the newest attempt; 0 before the first."""
+    """Return the number of the newest attempt, or 0 before the first."""
     return max(map(_number_of, filter(CLAIM.fullmatch, _list_files(run))), default=0)
 
 
 def _number_of(file: str) -> int:
-    """Return the attempt that claimed its number with this file."""
+    """Return the number of the attempt that a file claims."""
     return int(file.removesuffix(".json"))
 
 
 def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Exception | None:
-    """Return what ended for good what this owner, or this start of its driver, may do in the run; None: nothing.
+    """Return the error that bars this owner, or this start of its driver, from training the run, or None.
 
-    `attempts` are those of the run, if they have just been read.
+    `attempts` are the run's attempts if the caller has just read them.
     """
     run, owner = claimant.run, claimant.owner
     attempts = read_attempts(run) if attempts is None else attempts
@@ -420,7 +435,7 @@ def fatal_error(claimant: Claimant, attempts: list[Attempt] | None = None) -> Ex
         refuse_if_superseded(attempts, owner, claimant.driver)
         refuse_if_deleted(run)
         if claimant.driver and not attempts and not newest_status(list_statuses(run), claimant.driver):
-            raise SupersededError(f"{run.location} was deleted while this job trained it, or was about to")
+            raise SupersededError(f"{run.location} was deleted while this job trained it or was about to train it")
     except ConflictError as error:
         return error
     return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None

@@ -1,7 +1,7 @@
-"""The rows that each optimizer step consumed: tables of `step`, `rank` (int32) and `row` (int64), as Parquet.
+"""The audit: which rows each optimizer step consumed, as Parquet tables of `step`, `rank` (int32) and `row` (int64).
 
-The files of an attempt are segments of a stream (streams.py), which counts its steps: a commit writes one, and small
-ones are merged. A digest in the name of each ties its content to its place.
+The files of an attempt are segments of a stream (streams.py) whose positions are the attempt's steps. A commit writes
+one segment, and small segments are merged. A digest in each name ties the content to the attempt and its steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sunspot.errors import DamageError, shorten
 from sunspot.run import Run
 from sunspot.run.attempts import Span
 from sunspot.run.size_limits import MAX_AUDIT_ROWS
-from sunspot.run.streams import Segment, StreamWriter, list_all, read_segment, read_segments, tidy, without_parts
+from sunspot.run.streams import Segment, StreamWriter, list_all, read_segment, read_segments, tidy, without_merged_parts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,7 +29,7 @@ NAME = re.compile(
     r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})(-[0-9a-f]{8})?)/(?P<first>[0-9]{8,15})-(?P<last>[0-9]{8,15})"
     rf"-(?P<digest>[0-9a-f]{{{DIGITS}}})\.parquet"
 )
-"""A file below `audit/`."""
+"""Name of a file below `audit/`."""
 
 COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
 
@@ -38,26 +38,26 @@ class AuditWriter:
     """Writes the rows that the steps of one attempt consumed, in the order of the steps."""
 
     def __init__(self, run: Run, attempt: str) -> None:
-        """`attempt` is its label (`Attempt.label`)."""
+        """`attempt` is the attempt's label (`Attempt.label`)."""
         self._segments = StreamWriter(
             run.storage, lambda first, last, content: _key(run, attempt, first, last, content), _join
         )
 
     def write(self, first: int, last: int, consumed: pyarrow.Table) -> None:
-        """Record what the steps `first`..`last` consumed; raises `StorageError`."""
+        """Record the rows that the steps `first` to `last` consumed. Raises `StorageError`."""
         self._segments.write(first, last, _to_parquet(consumed))
 
     def merge(self) -> None:
-        """Merge small files, as far as storage allows."""
+        """Merge small files. Errors of storage are ignored, because the next call merges the same files."""
         self._segments.merge()
 
 
 def tidy_audit(run: Run, before: int) -> None:
-    """Merge the small files that attempts older than `before` left; raises `StorageError`."""
+    """Merge the small files that attempts older than `before` left. Raises `StorageError`."""
 
     def read(segment: Segment) -> bytes:
         content = read_segment(run.storage, segment)
-        _parse(run, segment, content)  # or what is damaged would get a digest of its own
+        _parse(run, segment, content)  # or damaged content would get a valid digest
         return content
 
     older = [segment for segment in list_all(run.storage, run.key(FOLDER), NAME) if segment.attempt < before]
@@ -65,51 +65,55 @@ def tidy_audit(run: Run, before: int) -> None:
 
 
 def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
-    """Return the rows that the steps in `spans` consumed; raises `DamageError`.
+    """Return the rows that the steps in `spans` consumed. Raises `DamageError`.
 
-    Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
-    may repeat the start of the file before, when storage reported a write as failed that it had taken.
+    Each step counts once. A file may reach past its span, because a commit also writes the windows that have closed
+    since. It may also repeat the start of the file before it, if storage reported a write as failed that had succeeded.
     """
     import pyarrow.compute as pc
 
     bounds = {span.label: (span.after, span.upto) for span in spans}
 
     def find() -> list[Segment]:
-        segments = without_parts(list_all(run.storage, run.key(FOLDER), NAME))
+        segments = without_merged_parts(list_all(run.storage, run.key(FOLDER), NAME))
         return [segment for segment in segments if _counted(segment, bounds)]
 
     tables = []
     for segment, content, _ in read_segments(run.storage, run.key(FOLDER), find):
         if isinstance(content, DamageError):
             raise content
-        if counted := _counted(segment, bounds):
-            table = _parse(run, segment, content)
-            first, last = counted
-            if counted != (segment.first, segment.last):
-                table = table.filter((pc.field("step") >= first) & (pc.field("step") <= last))
-            tables.append(table)
-            bounds[segment.stream] = (last, bounds[segment.stream][1])
+        counted = _counted(segment, bounds)
+        if counted is None:
+            continue
+        table = _parse(run, segment, content)
+        first, last = counted
+        if counted != (segment.first, segment.last):
+            table = table.filter((pc.field("step") >= first) & (pc.field("step") <= last))
+        tables.append(table)
+        bounds[segment.stream] = (last, bounds[segment.stream][1])
     return tables
 
 
 def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> tuple[int, int] | None:
-    """Return the first and the last of the steps that a segment counts for; None when it counts for none.
+    """Return the first and the last step of a segment that count, or None if no step of it counts.
 
-    `bounds` has the steps that are still wanted of each stream: after the first number, up to the second.
+    `bounds` has the steps of each stream that are still wanted: those after the first number, up to the second.
     """
     if segment.stream not in bounds:
         return None
     after, upto = bounds[segment.stream]
-    first, last = max(segment.first, after + 1), segment.last if upto is None else min(segment.last, upto)
+    first = max(segment.first, after + 1)
+    last = segment.last if upto is None else min(segment.last, upto)
     return (first, last) if first <= last else None
 
 
 def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
-    """Return the rows of a segment, whose content must be what was written under its name; raises `DamageError`."""
+    """Return the rows of a segment. Raises `DamageError` unless its content is what was written under its name."""
     import pyarrow.compute
     import pyarrow.parquet
 
-    place, name = run.storage.locate(segment.entry.key), NAME.search(segment.entry.key)
+    place = run.storage.locate(segment.entry.key)
+    name = NAME.search(segment.entry.key)
     assert name
     try:
         if name["digest"] != _digest(segment.stream, segment.first, segment.last, content):
@@ -123,9 +127,12 @@ def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
         raise DamageError(f"{place} cannot be read: {shorten(error)}") from error
     steps = pyarrow.compute.min_max(table["step"]).as_py()
     if any(column.null_count for column in table.columns):
-        raise DamageError(f"{place} cannot be used: it has nulls")
+        raise DamageError(f"{place} cannot be used: it contains null values")
     if len(table) and not segment.first <= steps["min"] <= steps["max"] <= segment.last:
-        raise DamageError(f"{place} cannot be used: it has the steps {steps['min']} to {steps['max']}")
+        raise DamageError(
+            f"{place} cannot be used: it contains steps {steps['min']} to {steps['max']}, outside the "
+            f"{segment.first} to {segment.last} in its name"
+        )
     return table
 
 

@@ -1,8 +1,8 @@
-"""The checkpoints of a run, and whether they are whole.
+"""The checkpoints of a run, and whether their files are intact.
 
-A checkpoint directory counts when it holds `manifest.json`, which is written last and deleted first. It is whole when
-every file has the size and the SHA-256 the manifest lists. A file listed under the version it had when it was committed
-has not been written since, which saves reading it.
+A checkpoint directory counts if it contains `manifest.json`, which is written last and deleted first. The checkpoint is
+intact if every file has the size and the SHA-256 in the manifest. A file whose version in storage is the one that
+was recorded at the commit has not been written since, so it need not be read again.
 """
 
 import math
@@ -34,13 +34,13 @@ from sunspot.run.objects import (
     CHECKPOINT,
     CheckpointName,
     Count,
+    Int64,
     Moment,
-    Whole,
     is_count,
     parse_verified,
     read,
     read_content,
-    read_if_there,
+    read_if_exists,
     with_checksum,
 )
 from sunspot.storage import open_storage
@@ -50,37 +50,38 @@ from sunspot.storage.local import local_path
 MANIFEST = "manifest.json"
 
 ABANDONED_S = 24 * 3600
-"""What a live process may have begun is left alone until it has been untouched for this long. In S3 a file shows only
-when complete: no single one takes a day, nor does a commit that storage keeps refusing."""
+"""Seconds without a write after which an incomplete checkpoint is abandoned. Until then a live process may complete it.
+S3 lists a file only once it is complete, but no single file takes a day, and neither does a commit that storage
+keeps refusing."""
 
 SINCE_BEST = "evaluations_since_best"
-"""In the metrics of a checkpoint: evaluations since the best one, if they may end the run (EARLY_STOP_EVALUATIONS)."""
+"""Name of a checkpoint metric: the number of evaluations since the best one, if EARLY_STOP_EVALUATIONS is set."""
 
 NAN_SINCE = "nan_since"
-"""Name in a checkpoint's metrics of the step since which loss or weights are not finite: the first step of the window
-in which that was seen."""
+"""Name of a checkpoint metric: the step since which the loss or the weights have not been finite. It is the first step
+of the window in which that was seen."""
 
 NAN_WINDOWS = "nan_windows"
-"""Name in a checkpoint's metrics of the number of windows in a row that ended with a loss that is not finite."""
+"""Name of a checkpoint metric: the number of consecutive windows that ended with a loss that is not finite."""
 
 NAN_WEIGHTS = "nan_weights"
-"""Name in a checkpoint's metrics of a 1 if the weights are not finite."""
+"""Name of a checkpoint metric that is 1 if the weights are not finite."""
 
 NAN_ACCEPTED = "nan_accepted"
-"""Name in a checkpoint's metrics of a 1 if the run began with infinite weights, which are then not checked."""
+"""Name of a checkpoint metric that is 1 if the run began with infinite weights, which are then not checked."""
 
 FILES_AT_ONCE = 2
-"""Files of a checkpoint that are read at once: SHA-256 takes a core for each, and storage memory."""
+"""Number of a checkpoint's files that are read in parallel. Each takes a core for SHA-256, and memory for reading."""
 
 Directories = Mapping[str, Mapping[str, Entry]]
-"""The files of each checkpoint directory, by its name (`list_directories`)."""
+"""The files of each checkpoint directory, by the directory's name (`list_directories`)."""
 
 Inspect = Callable[["Checkpoint", Mapping[str, Entry]], list[str]]
-"""Finds the faults of a checkpoint, given the listing of its directory."""
+"""Function that returns the faults of a checkpoint, given the listing of its directory."""
 
 
 class Unusable(StrEnum):
-    """Why a checkpoint cannot be gone on from."""
+    """Reasons for which training cannot continue from a checkpoint."""
 
     INCOMPLETE = "incomplete"
     DAMAGED = "damaged"
@@ -88,8 +89,8 @@ class Unusable(StrEnum):
     GONE = "gone"
 
 
-class PassedOver(NamedTuple):
-    """A checkpoint that is not whole, or not there any more."""
+class SkippedCheckpoint(NamedTuple):
+    """A checkpoint that is skipped because it cannot be used or no longer exists."""
 
     name: str
     kind: Unusable
@@ -107,54 +108,55 @@ class Checkpoint:
     step: Count
     "Optimizer steps taken."
     epoch: Count
-    "The epoch, from 1, that its last step belongs to."
+    "Epoch, from 1, to which the last step belongs."
     steps_per_epoch: Count
     total_steps: Count
-    "Steps of the whole run by its settings at the time."
+    "Steps of the whole run, as planned at the time."
     attempt: Count
-    metrics: dict[str, Whole | float | None] = field(default_factory=dict)
+    metrics: dict[str, Int64 | float | None] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    "For each file: `size` in bytes, `sha256`, and the `version` (`Entry.version`) it was committed with."
+    "Size in bytes, `sha256`, and `version` (`Entry.version`) at the commit, by file name."
     time: Moment = field(default_factory=time.time)
     evaluated: bool = True
-    "False: it ends an epoch that has not been evaluated."
+    "False if the checkpoint ends an epoch that has not been evaluated."
     stopped_early: bool = False
-    "Whether it ends the run before its last step, as evaluations did not improve."
+    "True if it ends the run before the last step because evaluations did not improve."
     damage: str = ""
-    "Why the manifest itself is unusable; empty when it is not."
+    "Why the manifest itself cannot be used. Empty if it can."
 
     @property
     def bytes(self) -> int:
+        """Size of all files together."""
         return sum(file["size"] for file in self.files.values())
 
     @property
     def finite(self) -> bool:
-        """Return True if the weights are finite, or were not checked (by older versions, or with MAX_NAN_WINDOWS=0)."""
+        """Return True if the weights are finite, or were not checked because of MAX_NAN_WINDOWS=0."""
         return not self.metrics.get(NAN_WEIGHTS)
 
     @property
     def finished(self) -> bool:
-        """Whether it completes the run, as that was planned then."""
+        """Return True if it completes the run, as planned at the time."""
         return self.evaluated and (self.step >= self.total_steps or self.stopped_early)
 
     def completes(self, total_steps: int, early_stop: int) -> bool:
-        """Return whether it completes a run of so many steps, or of `early_stop` evaluations without a better one."""
+        """Return True if it completes a run of `total_steps`, or ends it early (`is_out_of_patience`)."""
         return self.evaluated and (self.step >= total_steps or is_out_of_patience(self.metrics, early_stop))
 
 
 def is_out_of_patience(metrics: Mapping[str, Any], early_stop: int) -> bool:
-    """Return whether `early_stop` evaluations (0: any number) without a better one end the run."""
+    """Return True if the best evaluation was at least `early_stop` evaluations ago. With 0, return False."""
     return 0 < early_stop <= int(metrics.get(SINCE_BEST) or 0)
 
 
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
-    """Commit: from here on the checkpoint exists."""
+    """Commit a checkpoint. It exists as soon as its manifest is written."""
     record = {name: value for name, value in asdict(checkpoint).items() if name != "damage"}
     run.storage.write(_key(run, checkpoint.name, MANIFEST), with_checksum(record))
 
 
 def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
-    """List the files of every checkpoint directory; one with MANIFEST is committed. Other folders are ignored."""
+    """List the files of every checkpoint directory. Those with MANIFEST are committed. Other folders are ignored."""
     found: dict[str, dict[str, Entry]] = {}
     for path, entry in run.entries("checkpoints"):
         name, _, file = path.partition("/")
@@ -164,7 +166,7 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
 
 
 def list_checkpoints(run: Run, directories: Directories | None = None) -> list[Checkpoint]:
-    """Return every committed checkpoint, by step; one with an unusable manifest has `damage`."""
+    """Return every committed checkpoint, sorted by step. A checkpoint whose manifest cannot be used has `damage`."""
     directories = list_directories(run) if directories is None else directories
     names = [name for name, files in directories.items() if MANIFEST in files]
     found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
@@ -172,12 +174,12 @@ def list_checkpoints(run: Run, directories: Directories | None = None) -> list[C
 
 
 def by_step(names: Iterable[str]) -> list[str]:
-    """Return names of checkpoints sorted by step."""
+    """Return the names of checkpoints, sorted by step."""
     return sorted(names, key=lambda name: (step_of(name), attempt_of(name)))
 
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
-    """Return whether a checkpoint is on the way to the newest attempt; a late commit of a superseded one is not."""
+    """Return True if a checkpoint leads to the newest attempt. A late commit of a superseded attempt does not."""
     label, step = label_of(name), step_of(name)
     return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
@@ -185,20 +187,20 @@ def leads_to_newest(name: str, spans: list[Span]) -> bool:
 def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
     """Return True if rank 0 of `attempt` may commit the attempt's checkpoint `name`.
 
-    `attempts` are those of the run. The process may commit as long as it is also rank 0 of each later attempt, and the
-    checkpoint leads to the newest one (docs/decisions/0010-commits-outlive-changes-in-place.md).
+    `attempts` are all attempts of the run. The process may commit as long as it is also rank 0 of each later attempt,
+    and the checkpoint leads to the newest attempt (docs/decisions/0010-commits-outlive-changes-in-place.md).
     """
     committer = attempt.metadata.processes[:1]
-    since = [later for later in attempts if later.number > attempt.number]
-    same = all((later.owner, later.metadata.processes[:1]) == (attempt.owner, committer) for later in since)
-    return same and (bool(committer) or not since) and leads_to_newest(name, lineage(attempts))
+    later_attempts = [later for later in attempts if later.number > attempt.number]
+    same = all((later.owner, later.metadata.processes[:1]) == (attempt.owner, committer) for later in later_attempts)
+    return same and (bool(committer) or not later_attempts) and leads_to_newest(name, lineage(attempts))
 
 
 def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
     """Return the newest attempt if rank 0 of `attempt` may commit the checkpoint `name` (`may_commit`).
 
-    Call this before the commit, and before each deletion of another checkpoint. While the newest attempt has not chosen
-    its start, nothing may be deleted. Raises `SupersededError` if the process may not commit.
+    Call this before the commit, and before another checkpoint is deleted. While the newest attempt has not chosen its
+    start, nothing may be deleted. Raises `SupersededError` if the process may not commit.
     """
     try:
         ensure_owner(run, attempt)
@@ -211,7 +213,7 @@ def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
 
 
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
-    """Return the names, by step, of checkpoints that count, of superseded and of incomplete ones."""
+    """Return the names of checkpoints that count, of superseded and of incomplete ones, each sorted by step."""
     committed = by_step(name for name, files in directories.items() if MANIFEST in files)
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
@@ -221,10 +223,11 @@ def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], li
 def why_abandoned(
     name: str, files: Mapping[str, Entry], attempts: list[Attempt], now: float, committed: int = 0
 ) -> str:
-    """Return why an incomplete checkpoint of these attempts will not be completed; empty while it may be.
+    """Return why an incomplete checkpoint will never be completed, or an empty text if it still may be.
 
-    A superseded process can still write the manifest. If that would count, the files stay for a while, or until the
-    process that may commit now (`ensure_committer`) has `committed` a later step. `now` is in seconds since the epoch.
+    A superseded process can still write the manifest. If the checkpoint would then count, its files stay for
+    ABANDONED_S, or until the process that may commit now (`ensure_committer`) has `committed` a later step. `now` is in
+    seconds since the epoch.
     """
     if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
         return "its attempt is superseded"
@@ -240,7 +243,7 @@ def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpo
 
 
 def read_manifest(run: Run, name: str) -> Checkpoint | None:
-    """Return the checkpoint, with `damage` when its manifest is unusable; None when it does not exist (any more)."""
+    """Return a checkpoint, with `damage` if its manifest cannot be used, or None if the checkpoint does not exist."""
     try:
         checkpoint: Checkpoint = parse_verified(
             Checkpoint, read_content(run.storage, _key(run, name, MANIFEST)), MANIFEST
@@ -249,7 +252,7 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
             raise DamageError(f"{MANIFEST} cannot be used: it describes another checkpoint")
         files = checkpoint.files.values()
         if not files or not all(is_count(file.get("size")) and isinstance(file.get("sha256"), str) for file in files):
-            raise DamageError(f"{MANIFEST} cannot be used: it lists no file, or not its size and SHA-256")
+            raise DamageError(f"{MANIFEST} cannot be used: it lists no file, or a file without size and SHA-256")
         outside = [file for file in checkpoint.files if not is_file_name(file)]
         if outside:
             raise DamageError(
@@ -268,17 +271,18 @@ def is_file_name(name: str) -> bool:
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
-    """Return what is wrong with a checkpoint, a line per fault; empty when every byte matches the manifest.
+    """Return the faults of a checkpoint, a line for each. The list is empty if every byte matches the manifest.
 
-    With `listed`, its directory in `list_directories`, files listed under the version that the commit saw are not read
-    again; those of a copied run and those written since are.
+    `listed` is the checkpoint's directory in `list_directories`. If it is given, only files are read whose version
+    differs from that at the commit, because they were written since, or because the run was copied.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
 
     def find(file: str) -> list[str]:
         if listed is not None:
-            if fault := _fault_in_listing(checkpoint, file, listed):
+            fault = _fault_in_listing(checkpoint, file, listed)
+            if fault:
                 return [fault]
             if listed[file].version == checkpoint.files[file].get("version"):
                 return []
@@ -288,14 +292,14 @@ def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | 
 
 
 def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
-    """Return what is wrong with a checkpoint as far as its manifest and the listing of its directory tell."""
+    """Return the faults of a checkpoint that its manifest and the listing of its directory show."""
     if checkpoint.damage:
         return [checkpoint.damage]
     return [fault for file in checkpoint.files if (fault := _fault_in_listing(checkpoint, file, listed))]
 
 
 def is_unchanged(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> bool:
-    """Return whether storage has seen none of its files written since the commit: then their bytes are proven."""
+    """Return True if, according to storage, no file was written since the commit. Its bytes need no comparison then."""
     files = checkpoint.files.items()
     return all(file in listed and listed[file].version == each.get("version") for file, each in files)
 
@@ -310,7 +314,7 @@ def _fault_in_listing(checkpoint: Checkpoint, file: str, listed: Mapping[str, En
 def compare_bytes(
     run: Run, checkpoint: Checkpoint, file: str, copy: Callable[[bytes | bytearray], Any] | None = None
 ) -> list[str]:
-    """Read a file, and compare it with the manifest: its fault, if it has one; `copy` gets the bytes, too."""
+    """Read a file, compare it with the manifest, and return its faults. `copy` is called with the bytes, too."""
     expected = checkpoint.files[file]
     try:
         size, sha256 = run.storage.digest(_key(run, checkpoint.name, file), copy)
@@ -328,10 +332,10 @@ def compare_bytes(
 def verify(
     run: Run, names: Sequence[str], directories: Directories | None = None, inspect: Inspect | None = None
 ) -> list[tuple[Checkpoint, list[str]]]:
-    """Return each checkpoint with its faults, except those a live run deletes meanwhile, which only look damaged.
+    """Return each checkpoint with its faults, except those that a live run deletes at the same time.
 
-    Without `directories`, every byte is read (`find_faults`), of one checkpoint at a time. With them, `inspect` may
-    find the faults.
+    Without `directories`, every byte is read (`find_faults`), and one checkpoint at a time. With them, `inspect`
+    replaces `find_faults` if it is given.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
@@ -348,49 +352,67 @@ def verify(
 
 def find_newest_good(
     run: Run, attempts: list[Attempt], trust_listing: bool = False, inspect: Inspect | None = None
-) -> tuple[Checkpoint | None, tuple[PassedOver, ...]]:
-    """Return the newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
+) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
+    """Return the newest intact checkpoint of the run's lineage, and the newer ones that were skipped, newest first.
 
-    One whose weights are not finite is passed over, too, unless all whole ones are like that.
-    `trust_listing` skips reading what the listing shows to be unchanged (`find_faults`): for display, not for loading.
-    `inspect` finds a checkpoint's faults in place of both.
+    A checkpoint whose weights are not finite is skipped, too, unless this is true of all intact ones. With
+    `trust_listing`, files that the listing shows to be unchanged are not read (`find_faults`), which is enough for
+    display but not for loading. `inspect` replaces `find_faults`.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
-    spans, directories = lineage(attempts), list_directories(run)
-    passed: list[PassedOver] = []
-    not_finite: tuple[Checkpoint | None, tuple[PassedOver, ...]] = None, ()
+    spans = lineage(attempts)
+    directories = list_directories(run)
+    skipped: list[SkippedCheckpoint] = []
+    not_finite: tuple[Checkpoint, tuple[SkippedCheckpoint, ...]] | None = None
     for name in reversed(by_step(name for name in directories if leads_to_newest(name, spans))):
         if MANIFEST not in directories[name]:
-            passed.append(PassedOver(name, Unusable.INCOMPLETE, "it has no manifest"))
-        elif checkpoint := read_manifest(run, name):
-            faults = inspect(checkpoint, directories[name])
-            if not faults and checkpoint.finite:
-                return checkpoint, tuple(passed)
-            if faults:
-                passed.append(PassedOver(name, Unusable.DAMAGED, "; ".join(faults)))
-                continue
-            if not_finite[0] is None:
-                not_finite = checkpoint, tuple(passed)
-            passed.append(PassedOver(name, Unusable.NOT_FINITE, "some of its weights are NaN or infinite"))
-    return not_finite if not_finite[0] else (None, tuple(passed))
+            skipped.append(SkippedCheckpoint(name, Unusable.INCOMPLETE, "it has no manifest"))
+            continue
+        checkpoint = read_manifest(run, name)
+        if checkpoint is None:  # deleted since it was listed
+            continue
+        faults = inspect(checkpoint, directories[name])
+        if faults:
+            skipped.append(SkippedCheckpoint(name, Unusable.DAMAGED, "; ".join(faults)))
+        elif checkpoint.finite:
+            return checkpoint, tuple(skipped)
+        else:
+            not_finite = not_finite or (checkpoint, tuple(skipped))
+            skipped.append(SkippedCheckpoint(name, Unusable.NOT_FINITE, "some of its weights are NaN or infinite"))
+    return not_finite or (None, tuple(skipped))
 
 
-def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
+class Retention(NamedTuple):
+    """Rules for which checkpoints a run keeps besides the newest."""
+
+    keep: int
+    "Number of the best checkpoints that are kept."
+    metric: str
+    "Metric that ranks the checkpoints."
+    order: str
+    "Best value of the metric: `min` or `max`."
+
+
+def retention(attempts: list[Attempt]) -> Retention:
     """Return CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER of the newest attempt."""
-    metric, order = (recorded_setting(attempts, name) for name in ("checkpoint_metric", "checkpoint_order"))
-    return int(recorded_number(attempts, "checkpoints_to_keep")), metric, order
+    return Retention(
+        keep=int(recorded_number(attempts, "checkpoints_to_keep")),
+        metric=recorded_setting(attempts, "checkpoint_metric"),
+        order=recorded_setting(attempts, "checkpoint_order"),
+    )
 
 
 def ranking_metric(checkpoints: Iterable[Checkpoint], metric: str) -> str:
-    """Return the name by which CHECKPOINT_METRIC ranks these: that of held-out rows, if any were evaluated on some."""
+    """Return the metric that ranks the checkpoints: CHECKPOINT_METRIC on held-out rows if any checkpoint has it."""
     held_out = f"{HELD_OUT}{metric}"
     return held_out if any(held_out in checkpoint.metrics for checkpoint in checkpoints) else metric
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
-    """Sort from the best by `metric` to the worst, the later first among equals; `order` is min or max.
+    """Return checkpoints from the best by `metric` to the worst, with the later first among equals.
 
-    A metric that is not finite ranks last, but before weights that are not finite.
+    `order` is `min` or `max`. A checkpoint whose metric is not finite comes after all others, and one whose weights are
+    not finite comes last.
     """
     sign = 1 if order == "min" else -1
 
@@ -403,9 +425,9 @@ def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[C
 
 
 def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
-    """Return the checkpoints, given by step, that are neither the newest nor among the `keep` best.
+    """Return the checkpoints that retention deletes, given all checkpoints sorted by step.
 
-    Nor do they include the newest one with finite weights.
+    Retention keeps the newest, the newest with finite weights, and the `keep` best.
     """
     finite = [checkpoint for checkpoint in checkpoints if checkpoint.finite]
     best = best_first(checkpoints, ranking_metric(checkpoints, metric), order)[:keep]
@@ -414,7 +436,7 @@ def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -
 
 
 def delete_checkpoint(run: Run, name: str) -> None:
-    """Delete a checkpoint, its manifest first: interrupted, it is incomplete and ignored."""
+    """Delete a checkpoint, its manifest first. If the deletion is interrupted, the rest is incomplete and ignored."""
     run.storage.delete(_key(run, name, MANIFEST))
     run.storage.delete_many([entry.key for entry in run.storage.list(run.key("checkpoints", name))])
 
@@ -424,15 +446,16 @@ def _key(run: Run, name: str, file: str) -> str:
 
 
 def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint with a name, or the 'newest' or 'best' whole one, and a line on each that was passed over.
+    """Return the checkpoint named `which`, or the 'newest' or 'best' intact one, and a note on each one passed over.
 
-    Raises `NotFoundError`, or `DamageError` when none is whole.
+    Raises `NotFoundError` if there is no such checkpoint, and `DamageError` if no checkpoint is intact.
     """
     if which not in ("newest", "best"):
         refuse_if_absent(run, which, list_directories(run))
-        if named := read_manifest(run, which):
-            return named, []
-        raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))}: deleted meanwhile")
+        named = read_manifest(run, which)
+        if named is None:
+            raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))} was just deleted")
+        return named, []
     notes: list[str] = []
     attempts = read_attempts(run)
     if which == "newest":
@@ -442,58 +465,63 @@ def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
         names, _, _ = classify(directories, lineage(attempts))
         _, metric, order = retention(attempts)
         checked = verify(run, names, directories)
-        good = [checkpoint for checkpoint, faults in checked if not faults]
-        whole = best_first(good, ranking_metric(good, metric), order)
-        chosen = whole[0] if whole else None
-        passed_over = tuple(PassedOver(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults)
+        intact = [checkpoint for checkpoint, faults in checked if not faults]
+        ranked = best_first(intact, ranking_metric(intact, metric), order)
+        chosen = ranked[0] if ranked else None
+        passed_over = tuple(
+            SkippedCheckpoint(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults
+        )
         if chosen and metric not in chosen.metrics:
-            notes.append(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); this is the newest")
+            notes.append(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); the newest is used")
     notes += [f"passed over {each}" for each in passed_over]
     if chosen:
         return chosen, notes
     if any(each.kind is Unusable.DAMAGED for each in passed_over):
-        raise DamageError(f"{run.location}: no checkpoint is whole: {'; '.join(map(str, passed_over))}")
+        raise DamageError(f"{run.location}: no checkpoint is intact: {'; '.join(map(str, passed_over))}")
     raise NotFoundError(f"{run.location}: no checkpoint yet")
 
 
 def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
-    """Raise `NotFoundError`, with the reason, unless `name` is a checkpoint that counts."""
+    """Raise `NotFoundError` with the reason unless `name` is a checkpoint that counts."""
     counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
     location = run.storage.locate(run.key("checkpoints", name))
     if name in superseded:
         raise NotFoundError(
-            f"{location}: written by a superseded attempt; it does not lead to the newest one, and is never used"
+            f"{location}: written by a superseded attempt; it does not lead to the newest attempt, and is never used"
         )
     if name in incomplete:
-        raise NotFoundError(f"{location}: incomplete, it has no {MANIFEST}, and counts as not there")
+        raise NotFoundError(f"{location}: incomplete, because it has no {MANIFEST}, and never used")
     if name not in counted:
         raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` lists them")
 
 
 @dataclass(frozen=True)
 class CheckpointDirectory(Run):
-    """A checkpoint directory by itself, wherever it was copied to and whatever it is called now."""
+    """A checkpoint directory on its own, which may have been copied or renamed."""
 
     def key(self, *parts: str) -> str:
-        """Return the storage key: the directory is the checkpoint, so of a key in a run only the file is used."""
+        """Return a storage key.
+
+        Only the file in a run's key is used, because the directory itself is the checkpoint.
+        """
         return "/".join(part for part in (self.name, *parts[2:]) if part)
 
 
 @dataclass(frozen=True)
-class Named:
-    """What a manifest says first: which checkpoint it describes."""
+class ManifestName:
+    """The part of a manifest that names the checkpoint."""
 
     name: CheckpointName
 
 
 def open_directory(location: str) -> tuple[Run, Checkpoint]:
-    """Return the checkpoint in a directory, a path or a URL. Raises `NotFoundError` when it holds no manifest."""
-    # A link that the user names is followed.
+    """Return the checkpoint in a directory, given by path or URL. Raises `NotFoundError` if it has no manifest."""
+    # A symlink that the user names is followed.
     location = location.rstrip("/") if "://" in location else os.path.realpath(local_path(location))
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)
-    named = read_if_there(lambda: read(directory, Named, "checkpoints", name, MANIFEST))
+    named = read_if_exists(lambda: read(directory, ManifestName, "checkpoints", name, MANIFEST))
     checkpoint = read_manifest(directory, named.name) if named else None
     if checkpoint is None:
-        raise NotFoundError(f"{location}: holds no {MANIFEST}, so it is no checkpoint, or an incomplete one")
+        raise NotFoundError(f"{location}: has no {MANIFEST}, so it is not a checkpoint, or an incomplete one")
     return directory, checkpoint

@@ -1,7 +1,7 @@
-"""What a run's nodes cost: which ones its attempts had, how long, and at the price that they have recorded. Pure.
+"""The cost of a run's nodes: which nodes its attempts had, for how long, and at which recorded price. Pure.
 
-An attempt has its nodes from its claim to the next one's, or to the run's end; time in which the run had ended and
-nothing was there to train is left out. A cloud bills more than that: nodes that start or wait, disks, traffic.
+An attempt has its nodes from its claim until the next attempt's, or until the end of the run. The time during which
+the run had ended is left out. A cloud bills for more: nodes that start or are idle, disks, and traffic.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from sunspot.settings import NodePrice
 
 FIRST_GROUP = "workers"
-"""The group of a node for which none is recorded, among the setting PRICES."""
+"""Node group in the setting PRICES that is used for a node without a recorded group."""
 
 HOUR_S = 3600
 
-Span = tuple[float, float]
-"""Begin and end, in seconds since the epoch."""
+Interval = tuple[float, float]
+"""Beginning and end of a time interval, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Spending:
-    """What a run cost, or a part of it, or several runs. Sums of money are in the currency of the prices."""
+    """Cost of a run, of a part of it, or of several runs. Amounts are in the currency of the prices."""
 
     node_hours: float = 0.0
-    "Of the workers' nodes, without the head."
+    "Hours of the workers' nodes, without the head."
     unpriced_hours: float = 0.0
-    "Of these, hours whose price is not known."
+    "Node hours whose price is not known."
     cost: float | None = None
-    "None: no price is known. Otherwise what has a price, and so has the head, if that has one."
+    "Cost of everything that has a price, the head included. None if no price is known."
     lost_hours: float = 0.0
     "Node hours that incidents lost."
     lost: float | None = None
-    "What these cost."
+    "Cost of the lost node hours."
     saved: float | None = None
-    """What the same nodes would have cost more on demand, where no incident would have lost their time. None: no price
-    on demand is known."""
+    """Amount by which the same nodes would have been more expensive on demand, without the time that incidents lost.
+    None if no on-demand price is known."""
 
     def __add__(self, other: Spending) -> Spending:
         return Spending(
@@ -58,12 +58,12 @@ class Spending:
         )
 
     def record(self, steps: int = 0) -> dict[str, Any]:
-        """Return it by the names of the JSON documents; `steps` are those that count."""
-        each = self.cost / steps if self.cost is not None and steps else None
-        return {**asdict(self), "cost_per_step": each}
+        """Return the fields for a JSON document. `steps` is the number of steps that count."""
+        cost_per_step = self.cost / steps if self.cost is not None and steps else None
+        return {**asdict(self), "cost_per_step": cost_per_step}
 
     def describe(self, steps: int = 0) -> str:
-        """Return it for people, in one line; empty before a node has worked."""
+        """Return the spending as readable text in one line, empty before a node has worked."""
         if not self.node_hours and not self.cost:
             return ""
         hours = f"{_hours(self.node_hours)} node hours"
@@ -71,7 +71,7 @@ class Spending:
             return f"{hours}, {_hours(self.lost_hours)} of them lost to incidents; no price is known"
         parts = [f"{money(self.cost)} for {hours}"]
         if self.unpriced_hours:
-            parts.append(f"{_hours(self.unpriced_hours)} of them without a price, and not in it")
+            parts.append(f"{_hours(self.unpriced_hours)} of them without a price and not included")
         if steps:
             parts.append(f"{money(self.cost / steps)} a step")
         parts.append(f"{money(self.lost or 0.0)} lost to incidents")
@@ -82,7 +82,7 @@ class Spending:
 
 
 class _Rate(NamedTuple):
-    """The nodes of an attempt, and what they cost per hour; None: no price, or none on demand, is known."""
+    """The number of an attempt's nodes, and their prices per hour, which are None if not known."""
 
     nodes: int
     unpriced: int
@@ -90,20 +90,20 @@ class _Rate(NamedTuple):
     on_demand: float | None
 
 
-def spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], end: float) -> Spending:
-    """Return what a run cost until `end`, in seconds since the epoch; attempts and receipts are in their order."""
+def compute_spending(attempts: Sequence[Attempt], receipts: Sequence[Receipt], end: float) -> Spending:
+    """Return what a run cost until `end` (in seconds since the epoch). Attempts and receipts are oldest first."""
     if not attempts:
         return Spending()
     return _spent(attempts, receipts, (attempts[0].time, max(end, *(attempt.time for attempt in attempts))))
 
 
 def cost_of_loss(attempts: Sequence[Attempt], receipt: Receipt) -> float | None:
-    """Return what the time that a receipt tells of cost, up to its first step; None: no price is known."""
+    """Return the cost of the time from the loss in a receipt to its first step, or None if no price is known."""
     return _spent(attempts, [receipt], (receipt.left, receipt.first_step)).cost
 
 
 def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple[float, float]) -> Spending:
-    # Where the time of each attempt begins, and that of the last one ends, in order: clocks may disagree.
+    # The beginnings of all attempts and the end of the last one. They are put in order because clocks may disagree.
     bounds = list(accumulate((*(attempt.time for attempt in attempts), span[1]), max))
     pauses = [(receipt.restarted - receipt.paused_s, receipt.restarted) for receipt in receipts]
     losses = [(receipt.left, receipt.first_step) for receipt in receipts if receipt.cause.incident]
@@ -124,15 +124,16 @@ def _spent(attempts: Sequence[Attempt], receipts: Sequence[Receipt], span: tuple
     return total
 
 
-def _hours_of(spans: Sequence[Span], pauses: Sequence[Span], bounds: Sequence[float]) -> list[float]:
-    """Return how many hours of the spans, without the pauses, are between each two bounds; overlaps count once."""
-    covered, paused = _until([*spans, *pauses], bounds), _until(pauses, bounds)
+def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Sequence[float]) -> list[float]:
+    """Return the hours between each two adjacent bounds, in the spans but not in the pauses. Overlaps count once."""
+    covered = _until([*spans, *pauses], bounds)
+    paused = _until(pauses, bounds)
     until = [one - other for one, other in zip(covered, paused, strict=True)]
     return [max(0.0, after - before) / HOUR_S for before, after in pairwise(until)]
 
 
-def _until(spans: Iterable[Span], bounds: Sequence[float]) -> list[float]:
-    """Return how many seconds of the spans are before each bound."""
+def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
+    """Return the seconds of the spans before each bound."""
     merged = list(without_overlap(span for span in spans if span[0] < span[1]))
     before = [0.0, *accumulate(last - first for first, last in merged)]
     found = []
@@ -144,15 +145,15 @@ def _until(spans: Iterable[Span], bounds: Sequence[float]) -> list[float]:
 
 
 def _rate(attempt: Attempt) -> _Rate:
-    """Return what the nodes of an attempt cost per hour, each host counted once, and the head."""
-    from sunspot.settings import HEAD, PREFIX  # pydantic: slow to import, and most verbs do without
+    """Return the hourly prices of an attempt's nodes and of the head. Each host counts once."""
+    from sunspot.settings import HEAD, PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     metadata = attempt.metadata
     prices = _read_prices(metadata.settings.get(PREFIX + "PRICES", ""))
     hosts = set(metadata.nodes.values())
     nodes = [prices.get(metadata.groups.get(host) or FIRST_GROUP) for host in hosts]
     known = [(p.price, p.on_demand_price) for p in (*nodes, prices.get(HEAD)) if p and p.price is not None]
-    # A node without a price on demand is on demand already.
+    # A node without an on-demand price is an on-demand node.
     on_demand = [price if other is None else other for price, other in known]
     return _Rate(
         nodes=len(hosts),
@@ -164,7 +165,7 @@ def _rate(attempt: Attempt) -> _Rate:
 
 @functools.lru_cache
 def _read_prices(text: str) -> dict[str, NodePrice]:
-    """Return the prices that a setting has recorded; none when it is not to be understood."""
+    """Return the recorded prices by node group, or an empty dict if they cannot be parsed."""
     from pydantic import ValidationError
 
     from sunspot.run.objects import adapter

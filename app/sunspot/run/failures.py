@@ -1,6 +1,6 @@
-"""How processes of a run ended: by errors, with their tracebacks, or as ranks that hung, by their watchdogs' word.
+"""The ends of a run's processes: errors with their tracebacks, and hung ranks as their watchdogs reported them.
 
-A killed process leaves nothing.
+A killed process records nothing.
 """
 
 import os
@@ -18,18 +18,19 @@ from sunspot.run.logs import STREAM, driver_stream, rank_stream
 from sunspot.run.objects import Count, Moment, Workers, as_event, read, read_or_default
 
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
-"""Code that a user looks at last."""
+"""Paths of installed code, which a user looks at last."""
 
 OURS = re.compile(re.escape(f"{Path(__file__).resolve().parent.parent}/") + r"(?!tasks/)")
-"""Sunspot's code, which calls the user's: looked at after the user's, before installed code."""
+"""Paths of Sunspot's code, which a user looks at after their own, and before installed code."""
 
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 MAX_MESSAGE, MAX_TRACEBACK = 2000, 20_000
-"""Characters kept. A message may quote a page and a recursion has a thousand frames; the end says what happened."""
+"""Largest numbers of characters kept. A message may quote a page, and a recursion has a thousand frames. The end is
+kept, because it says what happened."""
 
 LOST_PEER = re.compile(r"gloo|NCCL|Connection closed by peer|ActorDied|actor died", re.IGNORECASE)
-"""Matches errors of processes that failed because another one was gone: gloo raises a plain RuntimeError for it."""
+"""Pattern of the errors of processes that lost a peer. gloo raises a plain RuntimeError for that."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class Failure:
     """The error that ended one process of a run."""
 
     attempt: Count
-    "0: the driver's, in whichever attempt."
+    "Number of the attempt, or 0 for the driver, which may have several."
     rank: Count | None
-    "None: the driver."
+    "Rank of the process, or None for the driver."
     step: Count
     "Optimizer steps taken."
     type: str
     message: str
     traceback: str
     file: str = ""
-    "The innermost line of the user's own code; empty when there is none."
+    "File of the innermost frame in the user's code, or empty."
     line: Count = 0
     function: str = ""
     time: Moment = field(default_factory=time.time)
@@ -54,26 +55,28 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The class of the error and the first line of its message; only the message if it is Sunspot's own."""
+        """The class of the error and the first line of its message. An error of Sunspot's own has only the message."""
         first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
         if by_name(self.type).__name__ == self.type:
             return first
         return f"{self.type}: {first}" if first else self.type
 
     @property
-    def consequence(self) -> bool:
-        """Whether it failed because another process was gone."""
+    def is_consequence(self) -> bool:
+        """Return True if the process failed because another one was gone."""
         return bool(LOST_PEER.search(f"{self.type}: {self.message}"))
 
 
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
-    """Return the record of an error that ends a process; that of a remote Ray task is found in its text.
+    """Return the record of an error that ends a process. The place of a remote Ray task's error is found in its text.
 
-    An error that Sunspot raises outside of the user's code has no place, because its message says what is wrong.
+    An error that Sunspot raises outside the user's code has no place, because its message says what is wrong.
     """
-    kind, message, trace = type(error).__name__, without_secrets(str(error)), format_trace(error)
+    kind = type(error).__name__
+    message = without_secrets(str(error))
+    trace = format_trace(error)
     place = find_place(trace)
-    if not OURS.match(place[0]):  # the folder of an archive of code has the archive's hash in its name
+    if not OURS.match(place[0]):  # the folder of an unpacked code archive is named by the archive's hash
         place = (place[0].removeprefix(f"{os.getcwd()}/"), *place[1:])
     elif isinstance(error, SunspotError):
         place = ("", 0, "")
@@ -81,7 +84,7 @@ def describe_failure(error: BaseException, attempt: int, rank: int | None, step:
 
 
 def find_place(text: str) -> tuple[str, int, str]:
-    """Return file, line and function of the innermost frame, in the user's code if it has any."""
+    """Return the file, line and function of the innermost frame in the user's code, or else of the innermost frame."""
     frames = [(file, int(line), function) for file, line, function in FRAME.findall(text)]
     called = [frame for frame in frames if not INSTALLED.search(frame[0])]
     own = [frame for frame in called if not OURS.match(frame[0])]
@@ -89,13 +92,16 @@ def find_place(text: str) -> tuple[str, int, str]:
 
 
 def record_failure(run: Run, failure: Failure) -> None:
-    """Write it to the run; raises `StorageError`."""
+    """Write a failure to the run. Raises `StorageError`."""
     name = driver_stream() if failure.rank is None else rank_stream(failure.attempt, failure.rank)
     run.storage.write(run.key("failures", f"{name}.json"), to_json(asdict(failure)))
 
 
 def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
-    """Return all failures that can be read, oldest first; `damaged` gets why others cannot. Raises `StorageError`."""
+    """Return all failures that can be read, oldest first. Raises `StorageError`.
+
+    A message about each failure that cannot be read is added to `damaged`.
+    """
     ours = [file for file, _ in run.entries("failures") if STREAM.fullmatch(file.removesuffix(".json"))]
     found = map_parallel(
         lambda file: read_or_default(lambda: read(run, Failure, "failures", file), None, damaged), ours
@@ -106,18 +112,18 @@ def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
 # ----------------------------------------------------------------------------------------------------------- hung ranks
 
 HUNG = "hung"
-"""The `event` of a rank that stopped taking steps."""
+"""Name of the event of a rank that stopped taking steps."""
 
 BRING_ROWS = (
-    "Ray Data brought no rows: the processes that read them are gone or busy, or its object store is full; what helps "
-    "is more CPUs for reading, in a cluster such as are not reclaimed (data_workers in the profile; `kubectl get pods` "
-    "shows which are gone), or a longer SUNSPOT_HANG_TIMEOUT_S"
+    "Ray Data brought no rows: the processes that read them are gone or busy, or its object store is full. Give it "
+    "more CPUs for reading, in a cluster on nodes that are not reclaimed (data_workers in the profile; `kubectl get "
+    "pods` shows which pods are gone), or set a longer SUNSPOT_HANG_TIMEOUT_S"
 )
-"""Why ranks got no rows, and what helps."""
+"""Reason why ranks got no rows, and the remedy."""
 
 
 NO_STACKS = "left no stacks: it was stopped, or lost with its node"
-"""What is known of a rank that the others waited for and whose watchdog reported nothing."""
+"""Description of a rank whose watchdog reported nothing although the other ranks waited for it."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +132,13 @@ class Hang:
 
     rank: Workers
     detail: str
-    "Where it stood, for people."
+    "Place at which the rank was hanging, as readable text."
     waiting: bool
-    "It waited for other ranks."
+    "True if it waited for other ranks."
     loading: bool = False
-    "It waited for rows of Ray Data."
+    "True if it waited for rows of Ray Data."
     starting: bool = False
-    "Its group had not claimed an attempt yet: it is recorded with the attempt before."
+    "True if its group had not claimed an attempt yet. The hang is then recorded with the attempt before."
     world_size: Workers = 0
     attempt: Count = 0
     step: Count = 0
@@ -140,36 +146,36 @@ class Hang:
     stacks: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As an event of the run."""
+        """Return the hang as an event of the run."""
         return {**asdict(self), "event": HUNG}
 
 
 def read_hangs(events: Iterable[dict[str, Any]]) -> list[Hang]:
-    """Return the hung ranks among a run's events; malformed ones are skipped."""
+    """Return the hung ranks among a run's events. Malformed events are skipped."""
     return [hang for event in events if event["event"] == HUNG and (hang := as_event(Hang, event))]
 
 
-def suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
-    """Return the ranks of one attempt that probably blocked the others; empty when its hangs point at none.
+def find_suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
+    """Return the ranks of one attempt that probably blocked the others, or an empty list if none can be singled out.
 
-    A hung rank makes all others wait in a collective: it is one that was not waiting, or that left no stacks, as its
-    process is stopped or its node is lost.
+    A hung rank makes all others wait in a collective. So a suspect is a rank that was not waiting, or that left no
+    stacks because its process is stopped or its node is lost.
     """
     waiting = {hang.rank: hang.waiting for hang in hangs}
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []
 
 
-def starved(hangs: Sequence[Hang], world_size: int) -> bool:
-    """Return whether the ranks that blocked the others waited for rows of Ray Data, and so did not hang."""
+def waited_for_rows(hangs: Sequence[Hang], world_size: int) -> bool:
+    """Return True if the ranks that blocked the others waited for rows of Ray Data, and so did not hang."""
     loading = {hang.rank for hang in hangs if hang.loading}
-    blamed = suspects(hangs, world_size)
+    blamed = find_suspects(hangs, world_size)
     return bool(blamed) and loading.issuperset(blamed)
 
 
-def blame(hangs: Sequence[Hang], world_size: int) -> str:
-    """Return which ranks of one attempt blocked the others, and where; all ranks, when none can be singled out."""
+def describe_suspects(hangs: Sequence[Hang], world_size: int) -> str:
+    """Return which ranks of one attempt blocked the others, and where. If no rank can be singled out, name all."""
     ordered = sorted(hangs, key=lambda hang: hang.rank)
-    blamed = suspects(ordered, world_size)
+    blamed = find_suspects(ordered, world_size)
     details = [hang.detail for hang in ordered if hang.rank in blamed or not blamed]
     silent = [f"rank {rank}: {NO_STACKS}" for rank in blamed if rank not in {hang.rank for hang in ordered}]
     return "; ".join([*details, *silent])

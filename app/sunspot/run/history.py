@@ -1,9 +1,9 @@
-"""The metric history of a run, the numbers of each rank, and its events: a journal of each.
+"""The journals of a run: its metric history, the numbers of each rank, and its events.
 
-The numbers of each rank are apart from the curve, of which they would be most of the bytes. A record of them has the
-`attempt`, `step`, `time`, `steps` and `seconds` of its record of the metric history, and `ranks`: by name of a number,
-its value of each rank. Old ones are combined (sunspot/observe/ranks.py): a combined one tells of how many `records`,
-and has the time and step of the last of them.
+The numbers of each rank have a journal of their own, because they would be most of the bytes of the metric history. A
+record of them has the `attempt`, `step`, `time`, `steps` and `seconds` of its record in the metric history, and the
+`ranks`, which are the values of all ranks by name. Old records are combined (sunspot/observe/ranks.py). A combined
+record has the number of its `records`, and the time and step of the last of them.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.formatting import as_bytes, plural
 from sunspot.metric_names import RECORD_NAMES
 from sunspot.run import Run, dump_json
-from sunspot.run.attempts import Attempt, Ended, Span, read_attempts
-from sunspot.run.incidents import name_start
+from sunspot.run.attempts import Attempt, FatalError, Span, read_attempts
+from sunspot.run.incidents import display_event
 from sunspot.run.objects import (
+    Int64,
     Measure,
-    Whole,
     adapter,
     is_count,
     is_moment,
     read_or_default,
     read_verified,
-    tell_damage,
+    report_damage,
 )
 from sunspot.run.owner import Owner
 from sunspot.run.size_limits import MAX_DAMAGED_LINES, MAX_JOURNAL_BYTES
@@ -48,19 +48,19 @@ from sunspot.run.streams import (
 Kind = Literal["metrics", "ranks", "events"]
 
 
-def measured(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record or a checkpoint that measure the model, by the names that the task gave."""
+def model_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of the model in a record or a checkpoint, by the names that the task gave them."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
     return {name: numbers[name] for name in sorted(numbers.keys() - RECORD_NAMES)}
 
 
-def in_digits(value: float) -> str:
-    """Return a measured number for people: four places, or of a small one four digits."""
+def format_metric(value: float) -> str:
+    """Return a metric as text with four decimal places, or four significant digits if it is small."""
     return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.4g}"
 
 
 class Journal:
-    """The lines that one process adds to an attempt's metric history or events.
+    """Writer of the lines that one process adds to a journal of an attempt.
 
     A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`.
     """
@@ -70,32 +70,33 @@ class Journal:
         self._stream = LineWriter(run.storage, run.key(kind, new_stream(attempt)))
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a record; it is durable after the next `flush`."""
+        """Add a record. It is durable after the next `flush`."""
         self._stream.append(dump_json({"attempt": self._attempt, **record}).encode())
 
     def note(self, event: str, step: int, detail: str, at: float | None = None) -> None:
-        """Add an event after `step`, which happened now or `at` a time, in seconds since the epoch."""
+        """Add an event that happened after `step`: now, or `at` a time in seconds since the epoch."""
         self.append({"step": step, "time": time.time() if at is None else at, "event": event, "detail": detail})
 
     def flush(self) -> None:
-        """Write the new records; raises `StorageError`, and can then be called again."""
+        """Write the new records. Raises `StorageError`, and may then be called again."""
         self._stream.flush()
 
 
 class Journals:
-    """The metric history and the events of an attempt, as its rank 0 writes them."""
+    """Writers of an attempt's metric history and events, which rank 0 uses."""
 
     def __init__(self, run: Run, attempt: int) -> None:
-        self.metrics, self.events = Journal(run, "metrics", attempt), Journal(run, "events", attempt)
+        self.metrics = Journal(run, "metrics", attempt)
+        self.events = Journal(run, "events", attempt)
 
     def flush(self) -> None:
-        """Write the new records of both; raises `StorageError`, and can then be called again."""
+        """Write the new records of both journals. Raises `StorageError`, and may then be called again."""
         self.metrics.flush()
         self.events.flush()
 
 
 def tidy_journals(run: Run, before: int) -> None:
-    """Merge the small objects that attempts older than `before` left; raises `StorageError`."""
+    """Merge the small objects that attempts older than `before` left. Raises `StorageError`."""
     for kind in FORMS:
         tidy_lines(run.storage, run.key(kind), before)
 
@@ -103,62 +104,66 @@ def tidy_journals(run: Run, before: int) -> None:
 def read_journal(
     run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the records of all attempts, each journal's in order; with `spans`, only those whose steps count.
+    """Return the records of a journal, attempt by attempt. With `spans`, only those of steps that count are returned.
 
-    Damaged records are left out; `damaged` gets a line on each segment that has some, or else a warning tells.
+    Damaged records are left out. A line on each segment with damaged records is added to `damaged`, or logged as a
+    warning if `damaged` is None.
     """
-    return list(each_record(run, kind, spans, damaged=damaged))
+    return list(iter_records(run, kind, spans, damaged=damaged))
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
-    """Return the segments of the journals, by attempt; with `spans`, only of their attempts."""
+    """Return the segments of a journal, sorted by attempt. With `spans`, only their attempts are returned."""
     attempts = None if spans is None else {span.attempt for span in spans}
     segments = list_segments(run.storage, run.key(kind))
     return [segment for segment in segments if attempts is None or segment.attempt in attempts]
 
 
-def each_record(
+def iter_records(
     run: Run,
     kind: Kind,
     spans: Sequence[Span] | None = None,
     listed: Sequence[Segment] | None = None,
     damaged: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of `read_journal`, a few segments at a time: a long history need not fit into memory.
+    """Yield the records of `read_journal`, reading a few segments at a time so that memory stays bounded.
 
-    With `listed`, reads only those of `list_journal`; raises `StorageError` when one has been merged since.
+    With `listed` (a result of `list_journal`), only those segments are read. Raises `StorageError` if one of them has
+    been merged since.
     """
     size = 0
     for segment, text, given in read_segments(
         run.storage, run.key(kind), lambda: list_journal(run, kind, spans), listed
     ):
         if isinstance(text, DamageError):
-            tell_damage(str(text), damaged)
+            report_damage(str(text), damaged)
             continue
         size += len(text)
         if size > MAX_JOURNAL_BYTES:
-            tell_damage(f"{run.storage.locate(run.key(kind))}: it has more than {as_bytes(MAX_JOURNAL_BYTES)}", damaged)
+            report_damage(
+                f"{run.storage.locate(run.key(kind))}: it has more than {as_bytes(MAX_JOURNAL_BYTES)}", damaged
+            )
             return
         place = run.storage.locate(segment.entry.key)
-        whole = _count_lines(text) == segment.last - segment.first + 1  # not downsampled
-        missed = max(0, given - segment.first) if whole else 0
+        downsampled = _count_lines(text) != segment.last - segment.first + 1
+        known = 0 if downsampled else max(0, given - segment.first)
         own = None if spans is None else [span for span in spans if span.attempt == segment.attempt]
-        for record in _parse_lines(kind, islice(io.BytesIO(text), missed, None), place, damaged):
+        for record in _parse_lines(kind, islice(io.BytesIO(text), known, None), place, damaged):
             if own is None or any(span.reaches(record["attempt"], record["step"]) for span in own):
                 yield record
 
 
 def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | None = None) -> dict[str, Any] | None:
-    """Return the newest record of the metric history that counts; None when there is none.
+    """Return the newest record of the metric history that counts, or None if there is no record.
 
-    It reads the end of the history only, however long that is. With `listed`, looks first at those of `list_journal`.
+    Only the end of the history is read. With `listed` (a result of `list_journal`), those segments are tried first.
     """
     segments = list_journal(run, "metrics", spans) if listed is None else listed
     for _ in range(READ_TRIES):
         with contextlib.suppress(NotFoundError):  # merged since it was listed
             return _find_newest(run, spans, segments)
         segments = list_again(run.storage, run.key("metrics"), lambda: list_journal(run, "metrics", spans))
-    raise StorageError(f"{run.storage.locate(run.key('metrics'))}: it changes while it is read; try again")
+    raise StorageError(f"{run.storage.locate(run.key('metrics'))} keeps changing while it is read; try again")
 
 
 def _find_newest(run: Run, spans: Sequence[Span], segments: Sequence[Segment]) -> dict[str, Any] | None:
@@ -176,7 +181,7 @@ def _count_lines(text: bytes) -> int:
 
 
 def _lines_backwards(text: bytes) -> Iterator[bytes]:
-    """Yield the lines of a text in reverse order, without a list of all lines, which may be very many."""
+    """Yield the lines of a text in reverse order, without making a list of them, which could be huge."""
     end = len(text)
     while end:
         begin = text.rfind(b"\n", 0, end - 1) + 1
@@ -187,13 +192,13 @@ def _lines_backwards(text: bytes) -> Iterator[bytes]:
 def _parse_lines(
     kind: Kind, lines: Iterable[bytes], place: str, troubles: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a segment that are as they must be."""
+    """Yield the valid records of a segment, and report how many lines are damaged."""
     form, is_usable = FORMS[kind]
     validate = adapter(form).validate_json
     total = damaged = 0
     for total, line in enumerate(lines, 1):
         try:
-            record: dict[str, Any] = validate(line, strict=True)  # takes no longer than json.loads
+            record: dict[str, Any] = validate(line, strict=True)  # as fast as json.loads
             usable = is_usable(record)
         except ValueError:
             usable = False
@@ -201,10 +206,12 @@ def _parse_lines(
             yield record
         damaged += not usable
         if damaged > MAX_DAMAGED_LINES:
-            tell_damage(f"{place}: {damaged} of its first {total} lines cannot be used, and no more are read", troubles)
+            report_damage(
+                f"{place}: {damaged} of the first {total} lines cannot be used; the rest is not read", troubles
+            )
             return
     if damaged:
-        tell_damage(f"{place}: {damaged} of {total} lines cannot be used", troubles)
+        report_damage(f"{place}: {damaged} of {total} lines cannot be used", troubles)
 
 
 def _is_of_ranks(record: dict[str, Any]) -> bool:
@@ -214,52 +221,54 @@ def _is_of_ranks(record: dict[str, Any]) -> bool:
 
 
 def _is_event(record: dict[str, Any]) -> bool:
-    rank, said = record.get("rank"), (record.get("event"), record.get("detail", ""), record.get("stacks", ""))
-    whole = all(isinstance(text, str) for text in said) and (rank is None or is_count(rank))
-    return whole and _is_placed(record) and "time" in record
+    rank = record.get("rank")
+    texts = (record.get("event"), record.get("detail", ""), record.get("stacks", ""))
+    valid = all(isinstance(text, str) for text in texts) and (rank is None or is_count(rank))
+    return valid and _is_placed(record) and "time" in record
 
 
 def _is_placed(record: dict[str, Any]) -> bool:
-    """Return whether the fields that are reckoned with are what they must be."""
+    """Return True if the fields that say where a record belongs are valid."""
     counts = (record.get("attempt"), record.get("step"), record.get("steps", 0))
     return all(map(is_count, counts)) and is_moment(record.get("time", 0))
 
 
 FORMS: dict[Kind, tuple[Any, Callable[[dict[str, Any]], bool]]] = {
-    "metrics": (dict[str, float | Whole | str | None], _is_placed),
-    "ranks": (dict[str, float | Whole | dict[str, list[Measure | Whole | None]]], _is_of_ranks),
-    "events": (dict[str, float | Whole | bool | str | None], _is_event),
+    "metrics": (dict[str, float | Int64 | str | None], _is_placed),
+    "ranks": (dict[str, float | Int64 | dict[str, list[Measure | Int64 | None]]], _is_of_ranks),
+    "events": (dict[str, float | Int64 | bool | str | None], _is_event),
 }
-"""Of a line, and what else holds of it. Numbers may be NaN and infinite, but for those of the `ranks`. (Floats first:
-most are.)"""
+"""Schema of a line and a further check, by kind of journal. Numbers may be NaN or infinite, except those of the
+`ranks`. (`float` comes first because most numbers are floats.)"""
 
 
 # ------------------------------------------------------------------------------------------------- numbers of each rank
 
 Columns = dict[str, list[Any]]
-"""By name, the number of each rank; None: unknown."""
+"""Numbers of all ranks, by name. A number is None if it is not known."""
 
 
 def to_rows(ranks: Columns) -> list[dict[str, Any]]:
-    """Return the numbers by rank."""
+    """Return a dict of numbers for each rank."""
     return [dict(zip(ranks, values, strict=True)) for values in zip(*ranks.values(), strict=True)]
 
 
-def each_rank_record(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of the steps that count."""
+def iter_rank_records(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records with numbers of each rank whose steps count."""
     newest: dict[int, int] = {}
-    for record in each_record(run, "ranks", spans, damaged=damaged):
-        if record["step"] > newest.get(record["attempt"], -1):  # it was not combined while it was read
+    for record in iter_records(run, "ranks", spans, damaged=damaged):
+        if record["step"] > newest.get(record["attempt"], -1):  # otherwise, it was combined while the journal was read
             newest[record["attempt"]] = record["step"]
             yield record
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the records of the newest attempt that has any."""
+    """Return the records with numbers of each rank of the newest attempt that has such records."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
-        if span.attempt in recorded and (found := list(each_rank_record(run, [span]))):
-            return found
+        records = list(iter_rank_records(run, [span])) if span.attempt in recorded else []
+        if records:
+            return records
     return []
 
 
@@ -267,10 +276,10 @@ def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:
-    """Read every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
+    """Return every event, oldest first, each with `time`, `attempt`, `step`, `event` and mostly a `detail`."""
     attempts = read_attempts(run)
     before = [None, *attempts]
-    recorded = map(name_start, read_journal(run, "events"))
+    recorded = map(display_event, read_journal(run, "events"))
     found = [*map(_began, attempts, before), *recorded, *_errors(run, attempts)]
     return sorted(found, key=lambda event: (event["time"], event["attempt"]))
 
@@ -281,20 +290,20 @@ def _began(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
     by = f"{plural(workers, 'worker')} of {owner}" if workers else owner
     where = " in memory" if attempt.metadata.tier == "memory" else ""
     begin = f", from {attempt.starts_from or 'the beginning'}{where}{_other_code(attempt, before)}"
-    detail = by + (begin if attempt.chosen else "; where it starts has not been chosen")
+    detail = by + (begin if attempt.chosen else "; its start has not been chosen yet")
     known = {"time": attempt.time, "attempt": attempt.number, "step": attempt.step}
     return {**known, "event": "attempt began", "detail": detail}
 
 
 def _other_code(attempt: Attempt, before: Attempt | None) -> str:
-    """Say that an attempt trains with other code of the user's than the one before; empty: with the same."""
+    """Return a note if an attempt trains with other user code than the attempt before, and an empty text otherwise."""
     settings = [each.metadata.settings if each else {} for each in (before, attempt)]
     then, now = (code_in(each.get(CODE, ""))[:12] or "the image's" for each in settings)
     return f", with other code: {then} -> {now}" if before and now != then else ""
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
-    """Read the errors that ended attempts for good, including those whose record cannot be read."""
+    """Yield an event for each error that ended an attempt for good, even if the record of the error cannot be read."""
     steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
     for file, entry in run.entries("attempts"):
         number = file.removesuffix("-error.json")
@@ -302,7 +311,7 @@ def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
             continue
         event = {"attempt": int(number), "step": steps[number], "event": "failed for good"}
         try:
-            ended = read_verified(run, Ended, "attempts", file)
+            ended = read_verified(run, FatalError, "attempts", file)
             yield {**event, "time": ended.time, "detail": f"{ended.type}: {ended.message}"}
         except (NotFoundError, DamageError):
-            yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}
+            yield {**event, "time": entry.modified, "detail": "its message cannot be read"}

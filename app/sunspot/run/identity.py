@@ -1,4 +1,4 @@
-"""What a run may never change: the settings that give its steps their meaning, its rows, and their order."""
+"""The identity of a run: the settings that define its steps, its rows and their order, which may never change."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -6,50 +6,47 @@ from dataclasses import asdict, dataclass, replace
 
 from sunspot.errors import ConflictError
 from sunspot.run import Run
-from sunspot.run.objects import Count, read_if_there, read_verified, with_checksum
+from sunspot.run.objects import Count, read_if_exists, read_verified, with_checksum
 
 log = logging.getLogger(__name__)
 
 FILE = "run.json"
 
-ADDED_LATER = {"SUNSPOT_TEST_SHARE": "0.0"}
-"""Settings that runs of older versions have not recorded, with the value that these runs had."""
-
 
 @dataclass(frozen=True)
 class Rows:
-    """What identifies a run's rows, and the order in which it visits them."""
+    """The identity of a run's rows, and of the order in which the run visits them."""
 
     data: str
     "Fingerprint of the rows (`sunspot.data.source.Source`)."
     rows: Count
     steps_per_epoch: Count
     order: str
-    "Checksum of their order (`sunspot.data.order.Order`)."
+    "Checksum of the order of the rows (`sunspot.data.order.Order`)."
     shuffled_by: str
-    "What made that order, for people: NumPy and its version."
+    "Library that made the order, as readable text: NumPy and its version."
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run was begun with, and may never change."""
+    """The settings and rows with which a run was begun, and which it may never change."""
 
     settings: dict[str, str]
-    "By variable."
+    "Values of the identity settings, by environment variable."
     rows: Rows | None = None
-    "None for a search, whose trials have rows."
+    "Rows of the run. None for a search, because only its trials have rows."
 
 
 def read_identity(run: Run) -> Identity:
-    """Return what the run was begun with; raises `NotFoundError` before its driver has begun, and `DamageError`."""
+    """Return the identity of a run. Raises `NotFoundError` before its driver has begun, and `DamageError`."""
     return read_verified(run, Identity, FILE)
 
 
-def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
-    """Record what a run may never change; raise `ConflictError`, with a diff, when it was begun with other values.
+def record_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
+    """Record the identity of a run. Raises `ConflictError` with a diff if the run was begun with another one.
 
-    `environment` has all settings by variable, of which the run keeps those called `names`; a search has no `rows`.
-    Another order of the rows is recorded in place of the old one when ACCEPT names it. Raises `DamageError`.
+    `environment` has all settings by variable. The settings called `names` belong to the identity. A search has no
+    `rows`. If ACCEPT names another order of the rows, that order replaces the recorded one. Raises `DamageError`.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
     if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
@@ -60,7 +57,7 @@ def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str]
 
 
 def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[str, str]) -> None:
-    from sunspot.settings import PREFIX, accepts  # pydantic: slow to import, and most verbs do without
+    from sunspot.settings import PREFIX, accepts  # pydantic is slow to import, and most verbs do not need it
 
     begun = identity.rows
     if begun is None:
@@ -71,35 +68,37 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
     if begun.order == rows.order:
         return
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
-    if accepts(environment, name := f"order-{rows.order}"):
-        log.warning(f"the rows come in another order from here on ({change})")
+    name = f"order-{rows.order}"
+    if accepts(environment, name):
+        log.warning(f"from here on, the rows come in another order ({change})")
         run.storage.write(run.key(FILE), with_checksum(asdict(replace(identity, rows=rows))))
         return
     raise ConflictError(
-        f"{run.location}: its seed gives another order of the rows than when it was begun ({change}), so an epoch that "
-        f"goes on would repeat some rows and leave out others. Go on with {begun.shuffled_by}, or accept that for "
-        f"the epoch under way with {PREFIX}ACCEPT={name}"
+        f"{run.location}: its seed now gives another order of the rows than at its beginning ({change}), so the rest "
+        f"of the epoch would repeat some rows and leave out others. Continue with {begun.shuffled_by}, or accept the "
+        f"new order with {PREFIX}ACCEPT={name}"
     )
 
 
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise `ConflictError` when the run was begun with other values of these settings, or keeps more of them."""
+    """Raise `ConflictError` if the run was begun with other values of these settings, or with other settings."""
     from sunspot.settings import differences
 
-    if identity := read_if_there(lambda: read_identity(run)):
-        added = {name: value for name, value in ADDED_LATER.items() if name in _variables(names)}
-        begun = {**added, **identity.settings}
-        kept = dict.fromkeys([*begun, *_variables(names)])
-        refuse_changes(run, differences(begun, {name: environment[name] for name in kept if name in environment}))
+    identity = read_if_exists(lambda: read_identity(run))
+    if identity is None:
+        return
+    kept = dict.fromkeys([*identity.settings, *_variables(names)])
+    given = {name: environment[name] for name in kept if name in environment}
+    refuse_changes(run, differences(identity.settings, given))
 
 
 def refuse_changes(run: Run, changed: list[str]) -> None:
-    """Raise `ConflictError` when anything has changed; a line each (`settings.differences`)."""
+    """Raise `ConflictError` if there is a line on a changed setting (`settings.differences`)."""
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(
-            f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
-            "set them back, or choose another SUNSPOT_RUN_NAME"
+            f"{run.location} was begun with other settings, and continuing would mix two runs:\n{lines}\n"
+            "restore the settings, or choose another SUNSPOT_RUN_NAME"
         )
 
 

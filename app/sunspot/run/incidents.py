@@ -1,8 +1,8 @@
-"""What interrupted a run and what it cost: a receipt for every start of a worker group.
+"""Incidents and their cost: a receipt for every start of a worker group.
 
-A receipt is an event of the new attempt, written after its first step; its times are taken where things happen.
-Receipts form a chain: `since` is the attempt of the receipt before, so an attempt lost before its first step is covered
-by a later receipt.
+A receipt is an event of the new attempt, written after its first step. Its times are recorded where things happen.
+Receipts form a chain, because `since` names the attempt of the receipt before. So an attempt that was lost before its
+first step is covered by a later receipt.
 """
 
 import enum
@@ -16,102 +16,102 @@ from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.objects import Count, Measure, Moment, Workers, as_event
 
 RECOVERED, STARTED = "recovered", "started"
-"""The `event` of a receipt in the journal, and the one that is shown for a start which followed no disturbance."""
+"""Name of the event of a receipt in the journal, and the name shown if the start did not follow an incident."""
 
 
 class Cause(enum.StrEnum):
-    """Why a worker group started."""
+    """The cause of a worker group's start."""
 
     BEGIN = "begin"
-    "The run's first one."
+    "The run's first start."
     PREEMPTED = "preempted"
-    "A node was taken away, with notice."
+    "A node was reclaimed, with notice."
     SCALE_UP = "scale_up"
-    "More nodes came."
+    "More nodes became available."
     JOINED = "joined"
-    "A worker took its place beside those that had trained on."
+    "A replacement joined the workers that had kept training."
     MOVED = "moved"
-    "Nodes of a better choice came."
+    "Nodes of a preferred group became available."
     NODE_LOST = "node lost"
     WORKER_LOST = "worker lost"
-    "A worker's process ended, but not its node."
+    "A worker's process ended, but its node did not."
     WORKER_FAILED = "worker failed"
     "A worker ended with an error of its own."
     OUT_OF_MEMORY = "out of memory"
-    "A worker was ended because its node, its container or its GPU had too little memory."
+    "A worker was killed because its node, its container or its GPU had too little memory."
     HUNG = "hung rank"
     NO_ROWS = "no rows"
-    "Ranks that waited for rows of Ray Data until they were ended like hung ones."
+    "Ranks waited for rows of Ray Data until they were ended like hung ranks."
     DRIVER_LOST = "driver lost"
-    "The driver before ended without a status: its head or its node was lost."
+    "The driver before ended without writing a status, because its head or its node was lost."
     TAKEN_OVER = "taken over"
-    "Another start of the run trained, and this one took it over."
+    "Another start trained the run, and this start took the run over."
     RESUMED = "resumed"
     "The driver before had ended for good."
 
     @property
     def incident(self) -> bool:
-        """Whether it is a disturbance; starting, resuming and taking over are deliberate."""
+        """Return True if the cause is an incident, unlike a start, a resume or a take-over, which are deliberate."""
         return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
 
 
 NOTICED = (Cause.PREEMPTED, Cause.SCALE_UP, Cause.JOINED, Cause.MOVED)
-"""Causes that are known before the group ends."""
+"""Causes that are known before the worker group ends."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one start of a worker group cost. Times are in seconds since the epoch; None: not observed."""
+    """The cost of one start of a worker group. Times are in seconds since the epoch, and None if not observed."""
 
     attempt: Count
-    "The new attempt."
+    "Number of the new attempt."
     since: Count
-    "The attempt of the receipt before; 0: none. Attempts in between took no step."
+    "Attempt of the receipt before, or 0 if this is the first. Attempts in between took no step."
     cause: Cause
     detail: str
-    "Details for people."
+    "Details as readable text."
     noticed: Moment | None
-    "When the notice arrived or the loss was detected."
+    "Time at which the notice arrived or the loss was detected."
     save_began: Moment | None
     committed: Moment | None
     restarted: Moment
-    "When the attempt was claimed."
+    "Time at which the attempt was claimed."
     first_step: Moment
-    "When its first optimizer step was done."
+    "Time at which its first optimizer step was done."
     left: Moment
-    "When `step` had been taken: from here to `first_step`, no work counts."
+    "Time at which `step` had been taken. No work between this time and `first_step` counts."
     step: Count
-    "The step it continues from."
+    "Step from which the attempt continues."
     last_step: Count
-    "The last step the group before is known to have taken."
+    "Last step that the group before is known to have taken."
     tier: str
-    "Where the state came from: memory, storage, or beginning."
+    "Source of the state: in place, memory, storage, or beginning."
     world_before: Workers
     world_after: Workers
     launched: Moment | None = None
-    "When Ray launched rank 0's process, the old group being gone."
+    "Time at which Ray launched the process of rank 0, after the old group had gone."
     up: Moment | None = None
-    "When all processes answered."
+    "Time at which all processes had answered."
     formed: Moment | None = None
-    "When they had formed their process group."
+    "Time at which the processes had formed their process group."
     loaded: Moment | None = None
-    "When rank 0 had the state, and all else that a step needs."
+    "Time at which rank 0 had the state and everything else that a step needs."
     paused_s: Measure = 0.0
-    "Seconds in between in which the run had ended and used no nodes."
+    "Seconds during which the run had ended and used no nodes."
     worker_seconds_lost: Measure = 0.0
     cost: Measure | None = None
-    "What the nodes cost meanwhile; None: no price is known."
+    "Cost of the nodes from the loss to the first step, or None if no price is known."
 
     @property
     def replayed(self) -> int:
-        """Optimizer steps taken again."""
+        """Number of optimizer steps that were taken again."""
         return max(0, self.last_step - self.step)
 
     @property
     def beginning(self) -> tuple[float, str]:
-        """When the recovery begins, and what that is: the notice or the loss.
+        """The time at which the recovery begins, and the name of that point: the notice or the loss.
 
-        Or the last step that counts, where neither was observed, and where others train on from that step.
+        It is the last step that counts if neither was observed, or if the other workers kept training from that step.
         """
         if self.noticed is None or self.tier == IN_PLACE:
             return self.left, "the last step that counts"
@@ -119,15 +119,15 @@ class Receipt:
 
     @property
     def recovery_s(self) -> float:
-        """Seconds from `beginning` to the first step after it."""
+        """Seconds from `beginning` to the first step after the recovery."""
         return self.first_step - self.beginning[0]
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds from `beginning` to the end of each phase that was observed, in their order.
+        """Seconds from `beginning` to the end of each observed phase, in order.
 
-        A driver may begin while the group of a lost one still trains: what it did before that group's last step that
-        counts is no part of the recovery.
+        A driver may begin while the group of a lost driver still trains. A phase that ended before that group took its
+        last step that counts is not part of the recovery.
         """
         ends = {
             "old group gone": self.launched,
@@ -140,29 +140,29 @@ class Receipt:
         return {name: end - began for name, end in ends.items() if end is not None and end >= began}
 
     def record(self) -> dict[str, Any]:
-        """Return it as an event of the run."""
+        """Return the receipt as an event of the run."""
         return {**asdict(self), "event": RECOVERED, "time": self.first_step}
 
 
 def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
-    """Return the receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
+    """Return the receipts among a run's events, sorted by attempt. Malformed receipts are skipped."""
     named = [event for event in events if event.get("event") in (RECOVERED, STARTED)]
     found = [receipt for event in named if (receipt := as_event(Receipt, event))]
     return sorted(found, key=lambda receipt: receipt.attempt)
 
 
-def name_start(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event as it is shown: a receipt is a recovery only if a disturbance preceded its start."""
+def display_event(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event as it is displayed. A receipt is called a recovery only if an incident preceded the start."""
     deliberate = event.get("cause") in [cause for cause in Cause if not cause.incident]
     return {**event, "event": STARTED} if event.get("event") == RECOVERED and deliberate else event
 
 
-def describe(receipt: Receipt) -> str:
-    """Return a line for people."""
-    if not receipt.cause.incident:
-        passed, since = receipt.first_step - receipt.restarted, "the start"
-    else:
+def describe_receipt(receipt: Receipt) -> str:
+    """Return a receipt as one line of readable text."""
+    if receipt.cause.incident:
         passed, since = receipt.recovery_s, receipt.beginning[1]
+    else:
+        passed, since = receipt.first_step - receipt.restarted, "the start"
     detail = f" ({receipt.detail})" if receipt.detail else ""
     workers = plural(receipt.world_after, "worker")
     if receipt.world_before not in (0, receipt.world_after):
@@ -179,7 +179,7 @@ def describe(receipt: Receipt) -> str:
 
 
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
-    """Return worker-seconds between two times; an attempt has its workers from its claim to the next one's."""
+    """Return the worker-seconds between two times. An attempt has its workers from its claim until the next claim."""
     total = 0.0
     claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
@@ -188,10 +188,10 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
 
 
 def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
-    """Return useful over all worker-seconds, from the first receipt's start to `end`; None without receipts.
+    """Return the fraction of useful worker-seconds from the first receipt's start to `end`, or None without receipts.
 
-    Time covered by several receipts is lost once. A group without a step so far has done nothing useful; the steps its
-    start has cost as well are known after its first one.
+    Time covered by several receipts is lost only once. A group that has not taken a step yet has done nothing useful.
+    The steps that its start cost are known only after its first step.
     """
     if not receipts:
         return None
@@ -207,7 +207,7 @@ def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> flo
 
 
 def without_overlap(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the same spans of time, without overlap."""
+    """Yield the same spans of time without their overlaps, sorted."""
     reached = float("-inf")
     for first, last in sorted(spans):
         if last > reached:
@@ -216,7 +216,7 @@ def without_overlap(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[floa
 
 
 def find_gaps(receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
-    """Return a line per missing receipt; `stepped` are attempts known to have taken a step."""
+    """Return a line for each missing receipt. `stepped` are the attempts that are known to have taken a step."""
     wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
     missing = wanted - {receipt.attempt for receipt in receipts}
     return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]

@@ -1,9 +1,9 @@
-"""The output of a run's processes: shipped to storage every few seconds, so a lost node costs no more than that.
+"""The output of a run's processes, shipped to storage every few seconds so that little is lost with a node.
 
-The output of a worker is a file of Ray's; that of the driver a terminal, a pipe, or whatever it was started with. A
-stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot append: a
-stream is a series of segments, and only the last is written again, until it has SEGMENT_BYTES. Of a process that prints
-without end the first part and the newest are kept.
+The output of a worker is a file that Ray opened. The output of a driver is a terminal, a pipe, or whatever it was
+started with. A stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot
+append, so a stream is a series of segments. Only the last segment is written again, until it has SEGMENT_BYTES. If a
+process prints without end, the first and the newest part are kept.
 """
 
 import os
@@ -24,73 +24,80 @@ from sunspot.run.streams import Segment, read_segment, read_segments
 from sunspot.standard_streams import mute, print_escapes
 
 SHIP_EVERY_S = 5
-"""Seconds of output that a killed process loses; shipping takes one small write, and none without output."""
+"""Seconds between two writes of output, and the most that a killed process loses. Without output nothing is written."""
 
 CHUNK = 1 << 20
-"""Bytes read at a time from a worker's output file."""
+"""Number of bytes that are read at a time from a worker's output file."""
 
 SEGMENT_BYTES = 128 << 10
-"""Bounds the cost of writing the last segment again. One may have more, when much was printed between two writes."""
+"""Size from which a segment is complete. It bounds the cost of writing the last segment again. A segment may be larger
+if much was printed between two writes."""
 
 MAX_WAITING = 4 << 20
-"""Bytes waiting for storage; of more than this, the middle is left out."""
+"""Largest number of bytes that wait for storage. If there are more, the middle is left out."""
 
 FIRST_BYTES, NEWEST_BYTES = 1 << 20, 4 << 20
-"""What is kept of a stream, in whole segments."""
+"""Bytes of a stream's first and newest segments that are kept."""
 
-BURST, DRIVER_EVERY_S, RANK_EVERY_S = 120, 10.0, 60.0
-"""The first writes of a process, and those after a pause, come as often as asked for. One that prints all the time
-costs a write every so many seconds from then on: a day of a thousand ranks would cost 86 dollars otherwise."""
+BURST = 120
+"""Number of writes that a process may make at any rate, at first and after a pause."""
 
-TOO_FAST = "more was printed than storage took in time"
+DRIVER_EVERY_S, RANK_EVERY_S = 10.0, 60.0
+"""Seconds between two writes of a driver and of a rank that have used up BURST. The writes of a thousand ranks
+that print all day would otherwise cost 86 dollars."""
+
+TOO_FAST = "the process printed faster than storage could take it"
 
 STREAM = re.compile(r"driver-[0-9TZ]+|attempt-[0-9]{4,9}-rank-[0-9]{4,9}")
 
 SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log")
-"""A segment, by where it begins in the stream."""
+"""Name of a segment, which is its position in the stream."""
 
 
 class LogWriter:
-    """One process's output on its way to storage."""
+    """Writer of one process's output to storage."""
 
     def __init__(self, run: Run, stream: str) -> None:
-        self._run, self._stream = run, stream
+        self._run = run
+        self._stream = stream
         self._begin = 0
-        "Where the last segment begins in the stream."
+        "Position of the last segment in the stream."
         self._tail = bytearray()
-        "That segment, and what is to follow it."
+        "Last segment, and the output after it."
         self._written = 0
-        "Bytes of it that are in storage, or on their way."
+        "Number of bytes of the tail that are in storage or are being written."
         self._lost = 0
-        "Bytes left out of what is not in storage yet."
+        "Number of bytes left out of the part that is not in storage yet."
         self._later: list[tuple[int, int]] = []
-        "Begin and size of the complete segments behind the first FIRST_BYTES that are in storage."
-        self._ends = False
+        "Position and size of the complete segments in storage after the first FIRST_BYTES."
+        self._ending = False
         self._pace = TokenBucket(BURST, DRIVER_EVERY_S if stream.startswith("driver") else RANK_EVERY_S)
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
     def append(self, data: bytes) -> None:
-        """Add output; it is durable after the next `flush`."""
+        """Add output. It is durable after the next `flush`."""
         with self._lock:
             self._tail += data
-            begin, end = max(self._written, SEGMENT_BYTES), len(self._tail) - MAX_WAITING // 2
+            begin = max(self._written, SEGMENT_BYTES)
+            end = len(self._tail) - MAX_WAITING // 2
             if end > begin + MAX_WAITING // 2:
-                said = len(_describe_gap(self._lost, TOO_FAST)) if self._lost else 0
-                self._lost += end - begin - said
+                earlier_note = len(_describe_gap(self._lost, TOO_FAST)) if self._lost else 0
+                self._lost += end - begin - earlier_note
                 self._tail[begin:end] = _describe_gap(self._lost, TOO_FAST)
 
     def end(self) -> None:
-        """Have every later flush write at once."""
-        self._ends = True
+        """Make every later flush write immediately."""
+        self._ending = True
 
     def flush(self) -> None:
-        """Write the new output, unless it has to wait; raises `StorageError`, and can then be called again."""
+        """Write the new output unless it is too early. Raises `StorageError`, and may then be called again."""
         with self._flushing:
             with self._lock:
-                if len(self._tail) == self._written or not (self._ends or self._pace.take()):
+                if len(self._tail) == self._written or not (self._ending or self._pace.take()):
                     return
-                content, before, lost = bytes(self._tail), self._written, self._lost
+                content = bytes(self._tail)
+                before, lost = self._written, self._lost
                 self._written, self._lost = len(content), 0
             try:
                 self._run.storage.write(self._key(self._begin), content)
@@ -108,11 +115,11 @@ class LogWriter:
                 self._drop()
 
     def _drop(self) -> None:
-        """Delete the oldest segments behind the first ones, of more than NEWEST_BYTES."""
+        """Delete the oldest segments after the first FIRST_BYTES, keeping at least the newest NEWEST_BYTES."""
         old = list[str]()
         while sum(size for _, size in self._later[len(old) + 1 :]) >= NEWEST_BYTES:
             old.append(self._key(self._later[len(old)][0]))
-        with suppress(StorageError):  # made up for with the next segment
+        with suppress(StorageError):  # repeated with the next segment
             self._run.storage.delete_many(old)
             del self._later[: len(old)]
 
@@ -125,7 +132,7 @@ def _describe_gap(size: int, why: str) -> bytes:
 
 
 def driver_stream() -> str:
-    """Return the name for the stream of a driver that starts now; names sort by time."""
+    """Return the name of the stream of a driver that starts now. These names sort by time."""
     now = time.time()
     return f"driver-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}{int(now % 1 * 1000):03d}Z"
 
@@ -137,9 +144,10 @@ def rank_stream(attempt: int, rank: int) -> str:
 
 @contextmanager
 def shipped_driver_output(run: Run) -> Iterator[None]:
-    """Ship what Python prints in this process, and the error that ends the context."""
+    """Ship the output of Python code in this process, and the error that ends the context."""
     log = LogWriter(run, driver_stream())
-    out, err = cast(TextIO, _Tee(sys.stdout, log)), cast(TextIO, _Tee(sys.stderr, log))
+    out = cast(TextIO, _Tee(sys.stdout, log))
+    err = cast(TextIO, _Tee(sys.stderr, log))
     with redirect_stdout(out), redirect_stderr(err), Background(SHIP_EVERY_S, log.flush):
         try:
             yield
@@ -153,14 +161,14 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
             log.end()
 
 
-def log_only() -> Callable[[str], None]:
-    """Return a function that ships text without printing it, while output is shipped; else it does nothing."""
+def log_shipper() -> Callable[[str], None]:
+    """Return a function that ships text without printing it. It does nothing unless the driver's output is shipped."""
     return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
 
 
 @contextmanager
 def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
-    """Ship what this worker writes to stdout and stderr, from Python or from a library."""
+    """Ship what this worker's Python code and libraries write to stdout and stderr."""
     log = LogWriter(run, rank_stream(attempt, rank))
     for stream in (sys.stdout, sys.stderr):
         print_escapes(stream)
@@ -186,7 +194,7 @@ class _Tee:
         print_escapes(stream)
 
     def write(self, text: str) -> int:
-        plain = COLOUR.sub("", text)  # Ray colours what it prints, also where nobody sees colours
+        plain = COLOUR.sub("", text)  # Ray colours its output even if it goes to no terminal
         self.copy(plain)
         if not self._failed:
             try:
@@ -203,12 +211,12 @@ class _Tee:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Write only to the log from now on, because the reader of the stream has gone or its disk is full."""
+        """Write only to the log from now on, because the reader of the stream has gone or the disk is full."""
         self._failed = True
         mute(self._stream)
         why = error.strerror or error
-        told = "the run continues, and `sunspot logs` shows its output"
-        print(f"warning: its output cannot be written here ({why}); {told}", file=sys.stderr)
+        hint = "the run continues, and `sunspot logs` shows its output"
+        print(f"warning: the output can no longer be written here ({why}); {hint}", file=sys.stderr)
 
     def copy(self, text: str) -> None:
         self._log.append(text.encode(errors="backslashreplace"))
@@ -218,12 +226,12 @@ class _Tee:
 
 
 class _Tail:
-    """Reads the new bytes of the file that a descriptor of this process writes to."""
+    """Reader of the new bytes in the file that a descriptor of this process writes to."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log
         self._file = open(f"/proc/self/fd/{descriptor}", "rb")  # noqa: SIM115  # open until the process ends
-        self._file.seek(0, os.SEEK_END)  # the process may have worked for another run before
+        self._file.seek(0, os.SEEK_END)  # the process may have worked for another run before this one
 
     def read(self) -> None:
         """Append the new bytes to the log."""
@@ -232,7 +240,7 @@ class _Tail:
 
 
 def list_streams(run: Run) -> dict[str, int]:
-    """Return the streams of a run by name, with their sizes in bytes."""
+    """Return the sizes of a run's streams in bytes, by name."""
     sizes: dict[str, int] = {}
     for path, entry in run.entries("logs"):
         stream, _, segment = path.partition("/")
@@ -241,39 +249,42 @@ def list_streams(run: Run) -> dict[str, int]:
     return sizes
 
 
-class Piece(NamedTuple):
+class LogPart(NamedTuple):
     """A part of a stream."""
 
     data: bytes
     end: int
-    "Where it ends in the stream: the offset to read on from."
+    "Position of its end in the stream, from which to continue reading."
 
 
 def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
-    """Return a stream from byte `offset` on; empty when there is nothing (yet)."""
-    return b"".join(piece.data for piece in read_pieces(run, stream, offset))
+    """Return the bytes of a stream from `offset` on. They are empty if nothing is there yet."""
+    return b"".join(piece.data for piece in read_parts(run, stream, offset))
 
 
-def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
-    """Yield a stream by segments, each with a note of what was left out before it. Nothing new costs one listing."""
+def read_parts(run: Run, stream: str, offset: int = 0) -> Iterator[LogPart]:
+    """Yield the parts of a stream from `offset` on, with a note of what is left out before each.
+
+    A call without new output costs one listing.
+    """
 
     def find_unread() -> list[Segment]:
         return [segment for segment in _list_segments(run, stream) if segment.last >= offset]
 
     for segment, text, _ in read_segments(run.storage, run.key("logs", stream), find_unread):
         begin = segment.first
-        gap = _describe_gap(begin - offset, "of long output, the first and the newest part are kept")
+        gap = _describe_gap(begin - offset, "only the first and the newest part of long output are kept")
         if isinstance(text, DamageError):
             end, new = segment.last + 1, _describe_gap(segment.entry.size, str(text))
         else:
             end, new = begin + len(text), text[max(0, offset - begin) :]
         data = (gap if begin > offset else b"") + new
         offset = end
-        yield Piece(data, offset)
+        yield LogPart(data, offset)
 
 
 def read_tail(run: Run, stream: str, size: int) -> bytes:
-    """Return the last `size` bytes of a stream, or a little more; empty when it has none."""
+    """Return at most the last `size` bytes of a stream."""
     tail = b""
     for segment in reversed(_list_segments(run, stream)):
         if len(tail) < size:
@@ -285,7 +296,7 @@ def read_tail(run: Run, stream: str, size: int) -> bytes:
 
 
 def _list_segments(run: Run, stream: str) -> list[Segment]:
-    """Return the segments of a stream, by where they begin in it."""
+    """Return the segments of a stream, sorted by position."""
     listed = [(SEGMENT.fullmatch(file), entry) for file, entry in run.entries(f"logs/{stream}")]
     begins = [(int(name["begin"]), entry) for name, entry in listed if name]
     return [Segment(0, stream, begin, begin + entry.size - 1, entry) for begin, entry in begins]

@@ -1,4 +1,4 @@
-"""How one start of a driver goes, as the status tells: when it begins, while no worker trains, and how it ends."""
+"""The status of one start of a driver: when it begins, while no worker trains, and how it ends."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sunspot.run.owner import Owner
 from sunspot.run.requests import StopRequest, list_submissions
 from sunspot.run.status import (
     STATUS_EVERY_S,
-    WORKERS_SILENT_S,
+    WORKERS_SILENT_AFTER_S,
     RunState,
     Status,
-    attempt_in,
-    driver_of,
+    attempt_of_status,
+    driver_of_status,
+    find_own_status,
     is_alive,
     list_statuses,
     load_status,
+    load_usable_status,
     newest_status,
-    own_status,
     read_status,
-    usable_status,
     withdraw_status,
     write_status,
 )
@@ -41,21 +41,21 @@ from sunspot.storage.base import Entry
 from sunspot.storage.limits import with_deadline
 
 RECORD_S = 60.0
-"""Limit on each wait for storage to take how the driver began or ended, which does not depend on that."""
+"""Longest wait, in seconds, for storage to take a driver's status. Without an answer, the driver continues anyway."""
 
 DRIVER_CHECK_EVERY_S = 5.0
-"""Seconds between two looks of a driver at what others leave for it in storage: its status, and the stop marker."""
+"""Seconds between two reads of what other processes write to storage for a driver: its status, and the stop marker."""
 
 
 @contextmanager
 def recorded_outcome(
     claimant: Claimant, newest: Checkpoint | None, max_starts: int, stop_request: StopRequest | None = None
 ) -> Iterator[DriverStatusWriter]:
-    """Write the run's status when the driver begins, and again when the context ends, in success or with an error.
+    """Write the run's status when the driver begins, and again when the context ends, with or without an error.
 
-    Meanwhile `stop_request` learns of the stop marker. Raises `SunspotError` once the same owner has begun more than
-    `max_starts` times in a row without a new checkpoint: on a cluster the operator restarts the driver for every head
-    that is lost, without a limit.
+    In between, the stop marker is read into `stop_request`. Raises `SunspotError` if the same owner has begun more than
+    `max_starts` times in a row without a new checkpoint. This is needed because on a cluster the operator restarts the
+    driver whenever its head is lost, without a limit.
     """
     run = claimant.run
     known, before, status = with_deadline(RECORD_S, "writing the status", lambda: _begin(claimant, newest))
@@ -81,12 +81,12 @@ def recorded_outcome(
         with Background(DRIVER_CHECK_EVERY_S, status.refresh, partial(stop_request.read_marker, run)):
             yield status
     except SupersededError:
-        raise  # the run is another's
+        raise  # the run belongs to another owner
     except SunspotError as error:
         fail(RunState.FAILED, str(error), error)
         raise
     except KeyboardInterrupt as error:
-        fail(RunState.STOPPED, str(error) or "interrupted; the same command goes on", error)
+        fail(RunState.STOPPED, str(error) or "interrupted; the same command resumes it", error)
         raise
     except Exception as error:
         if fail(RunState.FAILED, shorten(error), error):
@@ -98,20 +98,21 @@ def recorded_outcome(
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
-    """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
+    """Return the number of the newest attempt, the status before this start, and the writer of this start's status."""
     run, owner = claimant.run, claimant.owner
-    known, before = newest_number(run), read_status(run)
+    known = newest_number(run)
+    before = read_status(run)
     name = newest.name if newest else None
     again = before is not None and before.owner == owner and before.checkpoint == name
     begun = replace(
         before or Status(RunState.STARTING, owner),
         state=RunState.STARTING,
         owner=owner,
-        reason="no worker trains yet: the driver reads its data, or waits for machines",
+        reason="no worker trains yet: the driver is reading its data or waiting for nodes",
         began=time.time(),
         starts=before.starts + 1 if before and again else 1,
         attempt=0 if before and before.owner != owner and is_alive(before, time.time()) else known,
-        after=tuple(sorted({driver_of(entry) for entry in list_statuses(run)})),
+        after=tuple(sorted({driver_of_status(entry) for entry in list_statuses(run)})),
         driver=claimant.driver,
         checkpoint=name,
         checkpoint_time=newest.time if newest else None,
@@ -125,15 +126,16 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
 
 
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
-    """Return whether the run stands where it stood before the start that `begun` is of, which ends with `error`.
+    """Return True if the start that wrote `begun`, and now ends with `error`, has changed nothing in the run.
 
-    So it does until the start claims an attempt (`known`: the newest before it): a typo neither makes a run, nor ends
-    one that another start trains or has ended. The end of a retry of the same job is the run's.
+    A start changes nothing until it claims an attempt (after `known`, the newest one before the start). So a typo
+    neither creates a run nor ends one that another start trains or has ended. But if the job of the run was retried,
+    the end of the retry is also the end of the run.
     """
     if newest_number(run) > known:
         return False
     entry = newest_status(list_statuses(run), other_than=begun.driver)
-    other = usable_status(run.storage, entry) if entry else before
+    other = load_usable_status(run.storage, entry) if entry else before
     if not other:
         return not run.storage.exists(run.key("run.json")) and not list_submissions(run)
     if other.owner == begun.owner:
@@ -142,35 +144,38 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
 
 
 class DriverStatusWriter:
-    """The status while no worker keeps it; not written any more once another process owns the run."""
+    """Writer of the status while no worker writes it. It stops writing once another process owns the run."""
 
     def __init__(self, run: Run, begun: Status) -> None:
-        self._run, self.begun, self._last = run, begun, begun
-        self._version, self._changed = "", time.monotonic()
+        self._run = run
+        self.begun = begun
+        self._last = begun
+        self._version = ""
+        self._changed = time.monotonic()
         self._ended = False
         self._group_ended = ""
-        "Why the newest worker group ended; empty while a group trains, or if the reason is not known."
+        "Reason why the newest worker group ended. Empty while a group trains, or if the reason is not known."
         self.state = RunState.SUCCEEDED
-        "How it ends, unless with an error; set by the caller."
+        "State in which the run ends unless there is an error. Set by the caller."
         self.reason = ""
-        "Why, if it does not end as usual; set by the caller."
-        self._writing = threading.Lock()  # so that no write in the background comes after the end
+        "Reason if the run does not end as usual. Set by the caller."
+        self._writing = threading.Lock()  # so that no background write comes after the end
         write_status(run, begun)
 
     def refresh(self) -> None:
-        """Show that the driver lives when no worker does: reading data and waiting for machines may take long."""
+        """Show that the driver is alive while no worker is. Reading data and waiting for nodes may take long."""
         with self._writing:
             if not self._ended:
                 self._refresh()
 
     def note_end(self, why: str) -> None:
-        """Keep why the newest worker group ended, as the reason in the status until a worker writes it."""
+        """Set the reason why the newest worker group ended. The status shows it until a worker writes the status."""
         self._group_ended = why
 
     def _refresh(self) -> None:
-        entry = own_status(self._run, self._last.driver)
+        entry = find_own_status(self._run, self._last.driver)
         if not entry:
-            self._step_forward()
+            self._take_precedence()
             return
         if entry.version != self._version:
             self._version, self._changed = entry.version, time.monotonic()
@@ -179,31 +184,33 @@ class DriverStatusWriter:
             return
         self._load(entry)
         if self._last.state is RunState.RUNNING:
-            if unchanged_s < WORKERS_SILENT_S:
+            if unchanged_s < WORKERS_SILENT_AFTER_S:
                 return
             since = as_time(self._last.time)
             reason = f"no sign of life from its workers since {since}: the driver waits for them"
             if self._group_ended:
-                reason = f"its workers ended, and start again: {self._group_ended}"
+                reason = f"its workers ended and will start again: {self._group_ended}"
             self._last = replace(self._last, state=RunState.STARTING, reason=reason, world_size=0)
         write_status(self._run, self._last)
 
-    def _step_forward(self) -> None:
-        """Show a start that has stood back for another one (attempt 0), once that is silent or has ended."""
+    def _take_precedence(self) -> None:
+        """Show this start if the other one, to which it gave precedence (attempt 0), is now silent or has ended."""
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
-        if own and attempt_in(own) == 0 and other and not is_alive(other, time.time()):
+        if own and attempt_of_status(own) == 0 and other and not is_alive(other, time.time()):
             self._last = replace(self.begun, attempt=other.attempt)
             write_status(self._run, self._last)
 
     def finishing(self) -> None:
-        """Show that no worker is needed any more."""
+        """Show that no worker is needed from now on."""
         self.replace(
-            state=RunState.FINISHING, reason="all steps are taken; the driver predicts and reports", world_size=0
+            state=RunState.FINISHING,
+            reason="all steps are taken; the driver predicts and writes the report",
+            world_size=0,
         )
 
     def withdraw(self) -> None:
-        """Leave the run where it stood before this start; raises `StorageError`."""
+        """Delete this start's status, so that the one before it counts again. Raises `StorageError`."""
         self._ended = True
 
         def delete() -> None:
@@ -213,16 +220,16 @@ class DriverStatusWriter:
         with_deadline(RECORD_S, "withdrawing the status", delete)
 
     def end(self, state: RunState, reason: str) -> bool:
-        """Write how the driver ended, unless another process owns the run; returns whether it was written."""
+        """Write how the driver ended, unless another process owns the run. Return True if it was written."""
         self._ended = True
         return self.replace(state=state, reason=reason)
 
     def replace(self, **fields: Any) -> bool:
-        """Write these fields of the newest status, unless another process owns the run; returns whether they were."""
+        """Update fields of the status, unless another process owns the run. Return True if they were written."""
 
         def write() -> bool:
             with self._writing:
-                entry = own_status(self._run, self._last.driver)
+                entry = find_own_status(self._run, self._last.driver)
                 if entry:
                     self._load(entry)
                     self._last = replace(self._last, **fields)

@@ -1,13 +1,12 @@
 """Owners of runs: the RayJob or the process that trains a run, and the namespace and cluster that it is in.
 
-A RayJob's name is unique only in one namespace of one cluster, and only until it is deleted and created again. So an
-owner also has the namespace, the cluster and the submission. Attempts and statuses record it as the text
+A RayJob's name is unique only in one namespace of one cluster, and only until the job is deleted and created again. So
+an owner also has the namespace, the cluster and the submission. Attempts and statuses record an owner as the text
 `JOB#SUBMISSION@NAMESPACE/CLUSTER`, without the parts that are not known.
 """
 
 import hashlib
 import os
-import re
 import socket
 import uuid
 from pathlib import Path
@@ -22,19 +21,16 @@ POD_NAMESPACE = "POD_NAMESPACE"
 CLUSTER_DIGITS = 10
 """Hexadecimal digits of a cluster's identity. Two of 1,000 clusters share one with a probability below 10^-6."""
 
-COUNTED = re.compile("[0-9]{1,7}")
-"""Submissions in owners that an earlier version recorded: the number of times that the job had been submitted."""
-
 
 class Owner(NamedTuple):
     """A RayJob that trains a run, or a process outside a cluster, of which only `job` is known."""
 
     job: str
     submission: str = ""
-    "Unique for each time that `sunspot submit` applied the job; empty if something else applied it."
+    "Digits unique to each submission by `sunspot submit`. Empty if something else applied the job."
     namespace: str = ""
     cluster: str = ""
-    "The identity of the Kubernetes cluster (`cluster_identity`)."
+    "Identity of the Kubernetes cluster (`cluster_identity`)."
 
     @classmethod
     def parse(cls, text: str) -> "Owner":
@@ -51,7 +47,7 @@ class Owner(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The namespace and the cluster as readable text; empty if neither is known."""
+        """The namespace and the cluster as readable text, or an empty text if neither is known."""
         parts = [f"namespace {self.namespace}"] if self.namespace else []
         return " of ".join([*parts, f"cluster {self.cluster}"] if self.cluster else parts)
 
@@ -78,7 +74,7 @@ def new_owner(job_id: str) -> str:
         return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
         certificates = CERTIFICATES.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the ConfigMap is optional, and outside a cluster there is none
+    except OSError:  # the ConfigMap is optional, and exists only in a cluster
         certificates = ""
     namespace = os.environ.get(POD_NAMESPACE, "")
     return str(Owner.parse(job_id)._replace(namespace=namespace, cluster=cluster_identity(certificates)))

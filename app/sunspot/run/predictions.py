@@ -1,4 +1,4 @@
-"""What the report shows of a finished run's model: its predictions of held-out rows, and what the task shows of it."""
+"""The model of a finished run, as the report shows it: predictions of held-out rows, and exhibits of the task."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -6,32 +6,47 @@ from typing import ClassVar, TypeVar
 from sunspot.run import Run, to_json
 from sunspot.run.objects import CheckpointName, Count, Measure, adapter, read, read_if_usable
 
-MAX_MISTAKES, MAX_RIGHT, MAX_SAMPLES = 48, 24, 24
-"""Images kept of each kind of prediction; with them the report stays far below 2 MB."""
+MAX_MISTAKES = 48
+"""Largest number of images of mistakes. With these limits the report stays far below 2 MB."""
+
+MAX_RIGHT = 24
+"""Largest number of images of right predictions."""
+
+MAX_SAMPLES = 24
+"""Largest number of images of sample rows."""
 
 MAX_PIXELS = 64
-"""Largest width and height of a kept image: enough to see what it shows."""
+"""Largest width and height of a kept image, enough to see what it shows."""
 
-MAX_PARTS, MAX_ROWS, MAX_CHARACTERS, MAX_IMAGES = 20, 50, 2000, 48
-"""Of what a task shows: parts, rows of a table, characters of a text or a cell, and all images."""
+MAX_PARTS = 20
+"""Largest number of a task's exhibits."""
+
+MAX_ROWS = 50
+"""Largest number of rows in an exhibited table."""
+
+MAX_CHARACTERS = 2000
+"""Largest number of characters in an exhibited text or cell."""
+
+MAX_IMAGES = 48
+"""Largest number of exhibited images, of all exhibits together."""
 
 AS_BASE64 = {"val_json_bytes": "base64", "ser_json_bytes": "base64"}
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row and, unless it is a sample, its prediction."""
+    """A row with its image and, unless it is a sample, its prediction."""
 
     __pydantic_config__: ClassVar = AS_BASE64
 
     row: Count
-    "The row's id in its source."
+    "Id of the row in its source."
     label: Count
     predicted: Count | None
     probability: Measure | None
-    "Of the predicted class."
+    "Probability of the predicted class."
     image: bytes
-    "A PNG of at most MAX_PIXELS each way."
+    "PNG of at most MAX_PIXELS in width and height."
 
 
 @dataclass(frozen=True)
@@ -43,25 +58,25 @@ class Predictions:
     rows: Count
     "Number of held-out rows predicted, from the first."
     accuracy: Measure
-    "Share of right predictions, 0 to 1."
+    "Fraction of right predictions, 0 to 1."
     classes: Count
     confusion: list[list[Count]]
-    "Rows by label, then by predicted class."
+    "Number of rows by label, then by predicted class."
     mistakes: list[Example] = field(default_factory=list)
-    "By the model's certainty, the most certain first."
+    "Wrong predictions, the most certain first."
     right: list[Example] = field(default_factory=list)
-    "Spread over the classes."
+    "Right predictions, spread over the classes."
     samples: list[Example] = field(default_factory=list)
-    "Training rows, not predicted."
+    "Training rows without predictions."
     names: list[str] = field(default_factory=list)
-    "Of the classes, where they have any."
+    "Names of the classes, if they have names."
 
     def __post_init__(self) -> None:
         if len(self.confusion) != self.classes or any(len(row) != self.classes for row in self.confusion):
-            raise ValueError(f"the confusion matrix is none of {self.classes} classes")
+            raise ValueError(f"the confusion matrix does not have {self.classes} rows and columns")
 
     def name(self, label: int) -> str:
-        """Name a class."""
+        """Return the name of a class, or its number if it has no name."""
         return self.names[label] if label < len(self.names) else str(label)
 
 
@@ -75,14 +90,14 @@ class Exhibit:
     text: str = ""
     columns: list[str] = field(default_factory=list)
     rows: list[list[str | Measure | None]] = field(default_factory=list)
-    "Cells, one for each column."
+    "Rows with one cell for each column."
     images: list[bytes] = field(default_factory=list)
-    "PNGs."
+    "Images as PNGs."
 
 
 @dataclass(frozen=True)
 class TaskExhibit:
-    """What the task showed of a checkpoint's model."""
+    """All exhibits of a checkpoint's model."""
 
     checkpoint: CheckpointName
     step: Count
@@ -95,16 +110,19 @@ Shown = TypeVar("Shown", Predictions, TaskExhibit)
 
 
 def write_shown(run: Run, shown: Predictions | TaskExhibit) -> None:
-    """Replace the run's predictions, or what its task shows. Raises `StorageError`."""
-    form = type(shown)
-    run.storage.write(run.key(FILES[form]), to_json(adapter(form).dump_python(shown, mode="json", warnings=False)))
+    """Write the run's predictions or its task's exhibits in place of earlier ones. Raises `StorageError`."""
+    schema = type(shown)
+    run.storage.write(run.key(FILES[schema]), to_json(adapter(schema).dump_python(shown, mode="json", warnings=False)))
 
 
-def read_shown(run: Run, form: type[Shown]) -> Shown | None:
-    """Return what is shown in this form; None when there is none, or it is damaged. Raises `StorageError`."""
-    return read_if_usable(lambda: load_shown(run, form))
+def read_shown(run: Run, schema: type[Shown]) -> Shown | None:
+    """Return the run's `Predictions` or `TaskExhibit`, or None if there are none or they are damaged.
+
+    Raises `StorageError`.
+    """
+    return read_if_usable(lambda: load_shown(run, schema))
 
 
-def load_shown(run: Run, form: type[Shown]) -> Shown:
-    """Return what is shown in this form; raises `NotFoundError`, `DamageError` or `StorageError`."""
-    return read(run, form, FILES[form])
+def load_shown(run: Run, schema: type[Shown]) -> Shown:
+    """Return the run's `Predictions` or `TaskExhibit`. Raises `NotFoundError`, `DamageError` or `StorageError`."""
+    return read(run, schema, FILES[schema])

@@ -1,8 +1,8 @@
-"""Requests of people: to stop a run, to delete it, or to train it (the records of submitted RayJobs).
+"""Requests by users: to stop a run, to delete it, or to train it (the records of submitted RayJobs).
 
-The requests to stop and to delete are small objects that exist as long as the request holds. The record of a submission
-says what was submitted and where, for people to read. Nothing is ever applied to a cluster from a record, because
-anybody who can write to storage could have written it.
+The requests to stop and to delete are small objects that exist as long as the request is in force. The record of a
+submission says what was submitted and where, for users to read. Nothing is ever applied to a cluster from a record,
+because anyone who can write to storage could have written it.
 """
 
 import getpass
@@ -16,54 +16,55 @@ from typing import Any
 
 from sunspot.errors import SunspotError, SupersededError, TerminatedError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import Moment, read, read_if_there, read_or_default
+from sunspot.run.objects import Moment, read, read_if_exists, read_or_default
 
 STOP, DELETION = "stop.json", "delete.json"
-"""There while the run must stand still, or is being deleted."""
+"""Names of the objects that exist as long as the run must not train, and while it is being deleted."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Who asked for a stop or a deletion, and when."""
+    """A request for a stop or a deletion."""
 
     by: str = ""
-    "Empty: not known."
+    "User and host of the request (`describe_requester`). Empty if not known."
     time: Moment = 0.0
 
 
 class StopRequest:
-    """What this process knows of a request that its run stops."""
+    """The requests to stop its run that this process has received."""
 
     def __init__(self) -> None:
         self.marked = False
-        "`sunspot stop` left its marker: later starts may not train either."
+        "True if the marker of `sunspot stop` was found. Then later starts may not train either."
         self.signal: signal.Signals | None = None
-        "The SIGINT (Ctrl-C), SIGTERM or SIGHUP that this process got: a later start resumes the run."
+        "SIGINT (Ctrl-C), SIGTERM or SIGHUP if this process received one. Then a later start resumes the run."
 
     @property
     def asked(self) -> bool:
-        """Whether the run is to stop, for whatever reason."""
+        """Return True if the run has to stop for any reason."""
         return self.marked or self.signal is not None
 
     def read_marker(self, run: Run) -> None:
-        """Look in storage for the marker of `sunspot stop`; one that was there counts for the rest of this start."""
+        """Look in storage for the marker of `sunspot stop`. Once found, it counts for the rest of this start."""
         self.marked = self.marked or stop_requested(run)
 
     def raise_signal(self, kept: str, job: str) -> None:
-        """Raise, once all is saved, what a signal asked for: the run is stopped; `kept` says what is there.
+        """Raise the error that ends this process if it received a signal. Call this once everything is saved.
 
-        A cluster's `job` has failed instead: its operator starts it again, elsewhere.
+        `kept` says what was saved. On a cluster, where there is a `job`, the process fails, so that the operator starts
+        it again on another node.
         """
         if self.signal is None:
             return
         if self.signal is signal.SIGINT:
             raise KeyboardInterrupt(f"interrupted: {kept}")
-        told = f"told to end by {self.signal.name}: {kept}"
-        raise SunspotError(told) if job else TerminatedError(told, self.signal)
+        message = f"told to end by {self.signal.name}: {kept}"
+        raise SunspotError(message) if job else TerminatedError(message, self.signal)
 
 
-def who_asks() -> str:
-    """Return user and host of this process as text for people; a container's user may have only a number."""
+def describe_requester() -> str:
+    """Return the user and host of this process as readable text. In a container, the user may be only a number."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
@@ -72,45 +73,45 @@ def who_asks() -> str:
 
 
 def request_stop(run: Run, by: str) -> None:
-    """Ask the run, whichever job trains it now or later, to save and stop."""
+    """Ask the run to save and stop, whichever job trains it now or later."""
     run.storage.write(run.key(STOP), to_json(asdict(Request(by, time.time()))))
 
 
 def read_stop(run: Run) -> Request | None:
-    """Return the request to stop, if there is one. It holds even when it is damaged."""
-    return read_if_there(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
+    """Return the request to stop, or None. A damaged request is still in force."""
+    return read_if_exists(lambda: read_or_default(lambda: read(run, Request, STOP), Request()))
 
 
 def stop_requested(run: Run) -> bool:
-    """Return whether the run has to stop, and stay stopped."""
+    """Return True if the run has to stop and stay stopped."""
     return run.storage.exists(run.key(STOP))
 
 
 def clear_stop(run: Run) -> None:
-    """Let the run train again."""
+    """Remove the request to stop, so that the run may train again."""
     run.storage.delete(run.key(STOP))
 
 
-def how_to_resume(arguments: str, on_cluster: bool) -> str:
-    """Say how a stopped run goes on: `resume` itself starts a cluster's job again, but no training on a machine.
+def resume_hint(arguments: str, on_cluster: bool) -> str:
+    """Return how to continue a stopped run with `sunspot resume` and its `arguments`.
 
-    `arguments` are those of `sunspot resume`.
+    On a cluster, `resume` itself starts the job again. On a single machine, the user has to start training again.
     """
-    return f"to go on, give `sunspot resume {arguments}`" + ("" if on_cluster else ", then the same command")
+    return f"to continue, run `sunspot resume {arguments}`" + ("" if on_cluster else ", then the same command")
 
 
 def mark_deletion(run: Run, by: str) -> None:
-    """Record that the run is being deleted; raises `StorageError`."""
+    """Record that the run is being deleted. Raises `StorageError`."""
     run.storage.write(run.key(DELETION), to_json(asdict(Request(by, time.time()))))
 
 
 def deletion_begun(run: Run) -> bool:
-    """Return whether the run is being deleted, or its deletion was interrupted."""
+    """Return True if the run is being deleted, or if its deletion was interrupted."""
     return run.storage.exists(run.key(DELETION))
 
 
 def refuse_if_deleted(run: Run) -> None:
-    """Raise `SupersededError` when the run is being deleted."""
+    """Raise `SupersededError` if the run is being deleted."""
     if deletion_begun(run):
         raise SupersededError(
             f"{run.location} is being deleted, so nothing may train it; `sunspot delete {run.name}` completes that"
@@ -118,37 +119,40 @@ def refuse_if_deleted(run: Run) -> None:
 
 
 def clear_deletion(run: Run) -> None:
-    """Delete the record, last of all; a request that is carried out late spares that of another deletion."""
+    """Delete the record of a deletion, as its last step.
+
+    A delayed call does not delete the record of a later deletion.
+    """
     for entry in run.storage.list(run.key(DELETION)):
         run.storage.delete(entry.key, entry.version)
 
 
 # ---------------------------------------------------------------------------------------------------------- submissions
 
-SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.(json|yaml)")
-"""Names of the files that Sunspot writes to `submissions/`. Earlier versions wrote the manifest alone, as YAML."""
+SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.json")
+"""Names of the files in `submissions/`."""
 
 
 @dataclass(frozen=True)
 class SubmissionRecord:
-    """A RayJob that was submitted, and the cluster to which. Fields that are not known are empty."""
+    """A submitted RayJob and its cluster. Fields that are not known are empty."""
 
     job: str
     namespace: str = ""
     cluster: str = ""
-    "The identity of the Kubernetes cluster (`owner.cluster_identity`)."
+    "Identity of the Kubernetes cluster (`owner.cluster_identity`)."
     server: str = ""
-    "The address of its API server."
+    "Address of the cluster's API server."
     arguments: tuple[str, ...] = ()
     "Arguments of `sunspot submit` with which the same job can be submitted again."
     manifest: dict[str, Any] = field(default_factory=dict)
-    "The RayJob as it was applied."
+    "RayJob as it was applied."
     time: Moment = 0.0
     "Time of the submission, in seconds since the epoch."
 
 
 def record_submission(run: Run, submission: SubmissionRecord) -> str:
-    """Write the record of a submission, and return its storage key. Raises `StorageError`."""
+    """Write the record of a submission and return its storage key. Raises `StorageError`."""
     content = to_json(asdict(submission))
     number = len(list_submissions(run)) + 1
     while not run.storage.create(key := run.key("submissions", f"{number:04d}-{submission.job}.json"), content):
@@ -157,15 +161,13 @@ def record_submission(run: Run, submission: SubmissionRecord) -> str:
 
 
 def newest_submission(run: Run) -> SubmissionRecord | None:
-    """Return the record of the newest submission, if any. If it cannot be read, only the job is known."""
+    """Return the record of the newest submission, or None. If the record cannot be read, it has only the job."""
     keys = list_submissions(run)
     if not keys:
         return None
     file = keys[-1].rpartition("/")[2]
     known = SubmissionRecord(submitted_job(keys[-1]))
-    if file.endswith(".yaml"):
-        return known
-    return read_if_there(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
+    return read_if_exists(lambda: read_or_default(lambda: read(run, SubmissionRecord, "submissions", file), known))
 
 
 def submitted_job(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The results of a search: `search.json` in its run, and the state of its trials by their own runs."""
+"""The results of a search: `search.json` in the run of the search, and the state of its trials in their own runs."""
 
 import math
 import time
@@ -22,81 +22,83 @@ class Trial:
 
     run: RunName
     settings: dict[str, Any]
-    "Its value for each dimension of the search space."
+    "Value of the trial for each dimension of the search space."
     state: RunState
     reason: str = ""
     step: Count = 0
     total_steps: Count = 0
     best: float | None = None
-    "The metric of its best checkpoint; None: no checkpoint has it as a number."
+    "Metric of its best checkpoint, or None if no checkpoint has it as a number."
     checkpoint: CheckpointName | None = None
-    "The name of that checkpoint."
+    "Name of its best checkpoint."
 
     @property
     def eligible(self) -> bool:
-        """Whether its best checkpoint may be the search's: failed trials are not trusted."""
+        """Return True if its best checkpoint may be promoted. Failed trials are not trusted."""
         return self.best is not None and self.state in (RunState.SUCCEEDED, RunState.STOPPED)
 
 
 @dataclass(frozen=True)
-class Results:
-    """All trials of a search, by number."""
+class SearchResults:
+    """All trials of a search, sorted by number."""
 
     metric: str
     order: Literal["min", "max"]
     space: dict[str, str]
-    "Each dimension's expression."
+    "Expression of each dimension."
     trials: tuple[Trial, ...]
     promoted: RunName | None = None
-    "The run whose best checkpoint is the search's; None: not yet."
+    "Run of the trial whose best checkpoint was promoted, or None before the promotion."
     time: Moment = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         for trial in self.trials:
-            if missing := self.space.keys() - trial.settings.keys():
+            missing = self.space.keys() - trial.settings.keys()
+            if missing:
                 raise ValueError(f"{trial.run} has no {', '.join(sorted(missing))}")
 
     @property
     def ranking(self) -> list[Trial]:
-        """Trials from best to worst, those without the metric last."""
+        """The trials from the best to the worst, with those without the metric last."""
         sign = 1 if self.order == "min" else -1
         return sorted(self.trials, key=lambda t: (not t.eligible, t.best is None, sign * (t.best or 0.0)))
 
 
-def write_results(run: Run, results: Results) -> None:
-    """Replace the results of a search; raises `StorageError`."""
+def write_results(run: Run, results: SearchResults) -> None:
+    """Write the results of a search in place of earlier ones. Raises `StorageError`."""
     run.storage.write(run.key(FILE), to_json(asdict(results)))
 
 
-def read_results(run: Run) -> Results | None:
-    """Read the results of a search; None when there are none, or they are damaged. Raises `StorageError`."""
-    return read_if_usable(lambda: read(run, Results, FILE))
+def read_results(run: Run) -> SearchResults | None:
+    """Return the results of a search, or None if there are none or they are damaged. Raises `StorageError`."""
+    return read_if_usable(lambda: read(run, SearchResults, FILE))
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
-    """Return a trial as its run shows it; `error` is what ended its driver, if anything. Raises `StorageError`."""
+    """Return a trial as its run shows it. `error` is the error that ended its driver, if any. Raises `StorageError`."""
     status = read_status(run)
     if status is None:
         state = RunState.FAILED if error else RunState.PENDING
         return Trial(run.name, dict(settings), state, error)
     state, reason = status.state, status.reason
     if error and state is not RunState.FAILED:
-        state, reason = RunState.FAILED, error  # the status is another start's, or stale
+        state, reason = RunState.FAILED, error  # the status is out of date, or of another start
     if state is RunState.STOPPED:
         stop = read_stop(run)
         reason = f"by {stop.by}" if stop and stop.by else reason
-    best = read_or_default(lambda: best_of(run, metric, order), None)  # one damaged trial does not end a search
+    # One damaged trial must not end a search.
+    best = read_or_default(lambda: find_best_checkpoint(run, metric, order), None)
     trial = Trial(run.name, dict(settings), state, reason, status.step, status.total_steps)
     if best is None:
         return trial
     return replace(trial, step=max(trial.step, best.step), best=_number(best, metric), checkpoint=best.name)
 
 
-def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:
-    """Return the best checkpoint with the metric as a number; nothing is verified."""
+def find_best_checkpoint(run: Run, metric: str, order: str) -> Checkpoint | None:
+    """Return the best checkpoint with the metric as a number, or None. Its files are not verified."""
     found = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))
-    measured = [checkpoint for checkpoint in found if math.isfinite(_number(checkpoint, metric))]
-    return best_first(measured, metric, order)[0] if measured else None
+    comparable = [checkpoint for checkpoint in found if math.isfinite(_number(checkpoint, metric))]
+    return best_first(comparable, metric, order)[0] if comparable else None
 
 
 def _number(checkpoint: Checkpoint, metric: str) -> float:

@@ -1,7 +1,8 @@
-"""Limits on what is read and shown of a run, so that a broken run cannot use up a reader's memory.
+"""Size limits on the data of a run, so that a broken run cannot use up the memory of a process that reads it.
 
 Each limit is several times what Sunspot writes for a large run, with 200 metrics, 1,000 classes, 5,000 epochs, 100,000
-events, and checkpoints of any size. Whatever exceeds a limit counts as damage, or is left out with a note of how much.
+events, and checkpoints of any size. Data that exceeds a limit counts as damaged, or is left out with a note of how much
+is missing.
 """
 
 import threading
@@ -14,7 +15,7 @@ from sunspot.errors import TooLargeError
 
 MAX_OBJECT_BYTES = 16 << 20
 """Largest JSON object that is parsed. The largest that Sunspot writes are the confusion matrix of 1,000 classes (6 MB)
-and the manifest of a checkpoint in parts by 10,000 ranks (7 MB)."""
+and the manifest of a checkpoint written in parts by 10,000 ranks (7 MB)."""
 
 MAX_STATUS_BYTES = 1 << 20
 """Largest status, which `list` reads for every run. A status has about 1 kB, and an error's text of at most 10,000
@@ -22,7 +23,7 @@ characters."""
 
 MAX_SEGMENT_BYTES = 32 << 20
 """Largest segment of a journal, of the audit or of output. Merged segments stay below 8 MiB, twice the last of
-`streams.SIZES`; a segment that waited for slow storage may be larger. A segment of output has at most 9 MiB: twice
+`streams.SIZES`. A segment that waited for slow storage may be larger. A segment of output has at most 9 MiB: twice
 `logs.MAX_WAITING`, because more output may come while it is written."""
 
 MAX_BYTES_AT_ONCE = 32 << 20
@@ -61,7 +62,7 @@ MAX_PAGE_BYTES = 4 << 20
 """Largest size of a page's sections together. Reports of large runs have up to 2 MB, half of it pictures."""
 
 MAX_LISTED = 50
-"""Largest number of lines that are shown of a list of faults."""
+"""Largest number of lines shown from a list of faults."""
 
 Item = TypeVar("Item")
 
@@ -89,7 +90,7 @@ CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 @contextmanager
 def budget(most: int, what: str) -> Iterator[None]:
-    """Limit the bytes of objects and segments that are read in this context; reading more raises `TooLargeError`."""
+    """Limit the bytes of objects and segments that are read in this context. Reading more raises `TooLargeError`."""
     token = CURRENT.set(Budget(most, what))
     try:
         yield

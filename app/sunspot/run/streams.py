@@ -1,9 +1,9 @@
 """Append-only streams in storage that cannot append: lines, the rows of steps (audit.py), or output (logs.py).
 
-A stream is a series of segments; the name of each says which lines, or steps, it has. New ones make a small segment.
-Small ones that together reach one of SIZES are written once more as one, and deleted when that is there: each line is
-written at most 1 + len(SIZES) times, and the number of small objects is bounded. A reader that finds a segment and the
-smaller ones it was made of leaves out the latter.
+A stream is a series of segments, and the name of each says which lines or steps it contains. New lines make a small
+segment. Small segments that together reach one of SIZES are written again as one segment, and deleted once it is there.
+So each line is written at most 1 + len(SIZES) times, and the number of small objects is bounded. If a reader finds a
+segment together with the smaller ones that were merged into it, it leaves out the smaller ones.
 """
 
 import re
@@ -19,15 +19,15 @@ from typing import NamedTuple
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.formatting import as_bytes
-from sunspot.run.objects import read_if_there
+from sunspot.run.objects import read_if_exists
 from sunspot.run.size_limits import MAX_BYTES_AT_ONCE, MAX_SEGMENT_BYTES, spend
 from sunspot.storage.base import Entry, Storage
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
-"""Bytes of merged segments. One of the last size is not written again, and not kept in memory."""
+"""Sizes of merged segments in bytes. A segment of the last size is not written again, and not kept in memory."""
 
 READ_TRIES = 5
-"""Listings of a stream whose segments are merged while it is read."""
+"""Number of listings of a stream whose segments are merged while it is read."""
 
 NAME = re.compile(
     r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})-[0-9a-f]{16})-(?P<first>[0-9]{10})-(?P<last>[0-9]{10})\.jsonl"
@@ -40,33 +40,36 @@ class Segment(NamedTuple):
     attempt: int
     stream: str
     first: int
-    "Number of its first line in the stream, from 0."
+    "Number of its first line or step. Lines are counted from 0."
     last: int
+    "Number of its last line or step."
     entry: Entry
 
 
 def new_stream(attempt: int) -> str:
-    """Return the name of a stream that nobody else writes; those of one attempt sort by when they begin."""
+    """Return a unique name for a stream. The streams of an attempt sort by the time at which they begin."""
     return f"attempt-{attempt:04d}-{time.time_ns() // 1000:013x}{uuid.uuid4().hex[:3]}"
 
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
-    """Return the segments that make up the streams of a folder, by attempt, stream and line."""
-    return without_parts(list_all(storage, folder))
+    """Return the segments that make up the streams in a folder, sorted by attempt, stream and line."""
+    return without_merged_parts(list_all(storage, folder))
 
 
 def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> list[Segment]:
-    """Return all segments in a folder whose names are like `name`, also those that are part of others."""
+    """Return all segments in a folder whose names match `name`, including those that were merged into others."""
     found = []
     for entry in storage.list(folder):
-        if match := name.fullmatch(entry.key.removeprefix(f"{folder}/")):
-            attempt, first, last = (int(match[each]) for each in ("attempt", "first", "last"))
-            found.append(Segment(attempt, match["stream"], first, last, entry))
+        match = name.fullmatch(entry.key.removeprefix(f"{folder}/"))
+        if match:
+            found.append(
+                Segment(int(match["attempt"]), match["stream"], int(match["first"]), int(match["last"]), entry)
+            )
     return found
 
 
-def without_parts(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the segments without those whose lines another one has, too; sorted."""
+def without_merged_parts(segments: Iterable[Segment]) -> list[Segment]:
+    """Return the segments, sorted, without those whose lines are also in another segment."""
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
         if not found or found[-1].stream != segment.stream or segment.last > found[-1].last:
@@ -77,19 +80,20 @@ def without_parts(segments: Iterable[Segment]) -> list[Segment]:
 def read_segments(
     storage: Storage, folder: str, find: Callable[[], list[Segment]], listed: Sequence[Segment] | None = None
 ) -> Iterator[tuple[Segment, bytes | DamageError, int]]:
-    """Yield the segments that `find` lists, each with its content and the line up to which others were given.
+    """Yield the segments that `find` lists, each with its content and the first line that no earlier segment contained.
 
-    A segment that is too large has an error in place of its content. Only a few are read at a time, because a long
-    stream need not fit into memory. If a segment was merged since it was listed, `find` is called again. With `listed`,
+    A segment that is too large has an error in place of its content. Only a few segments are read at a time, so a long
+    stream need not fit in memory. If a segment was merged since it was listed, `find` is called again. With `listed`,
     only those segments are read. Raises `StorageError` if segments keep disappearing.
     """
     todo = deque(find() if listed is None else listed)
-    tries, given = READ_TRIES, dict[str, int]()
+    tries = READ_TRIES
+    given = dict[str, int]()
     while todo:
         part = _first_few(todo)
-        contents = map_parallel(lambda each: read_if_there(lambda: _read_or_damage(storage, each)), part)
+        contents = map_parallel(lambda each: read_if_exists(lambda: _read_or_damage(storage, each)), part)
         for segment, content in zip(part, contents, strict=True):
-            if content is None:  # merged, or deleted, since it was listed
+            if content is None:  # merged or deleted since it was listed
                 break
             tries = READ_TRIES
             yield segment, content, given.get(segment.stream, segment.first)
@@ -98,12 +102,12 @@ def read_segments(
         if None in contents:
             tries -= 1
             if listed is not None or not tries:
-                raise StorageError(f"{storage.locate(folder)}: it changes while it is read; try again")
+                raise StorageError(f"{storage.locate(folder)} keeps changing while it is read; try again")
             todo = deque(each for each in list_again(storage, folder, find) if each.last >= given.get(each.stream, 0))
 
 
 def _first_few(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the segments to read together: the first one, and the next ones as long as all fit into memory."""
+    """Return the segments to read together: the first, and the next ones as long as all fit in memory."""
     few = list(islice(segments, AT_ONCE))
     sizes = accumulate(min(each.entry.size, MAX_SEGMENT_BYTES) for each in few)
     return few[: max(1, sum(size <= MAX_BYTES_AT_ONCE for size in sizes))]
@@ -112,7 +116,8 @@ def _first_few(segments: Iterable[Segment]) -> list[Segment]:
 def read_segment(storage: Storage, segment: Segment) -> bytes:
     """Read a segment. Raises `DamageError`, without reading it, if it is larger than MAX_SEGMENT_BYTES."""
     if segment.entry.size > MAX_SEGMENT_BYTES:
-        place, size = storage.locate(segment.entry.key), as_bytes(segment.entry.size)
+        place = storage.locate(segment.entry.key)
+        size = as_bytes(segment.entry.size)
         raise DamageError(f"{place} cannot be used: it has {size}, more than {MAX_SEGMENT_BYTES >> 20} MiB")
     spend(segment.entry.size)
     return storage.read(segment.entry.key)
@@ -126,8 +131,8 @@ def _read_or_damage(storage: Storage, segment: Segment) -> bytes | DamageError:
 
 
 def list_again(storage: Storage, folder: str, find: Callable[[], list[Segment]]) -> list[Segment]:
-    """Return what `find` lists after a segment was missed, which a listing that NFS keeps may still show."""
-    with suppress(StorageError):  # nothing may be written here
+    """Return the result of `find` after a segment has disappeared, with a fresh listing from NFS."""
+    with suppress(StorageError):  # this user may not be allowed to write
         storage.refresh(folder)
     return find()
 
@@ -142,11 +147,11 @@ class _Written(NamedTuple):
 
 
 Join = Callable[[Sequence[bytes]], bytes]
-"""Makes the content of one segment of those of several."""
+"""Function that joins the contents of several segments into one."""
 
 
 class StreamWriter:
-    """Writes the segments of a stream, one behind the other, and merges small ones."""
+    """Writes the segments of a stream one after another, and merges small ones."""
 
     def __init__(
         self,
@@ -155,20 +160,26 @@ class StreamWriter:
         join: Join = b"".join,
         downsample: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """`key` names a segment by its lines, first and last, and content; `downsample` shortens what has doubled."""
-        self._storage, self._key, self._join, self._downsample = storage, key, join, downsample
+        """`key` returns the storage key of a segment from its first line, its last line and its content.
+
+        `downsample` shortens the stream whenever its size has doubled.
+        """
+        self._storage = storage
+        self._key = key
+        self._join = join
+        self._downsample = downsample
         self._thin_at = SIZES[-1]
         self.open: list[_Written] = []
-        "What may be merged."
+        "Segments that may be merged."
         self._merged: list[str] = []
-        "Keys of segments to delete, as others have their lines."
+        "Keys of segments to delete because they were merged into others."
 
     def write(self, first: int, last: int, content: bytes) -> None:
-        """Write the next segment; raises `StorageError`, and then it is not there for this writer."""
+        """Write the next segment. If this raises `StorageError`, the writer forgets the segment."""
         self.open.append(self._write(first, last, content))
 
     def merge(self) -> None:
-        """Merge small segments. What storage refuses is made up for by the next call: nothing is lost."""
+        """Merge small segments. If storage refuses, nothing is lost, and the next call tries again."""
         with suppress(StorageError):
             self._merge()
             if self._merged:
@@ -183,11 +194,12 @@ class StreamWriter:
         if not self._downsample:
             self.open = [each for each in self.open if len(each.content) < SIZES[-1]]
         elif sum(len(each.content) for each in self.open) >= self._thin_at:
-            self._replace(self.open, text := self._downsample(self._join([each.content for each in self.open])))
+            text = self._downsample(self._join([each.content for each in self.open]))
+            self._replace(self.open, text)
             self._thin_at = max(SIZES[-1], 2 * len(text))
 
     def _replace(self, parts: Sequence[_Written], content: bytes) -> None:
-        """Write the newest segments once more as one."""
+        """Replace the newest segments by one segment."""
         merged = self._write(parts[0].first, parts[-1].last, content)
         self._merged += [each.key for each in parts if each.key != merged.key]
         self.open[-len(parts) :] = [merged]
@@ -202,22 +214,22 @@ class LineWriter:
     """Writes a stream of lines."""
 
     def __init__(self, storage: Storage, key: str, downsample: Callable[[bytes], bytes] | None = None) -> None:
-        """`key`: that of the stream. `downsample` as of `StreamWriter`."""
+        """`key` is the storage key of the stream, and `downsample` is that of `StreamWriter`."""
         self._segments = StreamWriter(storage, lambda first, last, _: _name(key, first, last), downsample=downsample)
         self._lines: list[bytes] = []
-        "Not in storage yet."
+        "Lines that are not in storage yet."
         self._next = 0
-        "Number of the first of them."
+        "Number of the first of these lines."
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
     def append(self, line: bytes) -> None:
-        """Add a line; it is durable after the next `flush`."""
+        """Add a line. It is durable after the next `flush`."""
         with self._lock:
             self._lines.append(line + b"\n")
 
     def flush(self) -> None:
-        """Write the new lines; raises `StorageError`, and can then be called again."""
+        """Write the new lines. Raises `StorageError`, and may then be called again."""
         with self._flushing:
             with self._lock:
                 count = len(self._lines)
@@ -235,7 +247,7 @@ def _name(stream: str, first: int, last: int) -> str:
 
 
 def tidy_lines(storage: Storage, folder: str, before: int) -> None:
-    """Tidy the streams of lines in a folder."""
+    """Merge the segments of lines that attempts older than `before` left in a folder. Raises `StorageError`."""
     tidy(
         storage,
         [segment for segment in list_all(storage, folder) if segment.attempt < before],
@@ -250,16 +262,17 @@ def tidy(
     join: Join = b"".join,
     read: Callable[[Segment], bytes] | None = None,
 ) -> None:
-    """Merge the segments that attempts left unmerged when they ended; raises `StorageError`.
+    """Merge the segments that attempts left unmerged when they ended. Raises `StorageError`.
 
-    An attempt that has not ended yet, in a process that was frozen, may merge the same segments: then there is another
-    segment with their lines. `read` gives the content of a segment, and raises `DamageError` if that cannot be used.
+    A frozen process of such an attempt may still merge the same segments. Then their lines are in two segments, which
+    does no harm. `read` returns the content of a segment, and raises `DamageError` if it is damaged.
     """
     read = read or (lambda segment: read_segment(storage, segment))
-    whole = without_parts(listed)
-    storage.delete_many([segment.entry.key for segment in listed if segment not in set(whole)])
-    for group in _neighbours(each for each in whole if each.entry.size < SIZES[-1]):
-        with suppress(NotFoundError, DamageError):  # merged by another process; left as it is, for a reader to find
+    current = without_merged_parts(listed)
+    storage.delete_many([segment.entry.key for segment in listed if segment not in set(current)])
+    for group in _neighbours(each for each in current if each.entry.size < SIZES[-1]):
+        # Another process may have merged the segments, or one may be damaged, which readers report.
+        with suppress(NotFoundError, DamageError):
             content = join(map_parallel(read, group))
             first, last = group[0], group[-1]
             storage.write(key(first.stream, first.first, last.last, content), content)
@@ -267,7 +280,7 @@ def tidy(
 
 
 def _neighbours(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Return groups of several segments, each of which begins where the one before ends."""
+    """Return groups of adjacent segments: each begins with the line after the last one of the segment before."""
     groups: list[list[Segment]] = []
     for segment in segments:
         newest = groups[-1][-1] if groups else None

@@ -107,7 +107,7 @@ def demonstrate(run: Run, tell: Tell) -> Demonstration:
         raise SunspotError(f"{run.location}: {view.state}, {view.reason}")
     accuracy = view.checkpoint.metrics.get("test_accuracy") if view.checkpoint else None
     held_out = "" if accuracy is None else f"; it reads {accuracy:.0%} of the held-out digits"
-    tell(view.last.get("time", view.time), f"step {view.step}: the last{held_out}")
+    tell(view.newest_record.get("time", view.time), f"step {view.step}: the last{held_out}")
     proof = prove(run)
     if not proof.epochs:
         raise DamageError(f"{run.location}: which rows it consumed is not recorded")

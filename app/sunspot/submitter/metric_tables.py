@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.history import each_rank_record, read_journal, to_rows
+from sunspot.run.history import iter_rank_records, read_journal, to_rows
 from sunspot.run.size_limits import MAX_NAMES, cut
 from sunspot.submitter.printing import warn
 
@@ -22,7 +22,7 @@ def with_ranks(run: Run) -> list[dict[str, Any]]:
     spans = lineage(read_attempts(run))
     ranks = {
         (record["attempt"], record["step"]): to_rows(record["ranks"])
-        for record in each_rank_record(run, spans)
+        for record in iter_rank_records(run, spans)
         if "records" not in record
     }
     records = read_journal(run, "metrics", spans)

@@ -20,9 +20,9 @@ from sunspot.report import FILE
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_if_superseded, step_of
 from sunspot.run.checkpoints import Checkpoint, choose, classify, compare_bytes, list_directories
-from sunspot.run.history import each_record, list_journal, read_journal
+from sunspot.run.history import iter_records, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
-from sunspot.run.objects import Count, Form, read, read_if_there, read_if_usable
+from sunspot.run.objects import Count, Record, read, read_if_exists, read_if_usable
 from sunspot.run.status import Status, read_status
 from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX
@@ -82,7 +82,7 @@ class Delivery:
         for segment in segments:
             if segment in self._segments:
                 continue
-            records = list(each_record(self.run, "metrics", spans, [segment]))
+            records = list(iter_records(self.run, "metrics", spans, [segment]))
             new = iter([record for record in records if self._is_new(record, final)])
             while batch := list(islice(new, RECORDS_AT_ONCE)):
                 self._send(service, batch)
@@ -117,7 +117,7 @@ class Delivery:
         """Return what has not been delivered, in words; empty if everything has. Raises `StorageError`."""
         spans = lineage(read_attempts(self.run))
         final = self._final_step(spans)
-        steps = [record["step"] for record in each_record(self.run, "metrics", spans) if self._is_new(record, final)]
+        steps = [record["step"] for record in iter_records(self.run, "metrics", spans) if self._is_new(record, final)]
         status = read_status(self.run)
         parts = [f"{plural(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
         if spans and status and _end_of(status) not in ("", self.delivered.ended):
@@ -184,7 +184,7 @@ class Delivery:
         self._record(now, service.acknowledges)
 
     def _attach_report(self, service: Service) -> None:
-        content = read_if_there(lambda: self.run.storage.read(self.run.key(FILE)))
+        content = read_if_exists(lambda: self.run.storage.read(self.run.key(FILE)))
         digest = hashlib.sha256(content or b"").hexdigest()
         if content and digest != self.delivered.report:
             file = Path(self._scratch.name, FILE)
@@ -303,5 +303,5 @@ def read_delivered(run: Run, service: str) -> Delivered:
     return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
 
 
-def _read(run: Run, form: type[Form], file: str) -> Form | None:
-    return read_if_usable(lambda: read(run, form, "tracking", file))
+def _read(run: Run, schema: type[Record], file: str) -> Record | None:
+    return read_if_usable(lambda: read(run, schema, "tracking", file))

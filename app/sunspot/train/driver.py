@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from sunspot.code_archive import enter_code
 from sunspot.errors import ConflictError, DamageError, StorageError, SunspotError, shorten
 from sunspot.formatting import plural, visible
-from sunspot.report import FILE, gather, render
-from sunspot.report.summary import describe
+from sunspot.report import FILE, read_report, render
+from sunspot.report.summary import describe_outcome
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, give_up_damaged, read_attempts, refuse_if_superseded
-from sunspot.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newest_good
-from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, find_newest_good
+from sunspot.run.identity import Rows, record_identity
 from sunspot.run.logs import shipped_driver_output
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
 from sunspot.run.overview import read_state
 from sunspot.run.owner import new_owner
-from sunspot.run.requests import StopRequest, how_to_resume, refuse_if_deleted, stop_requested
-from sunspot.run.status import RunState, new_driver, own_status, read_status
+from sunspot.run.requests import StopRequest, refuse_if_deleted, resume_hint, stop_requested
+from sunspot.run.status import RunState, find_own_status, new_driver, read_status
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.limits import with_deadline
 from sunspot.storage.prove import prove
@@ -86,7 +86,7 @@ class Origin(NamedTuple):
     """What the training goes on from, as far as storage tells; nodes may have something newer in memory."""
 
     checkpoint: Checkpoint | None
-    skipped: tuple[PassedOver, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
 
     def describe(self, settings: Settings) -> str:
         """For people."""
@@ -104,7 +104,7 @@ def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
     if fatal:
         raise fatal  # this job has failed for good: a retry of it does not train either
     if stopped:
-        print(f"  stopped by `sunspot stop`; {how_to_resume(run.name, bool(job))}")
+        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(job))}")
     return not stopped
 
 
@@ -131,7 +131,7 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     if find_library := getattr(task, "find_library", None):
         find_library(plan.settings, plan.source)  # refuses one that is not installed, before there is a run
     rows = identify_rows(plan)
-    keep = partial(keep_identity, run, settings.environment(), identity, rows)
+    keep = partial(record_identity, run, settings.environment(), identity, rows)
     with_deadline(settings.storage_timeout_s, "writing its identity", keep)
     return plan
 
@@ -149,7 +149,7 @@ def train(
 
     def finish(checkpoint: Checkpoint) -> RunState:
         if not checkpoint.completes(plan.total_steps, patience):
-            how = how_to_resume(run.name, bool(plan.settings.job_id))
+            how = resume_hint(run.name, bool(plan.settings.job_id))
             print(f"  stopped by `sunspot stop` at step {checkpoint.step} of {plan.total_steps}; {how}")
             return RunState.STOPPED
         if checkpoint.step < plan.total_steps:
@@ -217,13 +217,13 @@ def _write_report(run: Run, driver: str) -> None:
     status = read_status(run)
     if status is None or status.driver != driver:
         return  # it never began, was deleted meanwhile, or is another process's by now
-    report = gather(run, status.state, status.reason)
-    for line in describe(run, report):
+    report = read_report(run, status.state, status.reason)
+    for line in describe_outcome(run, report):
         print(visible(line))
     page = render(report)
-    if not own_status(run, driver):
+    if not find_own_status(run, driver):
         return
     run.storage.write(run.key(FILE), page)
-    if not own_status(run, driver):  # frozen in the middle of that, it may have replaced the new owner's page
-        run.storage.write(run.key(FILE), render(gather(run, *read_state(run))))
+    if not find_own_status(run, driver):  # frozen in the middle of that, it may have replaced the new owner's page
+        run.storage.write(run.key(FILE), render(read_report(run, *read_state(run))))
     print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)

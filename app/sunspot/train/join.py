@@ -127,7 +127,7 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
     group = cast(dist.ProcessGroup, place.group)
     with ExitStack() as stack:
         if survivor:
-            stack.callback(claimant.given_up.set)  # once it has left the group
+            stack.callback(claimant.cancelled.set)  # once it has left the group
         stack.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
         around_pauses = partial(survivor.building, settings.hang_timeout_s) if survivor else nullcontext
         watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang, around_pauses)

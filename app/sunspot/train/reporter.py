@@ -29,8 +29,8 @@ from sunspot.run import Run
 from sunspot.run.attempts import IN_PLACE, ensure_owner, is_of_newest_driver, step_of
 from sunspot.run.audit import tidy_audit
 from sunspot.run.checkpoints import NAN_SINCE, NAN_WINDOWS
-from sunspot.run.history import Columns, Journals, measured, tidy_journals
-from sunspot.run.incidents import Cause, describe, goodput
+from sunspot.run.history import Columns, Journals, model_metrics, tidy_journals
+from sunspot.run.incidents import Cause, describe_receipt, goodput
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
 from sunspot.storage.limits import with_deadline
 
@@ -245,7 +245,7 @@ class Reporter:
         if len({*self._start.nodes.values()}) > 1 and (network := read_network(own_log())):
             self._control.tell(ControlChannel.log, f"  between nodes, NCCL takes {network}")
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
-            self._control.tell(ControlChannel.log, describe(receipt))
+            self._control.tell(ControlChannel.log, describe_receipt(receipt))
         self.publisher.run_now()
 
     def _summarize_copies(self) -> None:
@@ -266,7 +266,7 @@ class Reporter:
             self._note_nan("loss not finite", last, text)
         elif self._status.nan_since and not text:
             self._note_nan("loss finite again", last, f"the loss is finite again in the steps {first} to {last}")
-        broken = {name for name, value in measured(record).items() if not math.isfinite(value)} - self._told_nan
+        broken = {name for name, value in model_metrics(record).items() if not math.isfinite(value)} - self._told_nan
         if broken and not text:
             self._told_nan |= broken
             found = f"{', '.join(sorted(broken))}: the mean over the steps {first} to {last} is not finite"

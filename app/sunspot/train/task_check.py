@@ -43,7 +43,7 @@ from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, claim
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure
-from sunspot.run.history import in_digits, measured
+from sunspot.run.history import format_metric, model_metrics
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import load_predict, load_task
 from sunspot.tasks.defaults import optimizers_in
@@ -120,7 +120,7 @@ class Check:
         for name, value in self.metrics.items():
             of_last = "held-out rows" if name.startswith(HELD_OUT) else "rows of the last step"
             rows = "rows of the first step" if name.endswith(AT_FIRST) else of_last
-            groups[rows].append(f"{name.removesuffix(AT_FIRST)} {in_digits(value)}")
+            groups[rows].append(f"{name.removesuffix(AT_FIRST)} {format_metric(value)}")
         yield from (f"  {rows}: {'  '.join(metrics)}" for rows, metrics in groups.items() if metrics)
 
     def describe(self) -> Iterator[str]:
@@ -282,7 +282,7 @@ class CheckedWorker(Worker):
         return True
 
     def report(self, record: dict[str, Any]) -> None:
-        self.metrics = measured(record)
+        self.metrics = model_metrics(record)
 
 
 class FewRows:

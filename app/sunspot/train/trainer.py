@@ -53,7 +53,7 @@ from sunspot.ray_internals.nodes import reachable_nodes, staying_nodes
 from sunspot.ray_session import ray_session
 from sunspot.run import Claimant, open_run
 from sunspot.run.attempts import fatal_error, read_attempts
-from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
+from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, find_newest_good
 from sunspot.run.incidents import Cause
 from sunspot.run.requests import StopRequest
 from sunspot.settings import WorkerRange
@@ -171,10 +171,12 @@ def outcome_of_training(
     raise error from failure
 
 
-def read_end(plan: Plan, claimant: Claimant) -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+def read_end(
+    plan: Plan, claimant: Claimant
+) -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
     """Read what ended the run for good, if anything did, or else its newest checkpoint, and which were passed over."""
 
-    def read() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+    def read() -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
         fatal, run = fatal_error(claimant), claimant.run
         return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
 

@@ -25,14 +25,14 @@ from sunspot.errors import (
 from sunspot.formatting import columns, visible
 from sunspot.metric_names import HELD_OUT
 from sunspot.report import FILE
-from sunspot.report.search import gather_search, render_search
+from sunspot.report.search import read_search, render_search
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
-from sunspot.run.identity import keep_identity
-from sunspot.run.requests import StopRequest, how_to_resume, refuse_if_deleted, stop_requested
-from sunspot.run.search import Results, Trial, read_trial, write_results
-from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, own_status, read_status, write_status
+from sunspot.run.identity import record_identity
+from sunspot.run.requests import StopRequest, refuse_if_deleted, resume_hint, stop_requested
+from sunspot.run.search import SearchResults, Trial, read_trial, write_results
+from sunspot.run.status import STATUS_EVERY_S, RunState, Status, find_own_status, new_driver, read_status, write_status
 from sunspot.search_space import Search, in_words, load_search
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.prove import prove
@@ -120,12 +120,12 @@ class RunningSearch:
         run = open_run(settings.storage_path, search.trials[number - 1].run_name)
         return read_trial(run, search.samples[number - 1], settings.checkpoint_metric, settings.checkpoint_order, error)
 
-    def read_results(self) -> Results:
+    def read_results(self) -> SearchResults:
         """Read the results of all trials from their runs; raises `StorageError`."""
         settings = self.search.settings
         trials = map_parallel(self.read_trial, range(1, settings.trials + 1))
         space = {dimension.name: dimension.text for dimension in self.search.dimensions}
-        return Results(settings.checkpoint_metric, settings.checkpoint_order, space, tuple(trials), self.promoted)
+        return SearchResults(settings.checkpoint_metric, settings.checkpoint_order, space, tuple(trials), self.promoted)
 
     def publish_results(self) -> None:
         """Print the results as a table, and write them and the report into the run; a failure is only a warning."""
@@ -134,16 +134,16 @@ class RunningSearch:
             results = self.read_results()
             for line in columns(list(_table(results))):
                 print(visible(line))
-            if not own_status(run, self.claimant.driver):
+            if not find_own_status(run, self.claimant.driver):
                 return  # another process has taken the search over while this one was frozen
             write_results(run, results)
-            run.storage.write(run.key(FILE), render_search(*gather_search(run), link=f"../{{}}/{FILE}"))
+            run.storage.write(run.key(FILE), render_search(*read_search(run), link=f"../{{}}/{FILE}"))
             print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)
         except Exception as error:
             log.warning(f"the results could not be written: {shorten(error)}")
 
 
-def _table(results: Results) -> Iterator[list[str]]:
+def _table(results: SearchResults) -> Iterator[list[str]]:
     yield ["trial", "state", "steps", results.metric, *results.space]
     for trial in results.ranking:
         steps = f"{trial.step} of {trial.total_steps}" if trial.total_steps else str(trial.step)
@@ -171,14 +171,14 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     if fatal:
         raise fatal
     if stop_requested(run):
-        print(f"  stopped by `sunspot stop`; {how_to_resume(run.name, bool(running.search.settings.job_id))}")
+        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job_id))}")
         return RunState.STOPPED
     enter_code(running.search.settings.code)
     if starts_own_session():
         refuse_impossible(running.search.trials[0])
     search = running.search = ranked_by_held_out(running.search)
     environment = {**search.settings.environment(), **search.given}
-    keep_identity(run, environment, search.identity)
+    record_identity(run, environment, search.identity)
     attempt = begin_attempt(run, owner, environment, promoted)
     stop_request = running.stop_request
     superseded: list[SupersededError] = []
@@ -209,7 +209,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     kept = f"its trials are kept, and the same command resumes it: {run.location}"
     stop_request.raise_signal(kept, search.settings.job_id)
     if stop_request.marked:
-        print(f"  stopped by `sunspot stop`; {how_to_resume(run.name, bool(running.search.settings.job_id))}")
+        print(f"  stopped by `sunspot stop`; {resume_hint(run.name, bool(running.search.settings.job_id))}")
         return RunState.STOPPED
     promote_best(running)
     return RunState.SUCCEEDED

@@ -27,7 +27,7 @@ from sunspot.plan import choose_resources
 from sunspot.ray_internals.coordinator import ROUNDING
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.history import each_record, list_journal
+from sunspot.run.history import iter_records, list_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.requests import StopRequest, clear_stop, request_stop, stop_requested
 from sunspot.run.status import RunState, read_status
@@ -224,7 +224,7 @@ class HistoryReplay:
             return []
         segments = list_journal(self._run, "metrics")
         fresh = [segment for segment in segments if segment not in self._segments]
-        records = list(each_record(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
+        records = list(iter_records(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
         # Nothing below raises: no result is lost.
         self._status_time, self._segments = status.time, set(segments)
         found = []

@@ -1,12 +1,12 @@
-"""The live page over all runs of a storage: what it reads, what it shows, and the server. It writes nothing.
+"""The live pages of all runs in a storage: what is read, what is shown, and the server. They write nothing.
 
-The way of a request for a run's page:
+A request for a run's page takes this path:
 
-    http_server.Server             checks whom it asks for
-    site.Site.answer               chooses the page, and answers with its newest reading
-    refreshed.Refreshed            begins another reading in the background, if that is due
-    page_process.PageProcess.read  has a process with limits of memory and time make it
-    pages.read_run                 reads the run, and makes the page: that process calls it
+    http_server.Server                checks the host name in the request
+    site.Site.answer                  chooses the page, and answers with its newest reading
+    refreshing.RefreshingValue        starts another reading in the background if it is due
+    page_process.PageProcess.read     lets a process with limited memory and time make the page
+    pages.read_run                    reads the run and makes the page, in that process
 
-The list of all runs is read by the server itself (all_runs.py).
+The server itself reads the list of all runs (all_runs.py).
 """

@@ -1,7 +1,7 @@
-"""All runs of a storage, by few requests: where each stands, and of those that a page shows, curve, incidents and cost.
+"""All runs of a storage, read with few requests: the state of each, and the curve, incidents and cost of those shown.
 
-A refresh lists the names of the runs, a thousand by a request. Then it looks at the runs that go on, by two or three
-small requests each, and at a few that have ended, in turn: one of those changes only when somebody submits it again.
+A refresh lists the names of the runs, a thousand per request. Then it reads the runs that are live, with two or three
+small requests each, and takes turns with a few that have ended. An ended run changes only if it is submitted again.
 """
 
 import time
@@ -22,93 +22,97 @@ from sunspot.run.cost import Spending
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.run.objects import RUN, is_count
-from sunspot.run.overview import RunView, state_from_storage, summarize, with_newest_checkpoint
+from sunspot.run.overview import RunView, state_from_storage, summarize_run, with_newest_checkpoint
 from sunspot.run.requests import DELETION, STOP
 from sunspot.run.size_limits import budget
-from sunspot.run.status import FOLDER, SILENT_S, RunState, Status, newest_status, usable_status
+from sunspot.run.status import FOLDER, SILENT_AFTER_S, RunState, Status, load_usable_status, newest_status
 from sunspot.run.streams import Segment, list_segments
 from sunspot.storage.base import Entry, Storage
 from sunspot.storage.limits import refuse_if_given_up
 
 MAX_ENDED = 10
-"""Ended runs that a refresh looks at."""
+"""Largest number of ended runs that are read by a refresh."""
 
 CURVE_EVERY_S = 30.0
-"""Seconds between two looks at the history of a run that goes on."""
+"""Seconds between two reads of the history of a live run."""
 
-PLACES, WINDOW = 24, 16 << 10
-"""Of a long history, a curve reads so many places, and so many bytes at each."""
+PLACES = 24
+"""Number of places at which a curve reads a long history."""
+
+WINDOW = 16 << 10
+"""Number of bytes that a curve reads at each place."""
 
 MAX_LISTED_BYTES = 8 << 20
-"""Largest number of bytes of attempts and events that the list reads of a run, for its incidents and cost: at least
+"""Largest number of bytes of a run's attempts and events that the list reads for its incidents and cost, enough for
 20,000 events. The run's own page has no such limit."""
 
 MAX_POINTS = 400
-"""Points kept of a curve."""
+"""Largest number of points of a curve."""
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run as it was when it was last looked at."""
+    """A run in the list, as it was when it was last read."""
 
     name: str
     state: RunState | None = None
-    "None: not known."
+    "State of the run, or None if it cannot be read."
     reason: str = ""
     status: Status | None = None
     last_active: float = 0.0
-    "When it last gave a sign of life or was submitted, in seconds since the epoch."
+    "Time of the last sign of life or submission, in seconds since the epoch."
     incidents: int | None = None
-    "None: not read yet."
+    "Number of incidents, or None before they are read."
     spending: Spending | None = None
-    "None: not read yet."
+    "Cost of the run, or None before it is read."
     curve: Sequence[Point] = ()
     "Loss over steps."
     held_out: tuple[str, float] | None = None
-    "The newest result on held-out rows."
+    "Name and value of the newest result on held-out rows."
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it may change by itself."""
+    def is_live(self) -> bool:
+        """Return True if the run may change without an action of a user."""
         return self.state is None or not self.state.terminal
 
 
 class AllRuns:
-    """Every run of a storage."""
+    """All runs of a storage."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self.rows: dict[str, RunRow | None] = {}
-        "By name; None: a folder that is no run."
+        "Row of each folder by name, or None if the folder is not a run."
         self.total = 0
-        "Folders, of which some may not have been looked at yet."
+        "Number of folders. Some may not have been read yet."
         self._curves: dict[str, Curve] = {}
 
     @property
     def known(self) -> list[RunRow]:
-        """Those that were looked at."""
+        """The rows of the runs that were read."""
         return [row for row in list(self.rows.values()) if row]
 
     def refresh(self) -> "AllRuns":
-        """Look at what may have changed, and return itself. Raises `StorageError`."""
+        """Read what may have changed, and return this object. Raises `StorageError`."""
         names = dict.fromkeys(name for name in self._storage.list_folders() if RUN.fullmatch(name))
         known = {name: row for name, row in self.rows.items() if name in names}
-        going_on = [name for name, row in known.items() if row and row.goes_on]
-        in_turn = [name for name, row in known.items() if not (row and row.goes_on)][:MAX_ENDED]
+        live = [name for name, row in known.items() if row and row.is_live]
+        in_turn = [name for name, row in known.items() if not (row and row.is_live)][:MAX_ENDED]
         for name in in_turn:
-            known[name] = known.pop(name)  # the last one of the next turn
-        self.rows, self.total = known, len(names)
-        map_parallel(self._look, [*going_on, *(name for name in names if name not in known), *in_turn])
+            known[name] = known.pop(name)  # to the end, after those that wait for their turn
+        self.rows = known
+        self.total = len(names)
+        map_parallel(self._read_row, [*live, *(name for name in names if name not in known), *in_turn])
         return self
 
-    def _look(self, name: str) -> None:
+    def _read_row(self, name: str) -> None:
         before = self.rows.get(name) or RunRow(name)
         try:
             row = read_row(Run(self._storage, name))
             if row:
                 row = replace(row, incidents=before.incidents, spending=before.spending)
                 row = replace(row, curve=before.curve, held_out=before.held_out)
-        except NotFoundError:  # its status was replaced by a newer attempt's since it was listed
+        except NotFoundError:  # a newer attempt replaced the status since it was listed
             row = before
         except StorageError as error:
             refuse_if_given_up(name)
@@ -116,7 +120,7 @@ class AllRuns:
         self.rows[name] = row
 
     def read_curves(self, names: Sequence[str]) -> bool:
-        """Read curve, incidents and cost of these runs, as far as they may have changed. Raises `StorageError`."""
+        """Read the curves, incidents and costs of these runs if they may have changed. Raises `StorageError`."""
         self._curves = {name: curve for name, curve in self._curves.items() if name in self.rows}
         map_parallel(self._read_curve, [row for name in names if (row := self.rows.get(name))])
         return True
@@ -130,24 +134,26 @@ class AllRuns:
                 found = replace(row, incidents=len(view.incidents), spending=view.spending)
                 self.rows[row.name] = replace(found, curve=curve.points(), held_out=curve.held_out)
         except (StorageError, DamageError, TooLargeError):
-            refuse_if_given_up(row.name)  # of one run alone: the next refresh tries again
+            refuse_if_given_up(row.name)  # concerns this run alone, and the next refresh tries again
 
 
 class Curve:
-    """The loss of a run over its steps, read at a few places and then at its end."""
+    """The loss of a run over its steps, read at a few places of the history and later only at its end."""
 
     def __init__(self, run: Run) -> None:
         self.held_out: tuple[str, float] | None = None
         self._run = run
         self._losses: dict[tuple[int, int], float] = {}
-        "By attempt and step."
+        "Losses by attempt and step."
         self._lines: dict[str, int] = {}
-        "The last line that was there of each stream."
-        self._active, self._read = -1.0, 0.0
-        "When the run had last been active, and by the monotonic clock when that was read."
+        "Number of the last line that was read of each stream."
+        self._active = -1.0
+        "Time of the run's last sign of life at the last read."
+        self._read = 0.0
+        "Time of the last read on the monotonic clock, or 0 before it."
 
     def points(self) -> list[Point]:
-        """Return the points of the steps that count: a later attempt takes the steps again from where it starts."""
+        """Return the points of the steps that count. A later attempt replaces the steps after its start."""
         points: list[Point] = []
         for (_, step), loss in sorted(self._losses.items()):
             while points and points[-1].x >= step:
@@ -156,12 +162,12 @@ class Curve:
         return points
 
     def is_due(self, row: RunRow) -> bool:
-        """Return whether there may be something new, and it is time to look."""
-        waits = row.goes_on and self._read and time.monotonic() - self._read < CURVE_EVERY_S
+        """Return True if there may be something new and it is time to read it."""
+        waits = row.is_live and self._read and time.monotonic() - self._read < CURVE_EVERY_S
         return row.last_active != self._active and not waits
 
     def refresh(self, row: RunRow, state: RunState) -> RunView:
-        """Read what is new, and all that has interrupted the run. Raises `StorageError` and `DamageError`."""
+        """Read the new part of the curve, and return a view of the run. Raises `StorageError` and `DamageError`."""
         segments = list_segments(self._run.storage, self._run.key("metrics"))
         new = [segment for segment in segments if segment.last > self._lines.get(segment.stream, -1)]
         for lines in map_parallel(lambda place: _read_lines(self._run.storage, *place), _choose_places(new)):
@@ -170,8 +176,10 @@ class Curve:
         self._lines = {segment.stream: segment.last for segment in segments}
         while len(self._losses) > MAX_POINTS:
             self._losses = dict(sorted(self._losses.items())[::-2])
-        attempts, events = read_attempts(self._run), read_journal(self._run, "events")
-        self._active, self._read = row.last_active, time.monotonic()
+        attempts = read_attempts(self._run)
+        events = read_journal(self._run, "events")
+        self._active = row.last_active
+        self._read = time.monotonic()
         return RunView(
             run=self._run,
             state=state,
@@ -191,7 +199,7 @@ class Curve:
             record = from_json(line)
             place = record["attempt"], record["step"]
         except (ValueError, KeyError, TypeError):
-            return  # the report of the run tells of damage
+            return  # the run's own page reports damage
         if all(map(is_count, place)):
             if _is_drawn(record.get("loss")):
                 self._losses[place] = float(record["loss"])
@@ -206,7 +214,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
-    """Choose windows evenly over the bytes of all segments, and the last one: the object, and where it begins."""
+    """Return windows spread evenly over all segments, and the last window. Each is an object and an offset in it."""
     total = sum(segment.entry.size for segment in segments)
     wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
     chosen: dict[tuple[Entry, int], None] = {}
@@ -219,21 +227,21 @@ def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
 
 
 def _read_lines(storage: Storage, entry: Entry, begin: int) -> list[bytes]:
-    """Read the whole lines of a window."""
-    with storage.open(entry.key, max(0, begin - 1)) as stream:  # with the end of the line before
+    """Return the complete lines in a window."""
+    with storage.open(entry.key, max(0, begin - 1)) as stream:  # including the end of the line before
         lines = stream.read(WINDOW + 1).split(b"\n")
     return lines[1 if begin else 0 : -1]
 
 
 def read_row(run: Run) -> RunRow | None:
-    """Read where a run stands, without a look at what it has made; None when the folder is no run."""
+    """Return the row of a run without its curve, incidents and cost, or None if the folder is not a run."""
     entries = run.storage.list(run.key(FOLDER))
     entry = newest_status(entries)
-    status = usable_status(run.storage, entry) if entry else None
+    status = load_usable_status(run.storage, entry) if entry else None
     now = time.time()
     for part in _other_parts(status, now):
         entries += run.storage.list(run.key(part))
-    summary = summarize(run.name, entries)
+    summary = summarize_run(run.name, entries)
     if summary is None:
         return None
     status = with_newest_checkpoint(status, summary, now)
@@ -243,11 +251,11 @@ def read_row(run: Run) -> RunRow | None:
 
 
 def _other_parts(status: Status | None, now: float) -> Iterator[str]:
-    """Yield what besides the status can change the state."""
+    """Yield the other parts of a run on which its state depends."""
     yield STOP
-    if status is None or status.state.terminal or now - status.seen > SILENT_S:
+    if status is None or status.state.terminal or now - status.seen > SILENT_AFTER_S:
         yield from ("submissions", DELETION)
-    if status and not status.state.terminal and now - status.seen > SILENT_S:
+    if status and not status.state.terminal and now - status.seen > SILENT_AFTER_S:
         yield "checkpoints"
     if status is None:
         yield "run.json"

@@ -1,4 +1,4 @@
-"""Serves a site by HTTP, for reading alone."""
+"""HTTP server of a site, which answers only requests that read."""
 
 import hashlib
 import io
@@ -18,7 +18,7 @@ from sunspot.ui.site import Answer, Site
 log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 32
-"""Largest number of requests that are answered at a time."""
+"""Largest number of requests that are answered at the same time."""
 
 BUSY_S = 10.0
 """Seconds that further requests wait before they are refused."""
@@ -33,7 +33,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
     "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-"""A browser may only load what this server has, whatever text a run contains. (A confusion matrix has styles.)"""
+"""Content security policy. A browser only loads what this server serves, whatever text a run contains. (A confusion
+matrix has styles.)"""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -48,11 +49,12 @@ class Server(LocalServer):
     """Serves a site over HTTP, for requests that name this machine by its address or by one of its names."""
 
     def __init__(self, address: str, port: int, site: Site, hosts: Collection[str] = ()) -> None:
-        """Listen, and accept requests to the names `hosts`, too. Raises `SettingsError` if the address is unusable."""
+        """Listen, and also answer to the names `hosts`. Raises `SettingsError` if the address cannot be used."""
         self.site = site
         self.loopback = is_loopback(address)
         self.free = threading.BoundedSemaphore(MAX_REQUESTS)
-        self._address, self._names = address, {name.lower() for name in (address, *hosts)}
+        self._address = address
+        self._names = {name.lower() for name in (address, *hosts)}
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             super().__init__((address, port), _Handler)
@@ -64,8 +66,8 @@ class Server(LocalServer):
     def answers_to(self, host: str) -> bool:
         """Return True if a Host header names this server.
 
-        Another site's page can make a browser send requests here, but under that site's name, never under an address.
-        So a server that listens on all addresses accepts any address.
+        A page of another site can make a browser send requests here, but only under that site's name, never under an
+        address. So a server that listens on all addresses accepts any address.
         """
         name = host_name(host)
         listens = as_address(self._address)
@@ -73,11 +75,11 @@ class Server(LocalServer):
         return is_loopback(name) or name in self._names or (everywhere and as_address(name) is not None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a request failed", exc_info=True)  # most often, the browser has gone
+        log.debug("a request failed", exc_info=True)  # usually because the browser has closed the connection
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD; anything else is refused, as nothing here can be changed."""
+    """Handler of GET and HEAD. Other methods are refused, because nothing can be changed here."""
 
     server: Server
     server_version, sys_version = "sunspot", ""
@@ -122,8 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or not self.server.answers_to(hosts[0]):
                 asked = visible(" and ".join(hosts))[:MAX_HOST]
-                said = f"asked for as {asked!r}, which is no name of this server: `sunspot ui --host NAME` adds one\n"
-                return Answer(said.encode(), HTTPStatus.FORBIDDEN, "text/plain; charset=utf-8")
+                message = f"{asked!r} is not a name of this server; `sunspot ui --host NAME` adds a name\n"
+                return Answer(message.encode(), HTTPStatus.FORBIDDEN, "text/plain; charset=utf-8")
             return self.server.site.answer(self.path)
         except Exception as error:
             log.exception("%s failed", self.path)

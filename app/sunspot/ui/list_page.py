@@ -1,4 +1,4 @@
-"""The page of all runs: which of them it shows, and where each stands."""
+"""The page that lists all runs with their states, or only the runs that a query finds."""
 
 import time
 from collections import Counter
@@ -10,61 +10,61 @@ from urllib.parse import urlencode
 from sunspot.formatting import in_words, money, plural
 from sunspot.metric_names import HELD_OUT
 from sunspot.report.charts import sparkline
-from sunspot.report.html import Html, element, join, paragraph, result, text, whole
-from sunspot.report.page import STATES
+from sunspot.report.html import Html, element, integer, join, paragraph, result, text
+from sunspot.report.page import STATE_SIGNS
 from sunspot.run.attempts import step_of
 from sunspot.run.cost import Spending
 from sunspot.run.status import RunState
 from sunspot.ui.all_runs import RunRow
 
 PER_PAGE = 50
-"""Runs of a page: the curve of each costs requests."""
+"""Number of runs on a page. The curve of each run costs requests."""
 
 MAX_REASON = 160
-"""Characters of a reason in the list; the run's own page has all."""
+"""Largest number of characters of a reason in the list. The run's own page shows all of it."""
 
-SIGNS = {**STATES, RunState.SILENT: ("!", "bad"), RunState.RUNNING: ("●", "good")}
-"""A sign and a colour beside the state."""
+SIGNS = {**STATE_SIGNS, RunState.SILENT: ("!", "bad"), RunState.RUNNING: ("●", "good")}
+"""Sign and colour of a state in the list."""
 
 COLUMNS = ("run", "state", "steps", "held out", "loss", "checkpoint", "incidents", "cost", "last sign of life")
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which runs the list shows."""
+    """A query for runs in the list."""
 
     q: str = ""
-    "Words that are all in the name, the state or the reason."
+    "Words that must all occur in the name, the state or the reason."
     state: str = ""
-    "Empty: any."
+    "State of the runs, or empty for any state."
     page: int = 1
 
     @classmethod
-    def of(cls, fields: Mapping[str, str]) -> "Query":
-        """Return what the query of an address says; nonsense counts as nothing."""
+    def parse(cls, fields: Mapping[str, str]) -> "Query":
+        """Return the query in an address. Invalid fields are ignored."""
         number = fields.get("page", "")
         page = int(number) if number.isdecimal() and len(number) < 7 else 1
         return cls(fields.get("q", ""), fields.get("state", ""), max(1, page))
 
     def choose(self, rows: Iterable[RunRow]) -> list[RunRow]:
-        """Return the rows that are asked for, on whichever page, the last active first."""
+        """Return the matching rows of all pages, those that were last active first."""
         words = self.q.lower().split()
         found = [row for row in rows if self.state in ("", str(row.state))]
         found = [row for row in found if all(w in f"{row.name} {row.state} {row.reason}".lower() for w in words)]
         return sorted(found, key=lambda row: (-row.last_active, row.name))
 
     def on_page(self, found: Sequence[RunRow]) -> Sequence[RunRow]:
-        """Return those of this page."""
+        """Return the rows on this page, given all rows that match."""
         return found[(self.page - 1) * PER_PAGE : self.page * PER_PAGE]
 
     def link(self, name: str, **fields: Any) -> Html:
-        """Return a link to the list with other fields."""
+        """Return a link to the list with these fields of the query changed."""
         current = "page" if fields.get("state") == self.state else None
         return element("a", name, href=f"/?{urlencode(asdict(replace(self, **fields)))}", aria_current=current)
 
 
 def show_all(rows: Sequence[RunRow], query: Query, notes: Sequence[Html]) -> Html:
-    """Return the body of the list."""
+    """Return the body of the page."""
     found = query.choose(rows)
     shown = query.on_page(found)
     counts = Counter(str(row.state) for row in rows if row.state)
@@ -76,28 +76,28 @@ def show_all(rows: Sequence[RunRow], query: Query, notes: Sequence[Html]) -> Htm
     header = [element("h1", "Runs"), element("nav", element("ul", chips), id="counts", aria_label="States"), search]
     parts: list[Html] = [*notes]
     if shown:
-        button = element("button", "Compare those that are ticked")
+        button = element("button", "Compare selected runs")
         parts.append(element("form", join([_table(shown), button]), action="/compare"))
     elif rows:
-        parts.append(paragraph("No run is like that; ", element("a", "show all", href="/"), "."))
+        parts.append(paragraph("No run matches; ", element("a", "show all", href="/"), "."))
     else:
-        parts.append(paragraph("No run is here yet. One appears when it is submitted, or when its driver begins."))
+        parts.append(paragraph("There are no runs yet. A run appears when it is submitted, or when its driver begins."))
     if len(found) > len(shown):
-        back = query.link("Back", page=query.page - 1) if query.page > 1 else ""
-        further = query.link("Further", page=query.page + 1) if query.page * PER_PAGE < len(found) else ""
+        back = query.link("Previous", page=query.page - 1) if query.page > 1 else ""
+        further = query.link("Next", page=query.page + 1) if query.page * PER_PAGE < len(found) else ""
         place = f"Page {query.page} of {plural(len(found), 'run')}. "
         parts.append(element("nav", join([place, back, " ", further]), aria_label="Pages"))
     return join([element("header", join(header)), element("main", join(parts), id="all", class_="runs")])
 
 
 def _table(rows: Sequence[RunRow]) -> Html:
-    """Return the table. A narrow window makes a card of each row: by their roles, screen readers keep the table."""
+    """Return the table. A narrow window shows each row as a card, and roles let screen readers still see a table."""
     now = time.time()
     heads = [Html("<span>compare</span>"), *COLUMNS]
     head = element("tr", join(element("th", name, scope="col", role="columnheader") for name in heads), role="row")
     body = join(element("tr", join(_cells(row, now)), role="row") for row in rows)
     parts = [element("thead", head, role="rowgroup"), element("tbody", body, role="rowgroup")]
-    return element("table", join([element("caption", "Runs, and where each stands"), *parts]), role="table")
+    return element("table", join([element("caption", "Runs and their states"), *parts]), role="table")
 
 
 def _cells(row: RunRow, now: float) -> Iterator[Html]:
@@ -111,7 +111,7 @@ def _cells(row: RunRow, now: float) -> Iterator[Html]:
 
 
 def _values(row: RunRow, now: float) -> Iterator[Html | None]:
-    """Yield what the columns after the name show; None: not known."""
+    """Yield the values of the columns after the name, or None if a value is not known."""
     sign, colour = SIGNS.get(row.state, ("", "")) if row.state else ("?", "bad")
     why = row.reason if row.state not in (RunState.RUNNING, RunState.SUCCEEDED) else ""
     if row.state is RunState.RUNNING and row.status:
@@ -125,15 +125,15 @@ def _values(row: RunRow, now: float) -> Iterator[Html | None]:
     else:
         total = status.total_steps
         bar = Html(f'<progress max="{total}" value="{status.step}" aria-hidden="true"></progress>' if total else "")
-        yield join([whole(status.step), join([" of ", whole(total)]) if total else "", bar])
+        yield join([integer(status.step), join([" of ", integer(total)]) if total else "", bar])
         name, value = row.held_out or (f"{HELD_OUT}loss", status.test_loss)
         yield None if value is None else join([name.removeprefix(HELD_OUT), " ", result(name, value)])
         loss = row.curve[-1].y if status.loss is None and row.curve else status.loss
         yield None if loss is None else join([result("loss", loss), _curve(row)])
-        made, checkpoint = status.checkpoint_time, status.checkpoint
-        age = _ago(made, now) if made is not None else ""
+        checkpoint = status.checkpoint
+        age = _ago(status.checkpoint_time, now) if status.checkpoint_time is not None else ""
         yield join([age, element("small", f"step {step_of(checkpoint):,}")]) if checkpoint else None
-        yield None if row.incidents is None else join([whole(row.incidents)])
+        yield None if row.incidents is None else join([integer(row.incidents)])
         yield _cost(row.spending) if row.spending else None
     yield _ago(row.last_active, now) if row.last_active else None
 
@@ -147,8 +147,8 @@ def _curve(row: RunRow) -> Html:
     if len(row.curve) < 2:
         return Html("")
     first, last = row.curve[0], row.curve[-1]
-    said = f"Loss from {first.y:.4g} at step {first.x:.0f} to {last.y:.4g} at step {last.x:.0f}"
-    return sparkline(row.curve, said)
+    description = f"Loss from {first.y:.4g} at step {first.x:.0f} to {last.y:.4g} at step {last.x:.0f}"
+    return sparkline(row.curve, description)
 
 
 def _ago(moment: float, now: float) -> Html:

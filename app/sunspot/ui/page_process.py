@@ -1,7 +1,7 @@
-"""A process that reads the pages of runs, so that a page that takes too much memory or time costs only itself.
+"""A process that reads the pages of runs, so that a page that takes too much memory or time does not affect others.
 
-Each limit in `sunspot.run.size_limits` applies to one thing. This process bounds their sum, and anything that they do
-not cover: it has a limit of memory and of time, and the server starts another process for the next page.
+Each limit in `sunspot.run.size_limits` applies to one kind of data. This process bounds their sum, and everything that
+they do not cover. Its memory and its time are limited, and the server starts another process for the next page.
 """
 
 import logging
@@ -22,23 +22,23 @@ from sunspot.storage import open_storage
 from sunspot.storage.limits import ProgressDeadline
 from sunspot.ui.pages import PageReader, RunPage
 from sunspot.ui.read_only import ReadOnlyStorage
-from sunspot.ui.refreshed import DEADLINE_S
+from sunspot.ui.refreshing import DEADLINE_S
 
 log = logging.getLogger("sunspot.ui.page_process")
 
 LEAST_BYTES, MOST_BYTES = 256 << 20, 2 << 30
-"""Bounds of the process's memory limit, which is half of the memory that is left. The page of a run with a history of
+"""Bounds of the process's memory limit, which is half of the available memory. The page of a run with a history of
 40 MB takes 160 MiB, and a container of 512 MiB has room for the lower bound beside the server."""
 
 READ_WITHIN_S = 120.0
-"""Seconds that a page may take. The page of a run with a history of 40 MB takes 3 to 9 s."""
+"""Longest time, in seconds, that a page may take. The page of a run with a history of 40 MB takes 3 to 9 s."""
 
 STACK_BYTES = 1 << 20
 """Stack size of a thread. The usual 8 MiB would count as memory, and up to 16 threads read at once."""
 
 
 class PageProcess:
-    """Reads pages in another process, one after the other."""
+    """Reader of pages in another process, one page at a time."""
 
     def __init__(self, storage_path: str) -> None:
         self._storage_path = storage_path
@@ -80,7 +80,7 @@ class PageProcess:
         number = theirs.fileno()
         command = [sys.executable, "-P", "-m", __name__, str(number), str(self._limit), self._storage_path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RUST_BACKTRACE": "0"}
-        # It has a session of its own, because Ctrl-C is for the server. The end of the pipe ends the process.
+        # The process has its own session, because Ctrl-C is for the server. It ends when the pipe is closed.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[number], env=environment, start_new_session=True
         )
@@ -106,7 +106,7 @@ OUT_OF_MEMORY = 77
 
 
 def main(pipe: int, limit: int, storage_path: str) -> None:
-    """Read the pages that the server asks for, until the server has gone."""
+    """Read the pages that the server requests, until the server has gone."""
     print_logs("stderr")
     threading.stack_size(STACK_BYTES)
     with suppress(ValueError, OSError):  # not on macOS
@@ -126,7 +126,7 @@ def _read(storage: ReadOnlyStorage, read: PageReader, names: Sequence[str]) -> t
     except SunspotError as error:
         return error, deadline.passed
     except BaseException as error:
-        # Without memory, Pydantic panics, which is not an Exception.
+        # If memory runs out, Pydantic panics, which is not an Exception.
         if isinstance(error, MemoryError) or not isinstance(error, Exception) or "start new thread" in str(error):
             os._exit(OUT_OF_MEMORY)
         log.exception("%s failed", what)

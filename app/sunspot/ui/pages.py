@@ -1,4 +1,4 @@
-"""Reads the pages of runs from storage, in the server's process or in another one (page_process.py)."""
+"""Functions that read the pages of runs from storage, in the server's process or in another one (page_process.py)."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from sunspot.errors import NotFoundError, SunspotError
 from sunspot.report.html import Html, element, paragraph
-from sunspot.report.model import Report, gather
-from sunspot.report.search import gather_search, show_search
+from sunspot.report.model import Report, read_report
+from sunspot.report.search import read_search, show_search
 from sunspot.run import Run
 from sunspot.run.search import read_results
 from sunspot.storage.base import Storage
@@ -16,14 +16,14 @@ from sunspot.ui.run_pages import show_comparison, show_run
 
 
 class RunPage(NamedTuple):
-    """The page of one run or of several."""
+    """The page of one or several runs."""
 
     title: str
     body: Html
 
 
 PageReader = Callable[[Storage, Sequence[str]], RunPage]
-"""A function that reads the page of the runs with these names."""
+"""Function that reads the page of the runs with these names."""
 
 
 def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
@@ -31,19 +31,19 @@ def read_run(storage: Storage, names: Sequence[str]) -> RunPage:
     [name] = names
     run = Run(storage, name)
     with contextlib.suppress(NotFoundError):
-        return RunPage(name, show_search(*gather_search(run), link="/run/{}"))
+        return RunPage(name, show_search(*read_search(run), link="/run/{}"))
     report = _read_report(run)
     return RunPage(f"{name}: {report.state}", show_run(report))
 
 
 def read_comparison(storage: Storage, names: Sequence[str]) -> RunPage:
-    """Read a page that compares several runs. A note above the others names each run that cannot be read."""
+    """Read a page that compares several runs. Notes above the comparison name the runs that cannot be read."""
     reports, notes = list[Report](), list[Html]()
     for name in names:
         run = Run(storage, name)
         try:
             if read_results(run):
-                notes.append(paragraph(f"{name} is a search, and is not compared.", kind="note"))
+                notes.append(paragraph(f"{name} is a search, which cannot be compared.", kind="note"))
             else:
                 reports.append(_read_report(run))
         except SunspotError as error:
@@ -55,4 +55,4 @@ def _read_report(run: Run) -> Report:
     row = read_row(run)
     if row is None or row.state is None:
         raise NotFoundError(f"{run.location}: no run is there")
-    return gather(run, row.state, row.reason, read_bytes=False)
+    return read_report(run, row.state, row.reason, read_bytes=False)

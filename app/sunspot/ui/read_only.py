@@ -1,4 +1,4 @@
-"""A storage that is only read, and of which nothing is read twice that cannot have changed."""
+"""A storage that is only read, and whose objects are not read again unless they may have changed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from sunspot.errors import StorageError
 from sunspot.storage.base import Entry, Storage
 
 MAX_ONE = 16 << 20
-"""Size of the largest object that is kept, in bytes."""
+"""Largest size of an object that is kept, in bytes."""
 
 MAX_OPENED = 128 << 10
-"""Size of the largest object that is kept when it is opened, perhaps for its beginning alone."""
+"""Largest size, in bytes, of an object that is kept after it was opened. A larger one may be needed only in part."""
 
-MAX_LISTED = 200_000
-"""Objects of which the version is known. Beyond, all are forgotten, and read once more."""
+MAX_VERSIONS = 200_000
+"""Largest number of objects whose versions are remembered. If there are more, all are forgotten and read again."""
 
 
 class ReadOnlyStorage(Storage):
-    """Another storage, whose objects are read again only once a listing shows them in another version.
+    """A view of another storage that reads an object again only if a listing shows another version of the object.
 
-    It lets nobody write, not even the probe by which `refresh` has NFS look again.
+    It allows no writes, not even the probe with which `refresh` makes NFS look again.
     """
 
     def __init__(self, storage: Storage, most: int = 16 << 20) -> None:
         """Keep at most `most` bytes of objects. By default, 10,000 statuses and similar objects fit."""
         self._most = most
-        self._storage, self.is_bucket = storage, storage.is_bucket
+        self._storage = storage
+        self.is_bucket = storage.is_bucket
         self._listed: dict[str, Entry] = {}
         self._kept = OrderedDict[str, tuple[str, bytes]]()
-        "By key, the version and the content of what was read; what was wanted last is last."
+        "Version and content of each object that was read, by key. This is an LRU cache, with the newest last."
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -51,7 +52,7 @@ class ReadOnlyStorage(Storage):
         found = self._storage.list(prefix)
         self.ahead_s = self._storage.ahead_s
         with self._lock:
-            if len(self._listed) > MAX_LISTED:
+            if len(self._listed) > MAX_VERSIONS:
                 self._listed.clear()
             self._listed.update((entry.key, entry) for entry in found)
         return found
@@ -83,7 +84,7 @@ class ReadOnlyStorage(Storage):
             yield io.BytesIO(self.read(key))
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise StorageError(f"{self._storage.locate('')}: is only read here, and never written")
+        raise StorageError(f"{self._storage.locate('')} is only read here, and never written")
 
     write = create = writer = delete = delete_many = _refuse  # type: ignore[assignment]
     delete_folders = list_unfinished = discard = _refuse  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The pages of one run, and of several beside each other."""
+"""The page of one run, and the page that compares several runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sunspot.formatting import money
 from sunspot.report import checkpoints
 from sunspot.report.charts import Line, XAxis, chart, fitting_axis, over_steps, points_of
-from sunspot.report.html import Html, duration, element, join, paragraph, percent, result, table, whole
+from sunspot.report.html import Html, duration, element, integer, join, paragraph, percent, result, table
 from sunspot.report.learning import MAX_CURVES, results_first
 from sunspot.report.model import Report
 from sunspot.report.page import SECTIONS, Sections
@@ -22,23 +22,23 @@ BACK = element("nav", element("a", "All runs", href="/"), aria_label="Back")
 
 @dataclass(frozen=True)
 class Log:
-    """The end of what one process of a run has printed."""
+    """The end of the output of one process of a run."""
 
     stream: str
     text: str
     others: Sequence[str]
-    "Other streams, the newest first."
+    "Names of other streams, the newest first."
 
 
-LOG = Html("<!-- log -->")
-"""Where the log stands in the body of a run's page, which is made less often than the log is read."""
+LOG_PLACEHOLDER = Html("<!-- log -->")
+"""Placeholder for the log in the body of a run's page, which is made less often than the log is read."""
 
 
 def show_run(report: Report) -> Html:
-    """Return the body of a run's page: its report, and what only makes sense while it can be looked at again."""
+    """Return the body of a run's page: its report, its log, and commands for its checkpoints."""
     location = report.run.storage.locate("").rstrip("/")
 
-    def kept(report: Report) -> Html:
+    def show_checkpoints(report: Report) -> Html:
         options = f"{quote(report.run.name)} --storage {quote(location)}"
         read = paragraph("Verify every byte: ", element("code", f"sunspot checkpoints verify {options}"), ".")
         get = paragraph("Fetch the newest: ", element("code", f"sunspot checkpoints get {options} newest"), ".")
@@ -48,18 +48,19 @@ def show_run(report: Report) -> Html:
     for anchor, section in SECTIONS.items():
         sections[anchor] = section
         if anchor == "incidents":
-            sections["log"] = ("Log", lambda _: LOG)
-    sections["checkpoints"] = (SECTIONS["checkpoints"][0], kept)
-    search, shown = report.labels.get(SEARCH_LABEL, ""), show_report(report, sections)
+            sections["log"] = ("Log", lambda _: LOG_PLACEHOLDER)
+    sections["checkpoints"] = (SECTIONS["checkpoints"][0], show_checkpoints)
+    search = report.labels.get(SEARCH_LABEL, "")
+    shown = show_report(report, sections)
     if search == report.run.name or not RUN.fullmatch(search):
         return shown
     return join([paragraph("A trial of ", element("a", search, href=f"/run/{search}"), ".", kind="note"), shown])
 
 
 def show_log(run: str, log: Log | None) -> Html:
-    """Return the end of a run's log, with links to the others."""
+    """Return the end of one of a run's logs, with links to the other logs."""
     if not log:
-        return paragraph("No process of it has shipped any output.")
+        return paragraph("No process of this run has shipped output yet.")
     lines = element("pre", join(log.text.splitlines(), "\n"), tabindex="0", aria_label=f"the end of {log.stream}")
     links = join((element("a", name, href=f"/run/{run}?log={name}#log") for name in log.others), ", ")
     more = paragraph("Others: ", links, ".") if log.others else ""
@@ -67,10 +68,10 @@ def show_log(run: str, log: Log | None) -> Html:
 
 
 def show_comparison(reports: Sequence[Report], notes: Sequence[Html]) -> Html:
-    """Return the body of a page of several runs: their curves, results, and what differs of their settings."""
+    """Return the body of a page that compares runs: their curves, results, and settings that differ."""
     names = [report.run.name for report in reports]
     if len(reports) < 2:
-        how = paragraph("Tick two runs or more, up to six, in ", element("a", "the list", href="/"), ".")
+        how = paragraph("Select two to six runs in ", element("a", "the list", href="/"), ".")
         return join([BACK, element("main", join([element("h1", "Compare runs"), *notes, how]), id="compared")])
     parts = {
         "Curves": _compared_curves(reports),
@@ -105,19 +106,20 @@ def _results(reports: Sequence[Report]) -> Html:
     columns = [dict(_figures(report)) for report in reports]
     names = dict.fromkeys(name for each in columns for name in each)
     rows = [[name, *(each.get(name) for each in columns)] for name in names]
-    return table("Results of each", ["figure", *(report.run.name for report in reports)], rows)
+    return table("Results of each run", ["figure", *(report.run.name for report in reports)], rows)
 
 
 def _figures(report: Report) -> Iterator[tuple[str, Any]]:
     yield "state", str(report.state)
-    yield "steps", whole(report.step)
+    yield "steps", integer(report.step)
     yield "time", duration(report.seconds) if report.seconds is not None else None
     yield "goodput", percent(report.goodput, 0) if report.goodput is not None else None
-    yield "incidents", whole(len(report.incidents))
+    yield "incidents", integer(len(report.incidents))
     yield "node hours", report.spending.node_hours
     yield "cost", money(report.spending.cost) if report.spending.cost is not None else None
     for name in sorted(report.history.results, key=results_first):
-        if newest := report.result(name):
+        newest = report.result(name)
+        if newest:
             yield name, result(name, newest[0])
 
 
@@ -129,6 +131,6 @@ def _differing(what: str, names: Sequence[str], values: Sequence[Mapping[str, st
     known = dict.fromkeys(name for each in values for name in sorted(each))
     differing = [name for name in known if len({each.get(name) for each in values}) > 1]
     if not differing:
-        return paragraph(f"Every {what} is the same." if known else f"No {what} is recorded.")
+        return paragraph(f"All {what}s are equal." if known else f"No {what} is recorded.")
     rows = [[name.removeprefix(PREFIX), *(each.get(name) for each in values)] for name in differing]
-    return table(f"Each {what} that is not the same in all", [what, *names], rows)
+    return table(f"{what.capitalize()}s that differ", [what, *names], rows)

@@ -1,4 +1,4 @@
-"""What each address answers: the pages, as the newest readings of storage have them."""
+"""The answers to requests: pages that are made from the newest readings of storage."""
 
 import threading
 from collections import OrderedDict
@@ -21,22 +21,29 @@ from sunspot.ui.all_runs import AllRuns
 from sunspot.ui.list_page import Query, show_all
 from sunspot.ui.pages import PageReader, RunPage, read_comparison, read_run
 from sunspot.ui.read_only import ReadOnlyStorage
-from sunspot.ui.refreshed import Reading, Refreshed
-from sunspot.ui.run_pages import BACK, LOG, Log, show_log
+from sunspot.ui.refreshing import Reading, RefreshingValue
+from sunspot.ui.run_pages import BACK, LOG_PLACEHOLDER, Log, show_log
 
 EVERY_S = 10.0
-"""Seconds between two reads of what a page shows: a run writes its status as often."""
+"""Seconds between two reads of what a page shows. A run writes its status as often."""
 
-SOON_S, FIRST_S = 1.0, 8.0
-"""Seconds that a request waits for what is being read, when there is something to show and when there is nothing."""
+SOON_S = 1.0
+"""Longest time, in seconds, that a request waits for a read if there is an earlier reading to show."""
+
+FIRST_S = 8.0
+"""Longest time, in seconds, that a request waits for a read if there is nothing to show yet."""
 
 MAX_PAGES = 12
-"""Runs and logs of which the newest reading is kept."""
+"""Largest number of pages and logs whose newest reading is kept."""
 
 MAX_COMPARED = 6
-"""Runs beside each other: the curves of more could not be told apart."""
+"""Largest number of runs that are compared. The curves of more runs could not be distinguished."""
 
-LOG_BYTES, MAX_STREAMS = 32 << 10, 12
+LOG_BYTES = 32 << 10
+"""Largest number of bytes that are shown of a log."""
+
+MAX_STREAMS = 12
+"""Largest numbers of drivers' logs and of workers' logs that are linked."""
 
 HEAD = (
     '<link rel="icon" href="data:,"><link rel="stylesheet" href="/style.css"><script src="/ui.js" defer></script>'
@@ -47,12 +54,12 @@ FILES = {
     "/style.css": ((STYLE, Path(__file__).with_name("ui.css")), "text/css; charset=utf-8"),
     "/ui.js": ((Path(__file__).with_name("ui.js"),), "text/javascript; charset=utf-8"),
 }
-"""By address, the files that make it up, and their type."""
+"""Files that are served together under an address, and their type."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What goes back to a browser."""
+    """The answer to a request of a browser."""
 
     body: bytes
     status: HTTPStatus = HTTPStatus.OK
@@ -60,18 +67,18 @@ class Answer:
 
 
 class Site:
-    """The pages over the runs of a storage."""
+    """The pages of the runs in a storage."""
 
     def __init__(
         self, storage: Storage, read_page: Callable[[PageReader, Sequence[str]], RunPage] | None = None
     ) -> None:
-        """`read_page` reads the pages of runs in another process (`PageProcess.read`); by default this process does."""
+        """`read_page` reads the pages of runs in another process (`PageProcess.read`), or by default in this one."""
         self._storage = ReadOnlyStorage(storage)
         self._read_page = read_page or (lambda read, names: read(self._storage, names))
         self._runs = AllRuns(self._storage)
-        self._all = Refreshed("reading the runs", self._runs.refresh, EVERY_S)
-        self._kept = OrderedDict[str, Refreshed[Any]]()
-        "By what was read; what was wanted last is last."
+        self._all = RefreshingValue("reading the runs", self._runs.refresh, EVERY_S)
+        self._kept = OrderedDict[str, RefreshingValue[Any]]()
+        "LRU cache of values by what is read, with the newest last."
         self._lock = threading.Lock()
 
     def answer(self, target: str) -> Answer:
@@ -80,7 +87,7 @@ class Site:
         fields = parse_qsl(parts.query)
         folder, _, name = parts.path.strip("/").partition("/")
         if parts.path == "/":
-            return self._list(Query.of(dict(fields)))
+            return self._list(Query.parse(dict(fields)))
         if folder == "run" and RUN.fullmatch(name):
             return self._run(name, dict(fields).get("log", ""))
         if parts.path == "/compare":
@@ -94,16 +101,19 @@ class Site:
     def _list(self, query: Query) -> Answer:
         reading = _await(self._all, bool(self._runs.rows))
         notes = _troubles(reading)
-        if left := self._runs.total - len(self._runs.rows):
+        left = self._runs.total - len(self._runs.rows)
+        names = [row.name for row in query.on_page(query.choose(self._runs.known))]
+        if left:
             notes.append(paragraph(f"{left:,} more are being read.", kind="note"))
-        elif names := [row.name for row in query.on_page(query.choose(self._runs.known))]:
+        elif names:
             curves = self._begin(f"the curves of {' '.join(names)}", partial(self._runs.read_curves, names))
             curves.get(SOON_S)
-        place = paragraph("PageReader from ", element("code", self._storage.locate("")), ".")
+        place = paragraph("Read from ", element("code", self._storage.locate("")), ".")
         return _page("Runs", join([show_all(self._runs.known, query, notes), element("footer", place)]))
 
     def _run(self, name: str, stream: str) -> Answer:
-        run, wanted = Run(self._storage, name), stream if STREAM.fullmatch(stream) else ""
+        run = Run(self._storage, name)
+        wanted = stream if STREAM.fullmatch(stream) else ""
         pages = self._begin(f"run {name}", partial(self._read_page, read_run, [name]), limited=False)
         logs = self._begin(f"log {name} {wanted}", lambda: read_log(run, wanted))
         reading, printed = _await(pages), _await(logs)
@@ -111,12 +121,12 @@ class Site:
         title, status = name, HTTPStatus.OK
         page: RunPage | None = reading.value
         if page is None:
-            parts = [element("main", join([element("h1", name), *(notes or [paragraph("It is being read.")])]))]
+            parts = [element("main", join([element("h1", name), *(notes or [paragraph("The run is being read.")])]))]
             if reading.trouble:
                 status = HTTPStatus.NOT_FOUND if reading.missing else HTTPStatus.SERVICE_UNAVAILABLE
         else:
             title = page.title
-            parts = [*notes, Html(page.body.replace(LOG, show_log(name, printed.value)))]
+            parts = [*notes, Html(page.body.replace(LOG_PLACEHOLDER, show_log(name, printed.value)))]
         return _page(title, join([BACK, element("div", join(parts), id="run")]), status)
 
     def _compare(self, names: Sequence[str]) -> Answer:
@@ -125,17 +135,19 @@ class Site:
         reading = _await(self._begin(what, partial(self._read_page, read_comparison, chosen), limited=False))
         notes = _troubles(reading)
         if left:
-            notes.append(paragraph(f"{MAX_COMPARED} are compared at most, without {', '.join(left)}.", kind="note"))
+            notes.append(
+                paragraph(f"At most {MAX_COMPARED} runs are compared. Left out: {', '.join(left)}.", kind="note")
+            )
         page: RunPage | None = reading.value
         body = page.body if page else element("main", element("h1", "Compare runs"))
         if page is None and not notes:
-            notes.append(paragraph("They are being read."))
+            notes.append(paragraph("The runs are being read."))
         return _page("Compare runs", join([*notes, body]))
 
-    def _begin(self, what: str, read: Callable[[], Any], limited: bool = True) -> Refreshed[Any]:
-        """Begin a reading, if it is due; of several, none waits for another."""
+    def _begin(self, what: str, read: Callable[[], Any], limited: bool = True) -> RefreshingValue[Any]:
+        """Start a reading if it is due, and return its value. Several readings run at the same time."""
         with self._lock:
-            found = self._kept.setdefault(what, Refreshed(f"reading {what}", read, EVERY_S, limited))
+            found = self._kept.setdefault(what, RefreshingValue(f"reading {what}", read, EVERY_S, limited))
             self._kept.move_to_end(what)
             if len(self._kept) > MAX_PAGES:
                 self._kept.popitem(last=False)
@@ -143,12 +155,12 @@ class Site:
         return found
 
 
-def _await(pages: Refreshed[Any], known: bool = False) -> Reading[Any]:
-    return pages.get(SOON_S if known or pages.get(0).value is not None else FIRST_S)
+def _await(value: RefreshingValue[Any], known: bool = False) -> Reading[Any]:
+    return value.get(SOON_S if known or value.get(0).value is not None else FIRST_S)
 
 
 def read_log(run: Run, stream: str) -> Log | None:
-    """PageReader the end of a stream, or else of the driver's newest; None when there is none."""
+    """Return the end of a log, by default of the newest driver's log, or None if the run has no logs."""
     streams = sorted(list_streams(run), key=lambda name: (name.startswith("driver"), name), reverse=True)
     if not streams:
         return None
@@ -159,10 +171,10 @@ def read_log(run: Run, stream: str) -> Log | None:
 
 
 def _troubles(reading: Reading[Any], what: str = "") -> list[Html]:
-    """Return what is wrong with a reading, and of when the rest is."""
+    """Return an alert with the reason why a read failed, if it did."""
     if not reading.trouble:
         return []
-    rest = " Below is what was read before." if reading.value is not None else ""
+    rest = " Below is an earlier reading." if reading.value is not None else ""
     return [element("p", f"{what}{reading.trouble}.{rest}", class_="trouble", role="alert")]
 
 

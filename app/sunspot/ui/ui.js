@@ -1,4 +1,4 @@
-// Asks for the page again and again, and replaces what has changed. Where scripts are off, the page reloads instead.
+// Requests the page periodically, and replaces the parts that have changed. Without scripts, the page reloads instead.
 "use strict";
 
 const EVERY_MS = 10000;
@@ -9,7 +9,7 @@ const nameOf = (element) => element.tagName + (element.href || element.value || 
 function replace(old, fresh) {
   if (!old || !fresh || old.innerHTML === fresh.innerHTML) return;
   const selection = getSelection();
-  if (selection.type === "Range" && old.contains(selection.anchorNode)) return; // somebody copies
+  if (selection.type === "Range" && old.contains(selection.anchorNode)) return; // the user is copying
   const ticked = new Set([...old.querySelectorAll("input:checked")].map((box) => box.value));
   const open = [...old.querySelectorAll("details")].map((details) => details.open);
   const scrolled = [...old.querySelectorAll(".scroll, pre")].map((box) => [box.scrollLeft, box.scrollTop]);
@@ -30,7 +30,7 @@ async function refresh() {
     if (next.title) document.title = next.title;
     lost.hidden = true;
   } catch {
-    if (lost.hidden) lost.textContent = `sunspot ui does not answer since ${new Date().toLocaleTimeString()}; below is what it said before.`;
+    if (lost.hidden) lost.textContent = `sunspot ui has not answered since ${new Date().toLocaleTimeString()}; the page below is older.`;
     lost.hidden = false;
   }
 }

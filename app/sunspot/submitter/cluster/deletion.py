@@ -28,7 +28,14 @@ from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.identity import read_identity
 from sunspot.run.objects import CHECKPOINT
 from sunspot.run.overview import holds_run
-from sunspot.run.requests import DELETION, clear_deletion, deletion_begun, mark_deletion, submitted_job, who_asks
+from sunspot.run.requests import (
+    DELETION,
+    clear_deletion,
+    deletion_begun,
+    describe_requester,
+    mark_deletion,
+    submitted_job,
+)
 from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
@@ -190,7 +197,7 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
 
     Raises `GaveUpError` when its pods do not go, and `ConflictError` when something goes on writing it.
     """
-    mark_deletion(run, who_asks())
+    mark_deletion(run, describe_requester())
     if cluster and jobs:
         warn(f"waiting until {plural(len(jobs), 'RayJob')} and the pods are gone")
         if not delete_jobs(cluster, jobs, GONE_WITHIN_S, frozen=True):

@@ -14,7 +14,7 @@ from sunspot.formatting import in_words, plural
 from sunspot.run.attempts import attempt_of, read_attempts
 from sunspot.run.checkpoints import MANIFEST, list_directories
 from sunspot.run.history import read_journal
-from sunspot.run.incidents import Receipt, describe, read_receipts
+from sunspot.run.incidents import Receipt, describe_receipt, read_receipts
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.observation import OutageReporter, RunAccess, require_answers, stored_arguments
@@ -219,7 +219,9 @@ class FaultInjector:
         self._recovered.update(numbers)
         times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
         which = f"fault{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        self.say({**receipt.record(), "blows": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
+        self.say(
+            {**receipt.record(), "blows": numbers, **times}, f"recovered from {which}: {describe_receipt(receipt)}"
+        )
 
     def _find_missing(self) -> str:
         """Find what has not happened yet since the last fault; empty once the run has recovered."""

@@ -11,7 +11,14 @@ from typing import Any
 from sunspot.errors import ClusterError, ConflictError, NotFoundError, RefusedStorageError, SettingsError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.overview import HALF_DELETED, describe_absence, read_fresh_status, read_parts, read_state, run_exists
+from sunspot.run.overview import (
+    HALF_DELETED,
+    describe_absence,
+    read_fresh_status,
+    read_in_parallel,
+    read_state,
+    run_exists,
+)
 from sunspot.run.requests import deletion_begun, stop_requested
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError, try_connect
@@ -282,7 +289,7 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
 def read_storage(run: Run, job: JobView | None) -> StoragePart:
     """Read what storage knows of a run whose newest RayJob is `job`, or why it does not answer."""
     try:
-        status, stop_wanted, deleting = read_parts(
+        status, stop_wanted, deleting = read_in_parallel(
             lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
         )
         state = read_state(run, status) if not job and (status or run_exists(run)) else None

@@ -9,7 +9,7 @@ from sunspot.background import map_parallel
 from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.run import Run
 from sunspot.run.attempts import step_of
-from sunspot.run.history import measured
+from sunspot.run.history import model_metrics
 from sunspot.run.overview import RunSummary, RunView, list_runs, read_statuses, read_view, state_from_storage
 from sunspot.run.owner import Owner
 from sunspot.run.status import RunState, Status
@@ -70,7 +70,7 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
             **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
             "total_steps": view.total_steps or None,
             "checkpoint": view.checkpoint.name if view.checkpoint else None,
-            "metrics": measured(view.checkpoint.metrics) if view.checkpoint else None,
+            "metrics": model_metrics(view.checkpoint.metrics) if view.checkpoint else None,
             "rows_per_s": view.rows_per_s if known else None,
             "seconds_left": view.seconds_left if known else None,
             "attempt": view.attempts[-1].number if view.attempts else 0,

@@ -22,7 +22,7 @@ from sunspot.formatting import in_words
 from sunspot.run import Run, open_run
 from sunspot.run.owner import Owner
 from sunspot.run.requests import SubmissionRecord, clear_stop, newest_submission, record_submission
-from sunspot.run.status import SILENT_S, RunState, is_alive
+from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive
 from sunspot.settings import PREFIX, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
@@ -258,7 +258,7 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
         f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was heard of "
         f"{ago} ago. `sunspot stop {stored_arguments(access.run)}` has it save and end; then submit again. To take the "
         "run over while it trains, submit it with --take-over: it goes on from its newest checkpoint. An owner that "
-        f"has been silent for {SILENT_S:.0f} s is taken over without the option"
+        f"has been silent for {SILENT_AFTER_S:.0f} s is taken over without the option"
     )
 
 

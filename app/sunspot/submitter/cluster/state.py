@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from sunspot.formatting import plural
 from sunspot.run.overview import describe_silence, describe_work
-from sunspot.run.owner import COUNTED, Owner
-from sunspot.run.status import SILENT_S, RunState, Status
+from sunspot.run.owner import Owner
+from sunspot.run.status import SILENT_AFTER_S, RunState, Status
 from sunspot.settings import PREFIX, Settings, WorkerRange
 from sunspot.submitter.cluster.views import NOISE, JobView, Nodes, PodProblem, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.findings import Diagnosis
@@ -138,10 +138,9 @@ def owns(job: JobView, owner: str) -> bool:
     """Return True if an owner in storage is this RayJob. Parts that are not known on either side do not count."""
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
-    counted = not own.submission and COUNTED.fullmatch(found.submission)  # written by an earlier version
     same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
     same_cluster = not (found.cluster and job.kubernetes) or found.cluster == job.kubernetes
-    return bool(found.job == job.name and (same_submission or counted) and same_namespace and same_cluster)
+    return bool(found.job == job.name and same_submission and same_namespace and same_cluster)
 
 
 def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> tuple[RunState, str]:
@@ -382,6 +381,6 @@ def _last_words(own: Status | None) -> str:
 
 def _silence(status: Status, now: float) -> str:
     """Say for how long a run that has not ended has been silent; empty while it is not."""
-    if status.state.terminal or now - status.seen <= SILENT_S:
+    if status.state.terminal or now - status.seen <= SILENT_AFTER_S:
         return ""
     return describe_silence(status.seen, now)

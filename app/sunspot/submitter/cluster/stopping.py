@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from sunspot.errors import ClusterError, GaveUpError
-from sunspot.run.requests import how_to_resume, request_stop, who_asks
+from sunspot.run.requests import describe_requester, request_stop, resume_hint
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, follow
@@ -30,7 +30,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     state, reason = snapshot.state()
     if state is RunState.SUCCEEDED:
         return state, f"there is nothing to stop: {reason}"
-    request_stop(access.run, who_asks())
+    request_stop(access.run, describe_requester())
     if not wait:
         return RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended"
     try:
@@ -73,7 +73,7 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
     on_cluster = snapshot.job is not None
-    how = "submit it again, and it goes on" if deleted else how_to_resume(access.arguments, on_cluster)
+    how = "submit it again, and it goes on" if deleted else resume_hint(access.arguments, on_cluster)
     return state, f"{saved}; {how}"
 
 

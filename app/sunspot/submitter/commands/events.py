@@ -6,7 +6,7 @@ from typing import Any
 
 from sunspot.formatting import as_time
 from sunspot.run.history import read_events
-from sunspot.run.incidents import describe, read_receipts
+from sunspot.run.incidents import describe_receipt, read_receipts
 from sunspot.submitter.commands.arguments import add_run_and_cluster
 from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
@@ -43,4 +43,4 @@ def run(args: argparse.Namespace) -> None:
 
 def _detail(event: dict[str, Any]) -> str | None:
     receipts = read_receipts([event])
-    return describe(receipts[0]) if receipts else event.get("detail")
+    return describe_receipt(receipts[0]) if receipts else event.get("detail")

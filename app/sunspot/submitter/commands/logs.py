@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from sunspot.errors import GaveUpError, NotFoundError, SettingsError
 from sunspot.run import Run
-from sunspot.run.logs import list_streams, read_pieces
+from sunspot.run.logs import list_streams, read_parts
 from sunspot.run.overview import read_state
 from sunspot.run.status import RunState
 from sunspot.submitter.commands.arguments import add_run_and_cluster
@@ -117,7 +117,7 @@ class _Printer:
     def print_new(self) -> bool:
         """Print what is new; returns whether there was anything."""
         before = self._read
-        for piece in read_pieces(self._run, self.stream, self._read):
+        for piece in read_parts(self._run, self.stream, self._read):
             self._read = piece.end
             self._print(self._decoder.decode(piece.data))
         sys.stdout.flush()

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from sunspot.formatting import as_time, in_words, plural
-from sunspot.run.history import in_digits
+from sunspot.run.history import format_metric
 from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
@@ -83,7 +83,9 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
     if view and record["attempt"]:
         age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
         line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
-        line("metrics", ", ".join(f"{name} {in_digits(value)}" for name, value in (record["metrics"] or {}).items()))
+        line(
+            "metrics", ", ".join(f"{name} {format_metric(value)}" for name, value in (record["metrics"] or {}).items())
+        )
         for each in view.passed_over:
             line("skipped", str(each))
         line("saves", _describe_saves(record))

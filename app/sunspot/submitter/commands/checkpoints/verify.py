@@ -5,7 +5,7 @@ import argparse
 from sunspot.errors import DamageError
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import classify, list_directories, refuse_if_absent, verify
-from sunspot.run.overview import find_gone
+from sunspot.run.overview import find_deleted_checkpoint
 from sunspot.run.status import read_status
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.printing import print_json, print_table, progress_note
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
         counted = [name]
     with progress_note("reading every byte"):
         verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, counted)]
-    if name is None and (gone := find_gone(read_status(run), counted)):
+    if name is None and (gone := find_deleted_checkpoint(read_status(run), counted)):
         verified.append((gone, ["gone, though the run ended with it"]))
     if args.json:
         print_json([{"name": name, "verified": not faults, "faults": faults} for name, faults in verified])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sunspot.formatting import in_words, plural
-from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, read_hangs, starved, suspects
+from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, find_suspects, read_hangs, waited_for_rows
 from sunspot.run.overview import START_AGAIN
 from sunspot.run.owner import Owner
 from sunspot.run.status import RunState
@@ -60,7 +60,7 @@ def _counts(case: Case, failure: Failure) -> bool:
 
 
 def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> Finding:
-    first = min(failures, key=lambda failure: (failure.consequence, failure.time))
+    first = min(failures, key=lambda failure: (failure.is_consequence, failure.time))
     alike = [f for f in failures if (f.type, f.file, f.line) == (first.type, first.file, first.line)]
     others = Counter(f.type for f in failures if f not in alike)
     ranks = sorted({f.rank for f in alike if f.rank is not None})
@@ -103,13 +103,13 @@ def find_hung(case: Case) -> Iterator[Finding]:
     starting = any(hang.starting for hang in its)  # of the group after that attempt, whose hosts are not known
     claimed = next((a.metadata.world_size for a in case.view.attempts if a.number == number), 0)
     of, world = (0, its[0].world_size) if starting else (number, claimed)
-    blamed = suspects(its, world)
+    blamed = find_suspects(its, world)
     words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
     said = [f"{case.name(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
     others = f"; {_name_ranks(waiting)} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
-    kind = Diagnosis.NO_ROWS if starved(its, world) else Diagnosis.HUNG
+    kind = Diagnosis.NO_ROWS if waited_for_rows(its, world) else Diagnosis.HUNG
     look = "look at that call: a read without a time limit, a lock, or a collective that not all ranks enter"
     advice = BRING_ROWS if kind is Diagnosis.NO_ROWS else look
     advice += "; its workers were started again" if again else ""

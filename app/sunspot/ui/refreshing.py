@@ -1,4 +1,4 @@
-"""A value that is read again when somebody asks for it and it is old."""
+"""A value that is read again if it is old when it is requested."""
 
 import logging
 import math
@@ -17,35 +17,38 @@ from sunspot.storage.limits import with_deadline
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
-"""How long storage may be silent before a read of it is given up."""
+"""Seconds without an answer from storage after which a read is given up."""
 
 PAUSE = 2
-"""Times the seconds that a read takes until the next one: a long history does not keep a core busy."""
+"""Factor between the duration of a read and the time until the next one, so that a long history does not keep a core
+busy."""
 
 MAX_THREADS = 200
-"""With more, nothing is read: those that storage has let hang have to end first."""
+"""Largest number of threads with which another read may start. More threads mean that storage does not answer."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Reading(Generic[Value]):
-    """What is known of a value."""
+    """The result of the newest read of a value."""
 
     value: Value | None
-    "None: it was not read yet."
+    "Value of the newest successful read, or None before it."
     trouble: str = ""
-    "Why the newest read failed; empty when it did not."
+    "Reason why the newest read failed, or empty if it succeeded."
     missing: bool = False
-    "Whether that was because nothing is there."
+    "True if it failed because the object does not exist."
 
 
-class Refreshed(Generic[Value]):
-    """A value of storage, read in the background by one thread at a time, and only while somebody asks for it."""
+class RefreshingValue(Generic[Value]):
+    """A value that one thread at a time reads from storage in the background, and only while it is requested."""
 
     def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:
-        """If `read` ends by itself when storage does not answer, `limited` may be False."""
-        self._what, self._read, self._every_s = what, read, every_s
+        """`limited` may be False if `read` ends by itself when storage does not answer."""
+        self._what = what
+        self._read = read
+        self._every_s = every_s
         self._limited = limited
         self._reading = Reading[Value](None)
         self._future: Future[None] | None = None
@@ -53,7 +56,7 @@ class Refreshed(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, wait_s: float) -> Reading[Value]:
-        """Return what is known; waits so long for a read that is due or under way."""
+        """Return the newest reading, after waiting up to `wait_s` seconds for a read that is due or running."""
         with self._lock:
             if (self._future is None or self._future.done()) and time.monotonic() >= self._due:
                 self._future = start_thread(self._refresh, "refresh")
@@ -63,10 +66,11 @@ class Refreshed(Generic[Value]):
         return self._reading
 
     def _refresh(self) -> None:
-        began, before = time.monotonic(), self._reading.value
+        began = time.monotonic()
+        before = self._reading.value
         try:
             if threading.active_count() > MAX_THREADS:
-                raise SunspotError(f"{self._what}: {MAX_THREADS} threads still wait for storage that does not answer")
+                raise SunspotError(f"{self._what}: {MAX_THREADS} threads are waiting for storage that does not answer")
             read = partial(with_deadline, DEADLINE_S, self._what, self._read) if self._limited else self._read
             self._reading = Reading(read())
         except SunspotError as error:
@@ -76,6 +80,6 @@ class Refreshed(Generic[Value]):
             self._reading = Reading(before, shorten(error))
         finally:
             now = time.monotonic()
-            # Storage that does not answer is asked again soon. A page that cannot be made has used its share of time.
+            # If storage does not answer, it is asked again soon. If a page cannot be made, it has still used its time.
             pauses = not self._reading.trouble or not self._limited
             self._due = now + max(self._every_s, PAUSE * (now - began) if pauses else 0.0)
