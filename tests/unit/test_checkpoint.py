@@ -64,7 +64,7 @@ from sunspot.run.checkpoints import (
 from sunspot.run.history import Journals, read_journal
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
-from sunspot.storage.limits import CURRENT
+from sunspot.storage.limits import CURRENT_DEADLINE
 from sunspot.storage.local import LocalStorage
 from sunspot.train.learning_rates import LearningRates, set_options
 from tests.harness import REPOSITORY, s3
@@ -757,7 +757,7 @@ class Obstacle:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         places = [os.readlink(f"/proc/self/fd/{each}") if type(each) is int else str(each) for each in arguments]
-        if self.closed and CURRENT.get() and self._file in " ".join(places):
+        if self.closed and CURRENT_DEADLINE.get() and self._file in " ".join(places):
             if self.error:
                 raise self.error
             self.let_go.wait(60)

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -315,7 +314,7 @@ class Protocol(RuleBasedStateMachine):
             machines = [NodeInventory(f"host-{node}", f"node-{node}", held, [], live=live, process=process.name)]
             claimant = Claimant(run, self.owner_of(owner))
             try:
-                start = retry_storage(partial(begin_attempt, claimant, SETTINGS, machines), limit_s, "beginning")
+                start = retry_storage(limit_s, "beginning", begin_attempt, claimant, SETTINGS, machines)
             except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
                 return
             if not start:
@@ -345,7 +344,7 @@ class Protocol(RuleBasedStateMachine):
         if not (checkpoint := start.checkpoint):
             return [], ()
         limit_s = SETTINGS.storage_timeout_s
-        return json.loads(retry_storage(lambda: read_file(run, checkpoint, "model.pt"), limit_s, "reading")), ()
+        return json.loads(retry_storage(limit_s, "reading", read_file, run, checkpoint, "model.pt")), ()
 
     def take_steps(
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any

@@ -165,7 +165,7 @@ class Groups(Protocol):
             for member, copy in zip(members, found, strict=True)
         ]
         begin = partial(begin_attempt, Claimant(run, owner), SETTINGS, machines)
-        return retry_storage(begin, SETTINGS.storage_timeout_s, "beginning")
+        return retry_storage(SETTINGS.storage_timeout_s, "beginning", begin)
 
     def take_up(
         self, run: Run, start: StartPoint, members: list[Member], found: list[LoadedSnapshot | None]

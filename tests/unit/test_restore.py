@@ -605,14 +605,14 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None
             raise answer
         return answer
 
-    assert retry_storage(act, 5, "reading") == "here"
+    assert retry_storage(5, "reading", act) == "here"
     assert len(warned) == 2
 
     def refuse() -> str:
         raise StorageError("403 AccessDenied")
 
     with pytest.raises(StorageError, match=r"reading: storage has failed for .* \(SUNSPOT_STORAGE_TIMEOUT_S=0\.05\)"):
-        retry_storage(refuse, 0.05, "reading")
+        retry_storage(0.05, "reading", refuse)
 
 
 def test_the_timelines_of_a_loss_and_a_preemption_name_functions_that_exist() -> None:

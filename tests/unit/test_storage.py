@@ -303,11 +303,11 @@ def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it() -> None:
         raise StorageError("refused")
 
     with pytest.raises(StorageError, match="refused"):
-        window.attempt(refuse, 2, "reading")
+        window.attempt(2, "reading", refuse)
     time.sleep(1.5)
     began = time.monotonic()
     with pytest.raises(StorageError, match="no answer"):
-        window.attempt(lambda: hangs.wait(60), 2, "reading")
+        window.attempt(2, "reading", lambda: hangs.wait(60))
     assert time.monotonic() - began < 1.5, "the second try had all the time for itself"
     assert window.over
     assert window.seconds >= 2
@@ -342,7 +342,7 @@ from sunspot.errors import run_and_exit
 from sunspot.background import map_parallel
 from sunspot.storage.limits import retry_storage
 hang = lambda number: threading.Event().wait()
-run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "reading a checkpoint"))
+run_and_exit(lambda: retry_storage(0.1, "reading a checkpoint", map_parallel, hang, range(3)))
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 4

@@ -304,14 +304,14 @@ class CheckpointCommitter:
             name = snapshot.manifest.name
             if self._order.leads and self._sent != name:  # another attempt may start from a manifest that was sent
                 with suppress(StorageError):
-                    with_deadline(REMOVAL_S, f"removing {name}", lambda: delete_checkpoint(self._run, name))
+                    with_deadline(REMOVAL_S, f"removing {name}", delete_checkpoint, self._run, name)
             raise
 
     def _try_to_commit(self, snapshot: Snapshot) -> None:
         outage, limit_s, step = self._outage, self._settings.storage_timeout_s, snapshot.manifest.step
         while True:
             try:
-                outage.attempt(lambda: self._commit(snapshot), limit_s, f"checkpoint at step {step}")
+                outage.attempt(limit_s, f"checkpoint at step {step}", lambda: self._commit(snapshot))
             except (StorageError, NotFoundError, DamageError) as error:
                 self._refuse_if_stopped()
                 if outage.tries == 1:  # one event for each outage, however many tries it takes

@@ -187,7 +187,7 @@ def begin_attempt(
     def on_rank_0(act: Callable[[], Result]) -> Result | None:
         def act_as_owner() -> Result | None:
             with contextlib.suppress(SupersededError):
-                return retry_storage(act, limit_s, "beginning an attempt")
+                return retry_storage(limit_s, "beginning an attempt", act)
             return None
 
         return broadcast_from_rank0(group, act_as_owner)
@@ -199,7 +199,7 @@ def begin_attempt(
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
         read = readers.checkpoint or functools.partial(find_faults, run)
-        return retry_storage(lambda: read(checkpoint), limit_s, "reading a checkpoint")
+        return retry_storage(limit_s, "reading a checkpoint", read, checkpoint)
 
     if start := on_rank_0(lambda: claim_in_place(claimant, settings, inventories)):
         return start

@@ -135,7 +135,7 @@ def _load_sharded(
     """Load a checkpoint in parts, on every rank; rank 0 alone reads what they hold, a request for each part."""
 
     def patiently(read: Callable[[], Any]) -> Any:
-        return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint")
+        return retry_storage(settings.storage_timeout_s, "reading a checkpoint", read)
 
     contents = broadcast_from_rank0(group, lambda: patiently(lambda: read_contents(run, checkpoint)))
 
@@ -174,8 +174,8 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
     when it was replaced while they read it.
     """
     limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
-    chosen = broadcast_from_rank0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what))
-    return run_on_all_ranks(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what))
+    chosen = broadcast_from_rank0(group, lambda: retry_storage(limit_s, what, choose_init, settings))
+    return run_on_all_ranks(group, lambda: retry_storage(limit_s, what, load_init, settings, chosen))
 
 
 def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:

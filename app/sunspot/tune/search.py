@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from sunspot.background import Background, map_parallel
 from sunspot.code_archive import enter_code
@@ -246,17 +245,24 @@ def promote_best(running: RunningSearch) -> None:
 
     run, settings = running.claimant.run, running.search.settings
     metric, limit_s = settings.checkpoint_metric, settings.storage_timeout_s
-    ranking = retry_storage(running.read_results, limit_s, "reading the trials").ranking
+    ranking = retry_storage(limit_s, "reading the trials", running.read_results).ranking
     if not any(trial.state is RunState.SUCCEEDED for trial in ranking):
         lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
         raise SunspotError(f"no trial succeeded:\n{lines}")
     for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
         environment = next(s for s in running.search.trials if s.run_name == trial.run).environment()
-        copy = partial(
-            promote, run, running.claimant.owner, environment, Run(run.storage, trial.run), str(trial.checkpoint)
-        )
+        source = Run(run.storage, trial.run)
         try:
-            checkpoint = retry_storage(copy, limit_s, "promoting a checkpoint")
+            checkpoint = retry_storage(
+                limit_s,
+                "promoting a checkpoint",
+                promote,
+                run,
+                running.claimant.owner,
+                environment,
+                source,
+                str(trial.checkpoint),
+            )
         except (DamageError, NotFoundError) as error:
             log.warning(f"{trial.run} skipped: {error}")
             continue
