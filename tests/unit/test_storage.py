@@ -105,6 +105,12 @@ def test_open_storage_chooses_by_the_path(tmp_path: Path, s3_bucket: str) -> Non
     assert open_storage(f"s3://{s3_bucket}").locate("run/a") == f"s3://{s3_bucket}/run/a"
 
 
+def test_open_storage_refuses_an_unknown_scheme(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^xyz://bucket/a: no storage has the scheme xyz://; use s3://, gs://, "):
+        open_storage("xyz://bucket/a")
+    assert isinstance(open_storage(f"{tmp_path}/a://b"), LocalStorage)
+
+
 def test_write_then_read_replaces_and_deletes(storage: Storage) -> None:
     storage.write("run/a.json", b"one")
     storage.write("run/a.json", b"two, longer")
