@@ -857,7 +857,7 @@ def test_prove_names_the_folder_and_not_its_probe(tmp_path: Path) -> None:
 
 def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", lambda handler, request: handler.reply(204, {}, b""))
-    with pytest.raises(StorageError, match="deleted, but still there"):
+    with pytest.raises(StorageError, match="still there after it was deleted"):
         prove(s3_storage, "run")
 
 

@@ -40,7 +40,7 @@ RACE_TRIES = 5
 RACE_PAUSE_S = 0.2
 """Seconds between the first two of these tries; each later pause is longer by the same amount."""
 
-LeaveOut = Callable[[str, StorageError], Any]
+OnUnreadable = Callable[[str, StorageError], Any]
 """Called for each folder that the user may not read, with the folder's key and the error."""
 
 
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
     """
 
 
-class Unfinished(NamedTuple):
+class UnfinishedWrite(NamedTuple):
     """An unfinished write: it takes space, but is not an object. Killed writers leave them behind."""
 
     key: str
@@ -159,10 +159,10 @@ class Storage(ABC):
     def list(self, prefix: str) -> list[Entry]:
         """List every object below `prefix`, sorted by key."""
 
-    def list_readable(self, prefix: str, leave_out: LeaveOut) -> Sequence[Entry]:
+    def list_readable(self, prefix: str, on_unreadable: OnUnreadable) -> Sequence[Entry]:
         """List the objects below `prefix`, except in folders that this user may not read.
 
-        `leave_out` is called for each such folder.
+        `on_unreadable` is called for each such folder.
         """
         return self.list(prefix)
 
@@ -199,11 +199,11 @@ class Storage(ABC):
         """Make the next listing or read below `prefix` see what other machines have written so far."""
 
     @abstractmethod
-    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+    def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         """List the unfinished writes below `prefix`: those of killed writers, and those still in progress."""
 
     @abstractmethod
-    def discard(self, unfinished: Unfinished) -> None:
+    def discard(self, unfinished: UnfinishedWrite) -> None:
         """Free the space of an unfinished write. A write that is already gone is no error."""
 
     def keeps_versions(self) -> bool | None:
@@ -240,7 +240,7 @@ class Storage(ABC):
 
 
 @contextlib.contextmanager
-def completed(writer: Writer) -> Iterator[Writer]:
+def complete_or_abort(writer: Writer) -> Iterator[Writer]:
     """Complete `writer` when the context ends, or abort it on any error."""
     try:
         yield writer
