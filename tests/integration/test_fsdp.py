@@ -182,7 +182,7 @@ def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
         def get_extra_state(self) -> dict[str, int]:
             return {"seen": 3}
 
-    with pytest.raises(SettingsError, match="_extra_state, which are no tensors"):
+    with pytest.raises(SettingsError, match="_extra_state, which are not tensors"):
         refuse_other_than_tensors(Counting(2, 2))
     refuse_other_than_tensors(nn.Linear(2, 2))
 

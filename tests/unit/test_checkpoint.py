@@ -35,7 +35,7 @@ import sunspot.elastic.restore
 import sunspot.storage.limits
 import sunspot.storage.local
 from sunspot.checkpoint import CheckpointManager, SavedObjects, versions
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
 from sunspot.checkpoint.files import load_state, unpack, upload_state
 from sunspot.checkpoint.memory import Use
 from sunspot.checkpoint.node_state import NodeState
@@ -733,7 +733,7 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
     name = checkpoint_name(1, 1)
     snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
     for rank in (0, 1):
-        writer = ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitOrder())
+        writer = ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitCoordinator())
         writer._write_once(name, INDEX, functools.partial(writer.write_part, snapshot))
     _, pieces = read_indexes(run, name, 2)
     assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
@@ -962,7 +962,7 @@ def test_what_storage_has_verified_is_not_read_back(s3_run: Run, s3_proxy: Fault
     trainee.checkpoints.close(finished=True)
     assert not [request for request in s3_proxy.seen("GetObject") if request.path.endswith("model.pt")]
     assert find_faults(s3_run, newest(s3_run)) == []
-    assert "model.pt: gone after it was written" in trainee.warnings[0]
+    assert "model.pt: missing or truncated after it was written" in trainee.warnings[0]
 
 
 def test_what_storage_has_not_verified_is_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
@@ -972,7 +972,7 @@ def test_what_storage_has_not_verified_is_read_back(s3_run: Run, s3_proxy: Fault
     trainee.save()
     trainee.checkpoints.close(finished=True)
     assert find_faults(s3_run, newest(s3_run)) == []
-    assert "model.pt: other bytes came back" in trainee.warnings[0]
+    assert "model.pt: the bytes read back are not" in trainee.warnings[0]
 
 
 def test_a_checkpoint_of_any_number_of_files_is_deleted_by_three_requests(s3_run: Run, s3_proxy: FaultProxy) -> None:

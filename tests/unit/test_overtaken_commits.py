@@ -61,12 +61,12 @@ class Survivor:
         assert claim(self.run, attempts, attempt)
         saved = SavedObjects(self.model, self.optimizer)
         self.checkpoints = CheckpointManager(self.run, attempt, self.plan, saved, memory=self.memory)
-        self.checkpoints.outlive(self.committer, [*attempts, attempt], committed, lambda: None)
+        self.checkpoints.continue_commits(self.committer, [*attempts, attempt], committed, lambda: None)
         self.step = attempt.step
 
     def leave(self) -> None:
         if self.checkpoints:
-            self.checkpoints.hand_on(self.step)
+            self.checkpoints.leave_group(self.step)
             self.committer = self.checkpoints.committer
 
     def take_step(self, save: bool = True) -> None:
@@ -111,7 +111,7 @@ class SlowStorage:
         self.under_way = 0
         self.most = 0
         self._permits, self._lock = threading.Semaphore(0), threading.Lock()
-        upload = sunspot.checkpoint.files.WholeState.files
+        upload = sunspot.checkpoint.files.WholeStateWriter.files
 
         def slow_upload(writer: Any, snapshot: Any) -> Any:
             with self._lock:
@@ -125,7 +125,7 @@ class SlowStorage:
                 with self._lock:
                     self.under_way -= 1
 
-        monkeypatch.setattr(sunspot.checkpoint.files.WholeState, "files", slow_upload)
+        monkeypatch.setattr(sunspot.checkpoint.files.WholeStateWriter, "files", slow_upload)
 
     def go(self) -> None:
         self._permits.release()
@@ -214,7 +214,7 @@ def test_a_commit_that_no_longer_counts_ends_and_leaves_nothing(
         survivor.form_group(first, "storage")
     elif overtaken == "without a part":
         assert survivor.checkpoints
-        survivor.checkpoints._committer._order.in_parts = True
+        survivor.checkpoints._committer._coordinator.in_parts = True
         survivor.form_group(others="who came for a lost one")
     else:
         attempts = read_attempts(run)
@@ -248,7 +248,7 @@ def test_a_stopped_commit_begins_no_further_part(run: Run, memory: NodeMemory, m
 
         return {"model.pt": sunspot.checkpoint.files.upload(run, snapshot.manifest.name, "model.pt", write)}
 
-    monkeypatch.setattr(sunspot.checkpoint.files.WholeState, "files", files)
+    monkeypatch.setattr(sunspot.checkpoint.files.WholeStateWriter, "files", files)
     survivor.take_step()
     assert begun.wait(10)
     survivor.form_group("step-00000000-attempt-0001-00000000", "storage")
@@ -324,18 +324,18 @@ def test_a_rank_adds_its_part_to_a_commit_that_rank_0_began_before_the_group_end
     monkeypatch.setattr(sunspot.checkpoint.commit, "POLL_S", 2.0)
     attempt = Attempt(1, "job", None, 0, nonce=new_nonce())
     assert claim(run, [], attempt)
-    order, writer, snapshots = (
+    coordinator, writer, snapshots = (
         Mock(leads=False),
         Mock(),
         {step: Mock(torn=False, state={}, extra_state={}) for step in (4, 5)},
     )
-    order.replaces.return_value, order.limit.return_value = False, -math.inf
-    committer = CheckpointCommitter(run, attempt, Settings(), writer, order, None, None)
+    coordinator.replaces_newest.return_value, coordinator.last_step.return_value = False, -math.inf
+    committer = CheckpointCommitter(run, attempt, Settings(), writer, coordinator, None, None)
     for step, snapshot in snapshots.items():
         snapshot.manifest.configure_mock(step=step, name=checkpoint_name(step, attempt.number, attempt.nonce))
         committer.commit(snapshot)
-    wait_until(lambda: order.limit.called)
-    order.limit.return_value = 4
+    wait_until(lambda: coordinator.last_step.called)
+    coordinator.last_step.return_value = 4
     committer.abandon()
     wait_until(lambda: not committer.busy)
     committer.raise_if_failed()
@@ -347,10 +347,10 @@ def test_a_rank_adds_its_part_to_a_commit_that_rank_0_began_before_the_group_end
 def test_a_part_that_is_still_due_is_not_written_once_its_group_has_lost_a_process(run: Run) -> None:
     metadata = Metadata(processes=("a", "b"))
     attempt = Attempt(1, "job", None, 0, metadata=metadata, nonce=new_nonce())
-    order, snapshot = Mock(leads=False, in_parts=True), Mock()
+    coordinator, snapshot = Mock(leads=False, in_parts=True), Mock()
     snapshot.manifest.step = 4
-    order.replaces.return_value, order.limit.return_value = False, -math.inf
-    committer = CheckpointCommitter(run, attempt, Settings(), Mock(), order, None, None)
+    coordinator.replaces_newest.return_value, coordinator.last_step.return_value = False, -math.inf
+    committer = CheckpointCommitter(run, attempt, Settings(), Mock(), coordinator, None, None)
     committer.commit(snapshot)
     alone = Attempt(2, "job", None, 4, metadata=Metadata(processes=("a",)), nonce=new_nonce())
     assert committer.stop_if_overtaken([attempt, alone])
@@ -397,7 +397,7 @@ def test_no_copy_is_made_of_buffers_that_a_broken_collective_left(
     group: Any = object()
     attempt = Attempt(1, "job", None, 0)
     checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(group), memory=memory)
-    checkpoints.outlive(None, [attempt], None, refuse)
+    checkpoints.continue_commits(None, [attempt], None, refuse)
     with pytest.raises(RegroupError):
         checkpoints.save(1, {}, to_storage=True)
     assert not any(slot.uses for slot in memory._slots)

@@ -41,7 +41,7 @@ import sunspot.checkpoint.commit
 import sunspot.checkpoint.memory_files
 import sunspot.elastic.claim
 import sunspot.run
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
 from sunspot.checkpoint.files import read_file, upload
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
@@ -310,7 +310,7 @@ class Protocol(RuleBasedStateMachine):
         except (ConflictError, StorageError, NotFoundError):
             return
         while True:
-            held = found and found.held
+            held = found and found.snapshot
             machines = [NodeInventory(f"host-{node}", f"node-{node}", held, [], live=live, process=process.name)]
             claimant = Claimant(run, self.owner_of(owner))
             try:
@@ -351,7 +351,7 @@ class Protocol(RuleBasedStateMachine):
     ) -> tuple[LiveState, Any]:
         """Train until the group has lost another process; returns what this one goes on with."""
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
-        committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), {}, ledger)
+        committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitCoordinator(), {}, ledger)
         for step in range(attempt.step + 1, attempt.step + 1 + GROUP_STEPS):
             ledger.add_step(step, torch.tensor(rows_of(taker, step)))
             state.append(taker)

@@ -22,7 +22,7 @@ import torch
 import sunspot.checkpoint.commit
 import sunspot.checkpoint.memory_files
 import sunspot.run.checkpoints
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.memory_files import LoadedSnapshot, Sidecar, find_snapshot
@@ -157,7 +157,7 @@ class Groups(Protocol):
             NodeInventory(
                 f"host-{member.node}",
                 f"node-{member.node}",
-                copy and copy.held,
+                copy and copy.snapshot,
                 [],
                 live=member.live,
                 process=member.name,
@@ -215,7 +215,7 @@ class Groups(Protocol):
         def body(process: Process) -> None:
             self.commits[process] = commit
             run = Run(process.storage, RUN)
-            committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), None, ledger)
+            committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitCoordinator(), None, ledger)
             try:
                 committer._commit_with_retries(snapshot)
             except SupersededError:

@@ -17,7 +17,7 @@ import sunspot.checkpoint.replicas
 from sunspot.checkpoint.memory import NodeMemory, Slot
 from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, list_snapshots
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.replicas import PartExchange, find_keepers
+from sunspot.checkpoint.replicas import PartExchange, find_replica_ranks
 from sunspot.run import open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
@@ -30,7 +30,7 @@ SIZES = [2500, 700, 1000]
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_the_loss_of_any_node_takes_no_part_along(nodes: list[str]) -> None:
-    keepers = find_keepers(nodes)
+    keepers = find_replica_ranks(nodes)
     for lost in set(nodes) if len(set(nodes)) > 1 else ():
         for rank, keeper in enumerate(keepers):
             assert nodes[rank] != lost or nodes[keeper] != lost
@@ -39,8 +39,8 @@ def test_the_loss_of_any_node_takes_no_part_along(nodes: list[str]) -> None:
 
 
 def test_neighbors_spread_over_the_ranks_of_a_node() -> None:
-    assert find_keepers(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
-    assert find_keepers(["a", "b", "b", "b"]) == [1, 0, 0, 0]
+    assert find_replica_ranks(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
+    assert find_replica_ranks(["a", "b", "b", "b"]) == [1, 0, 0, 0]
 
 
 class Worker(NodeMemory):
@@ -67,7 +67,7 @@ class Worker(NodeMemory):
         slot.map[:] = bytes([16 * step + self.rank]) * slot.size
         manifest, sidecar = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1), f"sidecar {self.rank}".encode()
         marked = slot.mark(manifest, sidecar, part=self.rank, parts=3)[0] if own else None
-        return self.exchange.share(slot, marked, sidecar)
+        return self.exchange.replicate(slot, marked, sidecar)
 
     def held(self) -> set[tuple[int, int, int, str]]:
         """Step, part, the value of its bytes, and what is beside them."""

@@ -125,7 +125,7 @@ def test_a_found_copy_is_the_state_at_its_step(device: str) -> None:
     trainee.train()
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
-    held, sidecar = found.held, found.sidecar
+    held, sidecar = found.snapshot, found.sidecar
     assert (held.attempt, held.step, held.evaluated) == (1, 3, False)
     assert sidecar.ledger == [(1, 1, 3, [])]
     assert sidecar.manifest_fields["metrics"] == {"loss": 0.5}
@@ -297,11 +297,11 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
     for changed in (b"", b"{}", content[:middle], content[:-2], flipped, whole.read_bytes()):
         path.write_bytes(changed)
         found = find_snapshot(RUN)
-        assert found.held.step == 3, changed[:300]
+        assert found.snapshot.step == 3, changed[:300]
     path.unlink()
     path.write_bytes(content)
     found = find_snapshot(RUN)
-    assert found.held.step == 7
+    assert found.snapshot.step == 7
 
 
 def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypa
         assert trainee.take(attempt), trainee.warnings
         trainee.die()
         found = find_snapshot(RUN)
-        assert found.held.step == attempt
+        assert found.snapshot.step == attempt
 
 
 @pytest.mark.parametrize("for_storage", [False, True])
@@ -361,7 +361,7 @@ def test_full_memory_keeps_the_old_copy_and_is_tried_again(
             snapshot.release()
         trainee.snapshots.wait_until_complete()
         found = find_snapshot(RUN)
-        return found.held.step
+        return found.snapshot.step
 
     monkeypatch.setattr(os, "posix_fallocate", reserve_if_there_is_room)
     assert [copy(step) for step in (2, 3, 4)] == [1 + slots] * 3
@@ -371,7 +371,7 @@ def test_full_memory_keeps_the_old_copy_and_is_tried_again(
     assert [copy(step) for step in (8, 9)] == [8, 9]
     [lost, regained] = trainee.warnings
     assert lost.startswith("no copies in shared memory until there is room: No space left on device")
-    assert regained == "copies in shared memory go on at step 8"
+    assert regained == "copies in shared memory continue at step 8"
 
 
 def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +385,7 @@ def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeyp
     monkeypatch.setattr(sunspot.checkpoint.snapshot, "copy", lambda *arguments: (go.wait(10), copy(*arguments))[1])
     assert trainee.take(4)
     found = find_snapshot(RUN)
-    assert found.held.step == 3
+    assert found.snapshot.step == 3
     go.set()
     trainee.snapshots.wait_until_complete()
     for step in (5, 6, 7):
@@ -423,7 +423,7 @@ def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(mon
     [lost, regained] = trainee.warnings
     assert "the copy at step 2 is not kept in shared memory: " in lost
     assert "No space left on device" in lost
-    assert regained == "copies in shared memory go on at step 8"
+    assert regained == "copies in shared memory continue at step 8"
     assert len(trainee.memory._slots) <= MAX_SLOTS
 
 
@@ -492,15 +492,15 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
     change.set()
     assert not take(2)
     found = find_snapshot(RUN)
-    assert found.held.step == 1, "nor does the copy in memory count"
+    assert found.snapshot.step == 1, "nor does the copy in memory count"
     expected = trainee.state()
     assert take(3), "what has torn a copy is copied at once, before it can change again"
     found = find_snapshot(RUN)
-    assert found.held.step == 3
+    assert found.snapshot.step == 3
     assert_same(in_buffer(found.sidecar.structure, as_bytes(found.data)), expected)
     [lost, regained] = trainee.warnings
     assert "the copy at step 2 is not kept in shared memory: weights changed while they were copied" in lost
-    assert regained == "copies in shared memory go on at step 3"
+    assert regained == "copies in shared memory continue at step 3"
 
 
 def test_training_does_not_wait_for_pinned_memory(
@@ -535,7 +535,7 @@ class Exchange(PartExchange):
         self._memory, self._rank, self._world_size, self.cost_s = memory, 1, 2, 0.0
         self.answers: list[bool | RuntimeError] = []
 
-    def all_copy(self, has_slot: bool) -> bool:
+    def agree_to_copy(self, has_slot: bool) -> bool:
         return has_slot
 
     def share(self, *_: Any) -> bool:
@@ -573,7 +573,7 @@ def test_a_part_stays_until_all_workers_have_a_newer_one() -> None:
     assert find_snapshot(RUN) is None, "a part is no state"
     [lost, regained] = part.warnings
     assert "the copy at step 2 is not kept in shared memory: a worker could not keep its part" in lost
-    assert regained == "copies in shared memory go on at step 5"
+    assert regained == "copies in shared memory continue at step 5"
 
 
 def test_a_worker_without_a_neighbour_keeps_its_copies_and_makes_no_new_ones() -> None:

@@ -157,7 +157,7 @@ def agree_on_start(
         if not settings.snapshot_cost:
             return inventories
         found = run_on_all_ranks(group, lambda: find_snapshot(location) if state.reads else None)  # which reads it
-        held = found.held if found else None
+        held = found.snapshot if found else None
         parts_here = find_parts(location) if state.reads and settings.parallel == "fsdp" else ()
         return gather_objects(inventory._replace(snapshot=held, parts=parts_here), group)
 
