@@ -29,9 +29,9 @@ from sunspot.run.status import RunState, Status, read_status, restore_status
 from sunspot.settings import Settings
 from sunspot.tune.promotion import begin_attempt, promote
 from sunspot.tune.trials import (
-    PART,
+    FULL_RUN,
+    PROGRESS,
     SCORE,
-    WHOLE,
     HistoryReplay,
     StoppingAsha,
     StopWhenIdle,
@@ -227,7 +227,7 @@ class Asha:
 
     def report(self, number: int, part: float, score: float) -> None:
         """A trial's result; Tune never hears that it is to end one."""
-        result = {PART: part * WHOLE, SCORE: score, "error": ""}
+        result = {PROGRESS: part * FULL_RUN, SCORE: score, "error": ""}
         assert self.scheduler.on_trial_result(None, self._trials[number], result) == "CONTINUE"
 
     def end(self, number: int, error: str = "") -> None:
@@ -241,7 +241,7 @@ def test_asha_stops_the_runs_of_bad_trials(order: str) -> None:
         asha.report(number, 0.05, sign * 9.0)  # before the first comparison, nothing counts
         asha.report(number, 0.12, sign * score)
     assert asha.stopped.keys() == {2, 4}
-    assert asha.stopped[4] == "ASHA after 12% of its steps, as others were better by then"
+    assert asha.stopped[4] == "ASHA after 12% of its steps, because other trials were better by then"
     asha.report(1, 1.0, sign * 0.1)
     asha.report(3, 1.0, sign * 0.2)
     assert asha.stopped.keys() == {2, 4, 3}, "whether it is done by now, its run knows"
@@ -256,7 +256,10 @@ def test_a_metric_that_is_no_number_ends_a_trial() -> None:
     asha = Asha(2)
     asha.report(1, 0.01, float("nan"))
     asha.report(2, 0.01, float("inf"))
-    assert asha.stopped == {1: "the search, as its metric was nan", 2: "the search, as its metric was inf"}
+    assert asha.stopped == {
+        1: "the search, because its metric was nan",
+        2: "the search, because its metric was inf",
+    }
 
 
 def test_storage_that_refuses_a_stop_is_asked_again() -> None:
@@ -285,12 +288,14 @@ def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
     assert history.new() == [], "nothing has begun"
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (1, 50)), {"step": 60, "time": 0.0})
     restore_status(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
-    assert history.new() == [{PART: WHOLE * 0.05, SCORE: 0.02}], "one step is too little to tell, and one has no loss"
+    assert history.new() == [{PROGRESS: FULL_RUN * 0.05, SCORE: 0.02}], (
+        "one step is too little to tell, and one has no loss"
+    )
     assert history.new() == []
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (50, 995, 1000)))
     assert history.new() == [], "the status has not changed, so the history was not read"
     restore_status(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
-    assert [result[PART] / WHOLE for result in history.new()] == [0.995, 1.0], "the end always counts"
+    assert [result[PROGRESS] / FULL_RUN for result in history.new()] == [0.995, 1.0], "the end always counts"
 
 
 @pytest.mark.parametrize(("metric", "score"), [("loss", 2.9), ("test_loss", 1.0)])
@@ -303,7 +308,7 @@ def test_a_lucky_step_does_not_decide_over_a_trial(run: Run, metric: str, score:
         {"step": 10, metric: 1.0, "rows": 10, "time": 0.0},
     )
     restore_status(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
-    assert HistoryReplay(run, metric).new() == [{PART: WHOLE * 0.01, SCORE: pytest.approx(score)}]
+    assert HistoryReplay(run, metric).new() == [{PROGRESS: FULL_RUN * 0.01, SCORE: pytest.approx(score)}]
 
 
 # ------------------------------------------------------------------------------------------------------------ promotion
