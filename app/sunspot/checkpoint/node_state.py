@@ -207,7 +207,7 @@ class NodeParts:
     def describe(self) -> Sidecar:
         """Return the sidecar of the first part. All workers call this together, before `load`."""
         mine = {part: make_index(part, loaded.sidecar) for part, loaded in self._loaded.items()}
-        indexes = {}
+        indexes: dict[int, tuple[list[Piece], list[Piece]]] = {}
         for parts in gather_objects(mine, self._group):
             indexes |= parts
         nearest = self._rank * len(indexes) // len(self._nodes)  # the part with most of the pieces of this rank
