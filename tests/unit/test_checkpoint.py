@@ -223,7 +223,7 @@ def test_a_state_that_no_restart_could_load_is_refused(
     trainee = Trainee(run, model=Counting(40, 40))
     trainee.model(torch.randn(8, 40)).sum().backward()
     put(trainee, value)
-    refusal = rf"SUNSPOT_TASK=\S+: {key} is a {type(value).__module__}\..*make it a tensor, a number"
+    refusal = rf"SUNSPOT_TASK=\S+: {key} is a {type(value).__module__}\..*make it a tensor, a plain Python number"
     with pytest.raises(SettingsError, match=refusal):
         trainee.checkpoints.took_step(1, None)
     put(trainee, 0.1)

@@ -49,7 +49,7 @@ from sunspot.storage.limits import RetryWindow, with_deadline
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two checks of which commit rank 0 has begun, while a snapshot is waiting."""
+"""Seconds between two polls for the commit that rank 0 has begun, while a snapshot is waiting."""
 
 REMOVAL_S = 30.0
 """Largest number of seconds in which an abandoned commit removes its uploads; the next commit removes the rest."""
@@ -62,7 +62,7 @@ WRITTEN = "sunspot-written-{}"
 
 
 class CommitCoordinator:
-    """Coordinates the ranks that hold the state in parts: all of them commit the snapshots that rank 0 begins.
+    """Coordinates the ranks that hold the state in parts: all of them commit the snapshots that rank 0 commits.
 
     Rank 0 informs the others through the group's store. So no thread waits in a collective call for a rank that may
     have died, and only rank 0 lists the files in storage.
@@ -87,7 +87,8 @@ class CommitCoordinator:
             self._group.get_group_store().set(BEGUN, str(step))
 
     def last_step(self) -> float:
-        """Return the last step whose snapshot may be committed: on rank 0 any, else the last one that rank 0 began."""
+        """Return the last step whose snapshot may be committed: infinity on rank 0, else the last step that it has
+        begun."""
         if self._group is None or self.leads:
             return math.inf
         begun = self._read(BEGUN)
@@ -191,7 +192,7 @@ class CheckpointCommitter:
         self._previous = previous
 
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
-        """Stop the commit in progress, or the next one, if `attempts` no longer allow it, and return True in this case.
+        """Stop the commit in progress, or the next one, if `attempts` no longer allow it. Return True if it is stopped.
 
         `attempts` are all attempts of the run. Committing a state in parts takes all processes of its group. This
         method does not wait until the commit has ended.

@@ -82,7 +82,7 @@ class CheckpointManager:
         self._optimizer_only = saved.optimizer_only or OptimizerOnlyParameters(saved.optimizer)
         self._snapshots = Snapshots(self._memory, saved, self._optimizer_only, exchange)
         self._loadable = False
-        "True once the state was checked: a restart can load it."
+        "True once the state is known to be loadable by a restart."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(-math.inf if attempt.metadata.tier in AHEAD_OF_STORAGE else None)
@@ -227,9 +227,10 @@ class CheckpointManager:
             self._memory.remove()
 
     def leave_group(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows of consumed rows up to `step` that the next group must write, once no copy is in progress.
+        """Abandon the commits that have not begun, and return the windows of consumed rows for the next group to write.
 
-        The group has ended and this process continues, so this waits neither for other workers nor for storage.
+        The windows end at `step`. This waits for the copy in progress, but not for other workers or storage, because
+        the group has ended while this process continues.
         """
         self._snapshots.wait_until_complete()
         if self._committer:

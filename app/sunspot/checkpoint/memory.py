@@ -131,7 +131,7 @@ class Slot:
     def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
         """Mark a copy that came from another worker's slot.
 
-        Return False if it is not the copy which that worker marked.
+        Return False if its checksums do not match, or if the marker cannot be written.
         """
         if self._crc32() != snapshot.crc32 or zlib.crc32(sidecar) != snapshot.sidecar_crc32:
             return False
@@ -160,7 +160,11 @@ class NodeMemory:
     """
 
     def __init__(self, location: str | None, warns: bool = True) -> None:
-        """Only one process of a node needs to be the one that `warns`, because its problems are those of all."""
+        """Lock a directory for this run, and find the copies that the previous process left there.
+
+        Problems are logged as warnings if this process `warns`. One process per node is enough, because all of them
+        have the same problems.
+        """
         self._level = logging.WARNING if warns else logging.INFO
         self._slots: list[Slot] = []
         self._copies = 2
@@ -170,7 +174,7 @@ class NodeMemory:
         self._making: Future[str] | None = None
         "Future of the slot that is being made. Its result is why there is no room, or an empty string."
         self._failing = False
-        "True if the log says that copies cannot be kept, and nothing better since."
+        "True if the newest log message says that copies cannot be kept."
         self._unpinned = False
         "True once the log says that copies are not pinned."
         self._paused_until = -math.inf

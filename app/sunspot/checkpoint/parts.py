@@ -132,9 +132,8 @@ class ShardWriter:
         tensors = zip(keys_of(snapshot.state, self._names), tensors_in(snapshot.state), snapshot.places, strict=True)
         # Tensors that are not sharded come first, because every rank reads those of rank 0, in one request.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
-        # Rank 0 writes the tensors that are not sharded. If a tensor has fewer rows than there are ranks, the last
-        # ranks
-        # have no part of it.
+        # Rank 0 writes the tensors that are not sharded. The last ranks have no part of a tensor with fewer rows than
+        # there are ranks.
         mine = [
             (key, tensor, place) for key, tensor, place in in_order if self._rank == 0 or (place and tensor.numel())
         ]

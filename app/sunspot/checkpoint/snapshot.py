@@ -106,8 +106,8 @@ class Snapshot:
 class OptimizerOnlyParameters:
     """Finds the parameters that only optimizer steps change.
 
-    These are the parameters that get a gradient in the second step, and that its forward pass does not change, even
-    through `.data`.
+    These are the parameters that get a gradient in the second step and that the second step's forward pass does not
+    change, even through `.data`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -216,7 +216,7 @@ class Snapshots:
         slot = self._memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
         agreed = self._exchange.agree_to_copy(slot is not None) if self._exchange else True
-        began += time.perf_counter() - asked  # waiting for slower workers costs nothing: the gradients would wait
+        began += time.perf_counter() - asked  # not a cost: the gradients would wait, too
         if slot is None or not agreed:
             return None
         state = in_buffer(structure, slot.map)

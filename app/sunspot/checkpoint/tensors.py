@@ -15,7 +15,10 @@ ALIGNMENT = 64
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same nested dicts, lists and tuples, with `change(item)` for every other item, in a fixed order."""
+    """Return the same nested dicts, lists and tuples with every other item replaced by `change(item)`.
+
+    The order of the calls is fixed.
+    """
     if isinstance(value, Mapping):
         return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -24,7 +27,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the same nested structure, with `change(tensor)` for every tensor in it."""
+    """Return the same nested structure with every tensor replaced by `change(tensor)`."""
     return map_leaves(value, lambda item: change(item) if isinstance(item, torch.Tensor) else item)
 
 

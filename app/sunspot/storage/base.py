@@ -12,7 +12,7 @@ To add a backend:
    and counts each answer as progress. A request without it looks like storage that does not answer.
 3. Count the bytes of long requests with `limits.record_progress`, because a transfer that counts none of its bytes is
    given up after STORAGE_TIMEOUT_S. `Writer` counts what is written.
-4. `create` must be atomic among all writers. Whether a run has one owner depends on it; `prove.prove` checks it.
+4. Make `create` atomic among all writers, because it decides which process owns a run. `prove.prove` checks it.
 5. Add the scheme to BACKENDS in storage/__init__.py, and to the pattern and the text of STORAGE_PATH in settings.py.
    For datasets, add it to CLIENTS in data/parquet_files.py.
 6. Add a fixture to tests/harness/clouds.py, with which tests/unit/test_storage.py tests the backend.
@@ -41,7 +41,7 @@ RACE_PAUSE_S = 0.2
 """Seconds between the first two of these tries; each later pause is longer by the same amount."""
 
 OnUnreadable = Callable[[str, StorageError], Any]
-"""Called for each folder that the user may not read, with the folder's key and the error."""
+"""Function that is called for each folder that the user may not read, with the folder's key and the error."""
 
 
 class Entry(NamedTuple):
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 
 class UnfinishedWrite(NamedTuple):
-    """An unfinished write: it takes space, but is not an object. Killed writers leave them behind."""
+    """An unfinished write, as a killed writer leaves it: it takes space, but is not an object."""
 
     key: str
     "Key of the object that it would have become."

@@ -297,7 +297,7 @@ class Part(NamedTuple):
     """A part that storage has received."""
 
     number: int
-    "Counted from 1."
+    "Number of the part, counted from 1."
     version: str
     "Identifier of the part's content in storage: S3's ETag or Google's generation."
     crc32: int = 0

@@ -236,7 +236,7 @@ def print_plan(search: Search, concurrency: str) -> None:
 
 
 def ranked_by_held_out(search: Search) -> Search:
-    """Return the search with its trials ranked by the metric of held-out rows, if there are any, as checkpoints are."""
+    """Return the search with its trials ranked by the metric of held-out rows, if there are such rows."""
     from sunspot.plan import make_plan
     from sunspot.tasks import load_task
 

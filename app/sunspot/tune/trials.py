@@ -56,7 +56,7 @@ TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the history is in the run
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # an interrupt ends the search
     "RAY_AIR_NEW_OUTPUT": "0",  # so that verbose=0 prints nothing
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial's first and last reports have none
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial's first and last reports have no metric
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 
@@ -184,7 +184,7 @@ def run_trial(config: dict[str, Any], trials: Trials) -> None:
         while not ended:
             ended = training.done()  # read before the history, so that its last records are reported
             stop_request.marked = stop_request.marked or commands.poll().stop
-            with suppress(StorageError):  # tried again the next time
+            with suppress(StorageError):  # read again the next time
                 for result in history.new():
                     tune.report({ERROR: "", **result})
             wait([training], timeout=TRIAL_POLL_EVERY_S)
@@ -286,7 +286,7 @@ class DropOnPickle:
 
 
 class StoppingAsha(DropOnPickle, ASHAScheduler):
-    """ASHA scheduler that stops a trial through its run. To Tune, every trial continues."""
+    """ASHA scheduler that stops a trial through its run, and tells Tune that every trial continues."""
 
     def __init__(self, order: str, stop: Callable[[int, str], None], on_end: Callable[[int, str], None]) -> None:
         super().__init__(
@@ -341,10 +341,7 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
 
 
 class StopWhenIdle(DropOnPickle, tune.Stopper):
-    """Ends Tune when the search is stopped, but only after every running trial has saved and ended.
-
-    Tune would kill it.
-    """
+    """Ends Tune once the search is stopped and no trial is running, because Tune would kill running trials."""
 
     def __init__(self, scheduler: StoppingAsha, stopped: Callable[[], bool]) -> None:
         self._scheduler, self._stopped = scheduler, stopped
