@@ -162,14 +162,14 @@ class GoogleStorage(Bucket):
             self._bucket.blob(self._full(key)).delete(**condition, **self._limits)
 
     def keeps_versions(self) -> bool | None:
-        with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask
+        with contextlib.suppress(*self.FAILURES):  # this identity may lack the permission
             self._bucket.reload(**self._limits)
             kept_s = self._bucket.soft_delete_policy.retention_duration_seconds
             return bool(self._bucket.versioning_enabled or kept_s)
         return None
 
     def drops_unfinished(self) -> bool | None:
-        with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask
+        with contextlib.suppress(*self.FAILURES):  # this identity may lack the permission
             self._bucket.reload(**self._limits)
             return any(
                 rule["action"]["type"] == "Delete"

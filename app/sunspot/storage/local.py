@@ -415,7 +415,7 @@ def local_path(path: str) -> Path:
     except RuntimeError as error:
         raise SettingsError(f"{path}: {shorten(error)}; write the path without '~'") from error
     except ValueError as error:
-        raise SettingsError(f"{path}: not a path: {shorten(error)}; give one of letters") from error
+        raise SettingsError(f"{path}: not a path: {shorten(error)}; use a valid path") from error
 
 
 @contextlib.contextmanager
