@@ -479,7 +479,7 @@ def test_memory_that_cuda_does_not_pin_is_reported_once(monkeypatch: pytest.Monk
         trainee.memory.pin(slot, torch.device("cuda"))
     assert cudart.asked == 2
     [warning] = trainee.warnings
-    assert "not pinned, and take longer: error 2: out of memory" in warning
+    assert "because their memory is not pinned: error 2: out of memory" in warning
 
 
 def test_a_copy_is_dropped_if_a_weight_changes_and_later_copies_are_intact(

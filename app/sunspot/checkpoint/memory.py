@@ -280,7 +280,7 @@ class NodeMemory:
         with torch.cuda.device(device):
             refusal = slot.pin()
         if refusal and not self._unpinned:
-            self._log(f"copies of the state go to memory that is not pinned, and take longer: {refusal}")
+            self._log(f"copies of the state take longer, because their memory is not pinned: {refusal}")
             self._unpinned = True
 
     def _add(self, size: int, file: Path | None) -> Slot:

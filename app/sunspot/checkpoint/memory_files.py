@@ -231,7 +231,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
             lock.close()
         else:
             return directory, lock
-    raise OSError(f"{MAX_PROCESSES} other processes of the run are on this node")
+    raise OSError(f"{MAX_PROCESSES} other processes of the run use this node's shared memory, which is the limit")
 
 
 def _list_processes(location: str) -> list[Path]:

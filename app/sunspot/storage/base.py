@@ -15,7 +15,8 @@ To add a backend:
 4. Make `create` atomic among all writers, because it decides which process owns a run. `prove.prove` checks it.
 5. Add the scheme to BACKENDS in storage/__init__.py, and to the pattern and the text of STORAGE_PATH in settings.py.
    For datasets, add it to CLIENTS in data/parquet_files.py.
-6. Add a fixture to tests/harness/clouds.py, with which tests/unit/test_storage.py tests the backend.
+6. Add an extra for the cloud's client to pyproject.toml, and the credentials to docs/storage.md.
+7. Add a fixture to tests/harness/clouds.py, with which tests/unit/test_storage.py tests the backend.
 
 `open_storage` refuses any other scheme.
 """

@@ -230,7 +230,7 @@ class Bucket(Storage):
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
-        """Mark an operation like `limits.operation`, and turn the client's errors into a `StorageError`."""
+        """Track an operation like `limits.operation`, and turn the client's errors into a `StorageError`."""
         try:
             with operation(self.locate(key), gives_s):
                 yield

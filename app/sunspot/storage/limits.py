@@ -6,8 +6,8 @@ There are two ways to wait for storage, and both name the work for their message
     retry_storage(limit_s, what, work, *arguments)   also calls `work` again while it raises `StorageError`
 
 The unit that is timed and retried is the caller's work, not a single request. Most work reads before it writes (who
-owns the run, which attempt is the newest), so a retry has to read again. Streams cannot be retried inside of storage
-either, because their first bytes have already been used.
+owns the run, which attempt is the newest), so a retry has to read again. Streams cannot be retried inside storage
+either, because the caller has already used their first bytes.
 
 A thread that hangs cannot be stopped. So the work runs in a daemon thread, which does not keep the process from
 exiting. Once the work is given up, none of its further operations begins (`operation`), and nothing that it was about
@@ -95,7 +95,7 @@ class ProgressDeadline:
 
     @contextlib.contextmanager
     def operation(self, where: str, gives_s: float) -> Iterator[None]:
-        """Register an operation on the object at `where`, whose answer adds `gives_s` seconds to the deadline."""
+        """Track an operation on the object at `where`, whose answer adds `gives_s` seconds to the deadline."""
         this = object()
         with self._lock:
             self._running[this] = where
@@ -138,10 +138,9 @@ backend's requests.
 
 
 def operation(where: str, gives_s: float = OPERATION_S) -> contextlib.AbstractContextManager[None]:
-    """Mark an operation on the object at `where` as progress of the work that it is part of, if that has a deadline.
+    """Track an operation on the object at `where`, whose answer moves the deadline of the current work by `gives_s`.
 
-    Pass 0 as `gives_s` if `record_progress` counts the operation's bytes. Raises `StorageError` if the work was given
-    up.
+    Pass 0 if `record_progress` counts the operation's bytes. Raises `StorageError` if the work was given up.
     """
     refuse_if_given_up(where)
     deadline = CURRENT_DEADLINE.get()

@@ -420,7 +420,7 @@ def local_path(path: str) -> Path:
 
 @contextlib.contextmanager
 def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
-    """Mark an operation like `limits.operation`, and turn its `OSError` into a `StorageError`.
+    """Track an operation like `limits.operation`, and turn its `OSError` into a `StorageError`.
 
     Use this only around this module's own calls, because a caller's `FileNotFoundError` would look like a missing
     object.

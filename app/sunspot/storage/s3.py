@@ -230,7 +230,7 @@ class S3Storage(Bucket):
 def _etag_of(answer: dict[str, Any]) -> str:
     """Return the ETag, which identifies a version of an object. Raises `ValueError` if the answer has no ETag."""
     if "ETag" not in answer:
-        raise ValueError("the server sends no ETag, as S3 does; without it, versions cannot be distinguished")
+        raise ValueError("the server sends no ETag, unlike S3; without it, versions cannot be distinguished")
     return str(answer["ETag"])
 
 

@@ -283,8 +283,8 @@ def promote_best(running: RunningSearch) -> None:
         print(f"  checkpoint: {run.storage.locate(run.key('checkpoints', checkpoint.name))}, the best of {trial.run}")
         return
     raise SunspotError(
-        f"no checkpoint of a trial has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC) as a number; set another, and "
-        "the same command promotes the best without training again"
+        f"no trial has a checkpoint whose metric {metric} (SUNSPOT_CHECKPOINT_METRIC) is a number; set another metric, "
+        "and the same command promotes the best checkpoint without training again"
     )
 
 
