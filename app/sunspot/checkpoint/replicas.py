@@ -30,7 +30,7 @@ TRANSFER_COST = 0.1
 
 
 class PartExchange:
-    """Exchange of parts with other nodes by one worker.
+    """Exchanges one worker's part with workers on other nodes.
 
     On a single node, the workers only agree that all parts are kept.
     """

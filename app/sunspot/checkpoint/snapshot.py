@@ -162,7 +162,7 @@ class Snapshots:
         optimizer_only: OptimizerOnlyParameters,
         exchange: PartExchange | None = None,
     ) -> None:
-        """`exchange` keeps the parts of a state in parts on two nodes."""
+        """`exchange` keeps each part on two nodes if the state is in parts."""
         self._memory = memory
         self._saved = saved
         self._optimizer_only = optimizer_only

@@ -61,7 +61,10 @@ def padded(tensor: torch.Tensor) -> int:
 
 
 def in_buffer(structure: Any, buffer: Any) -> Any:
-    """Return `structure` with tensors of the same shapes and dtypes in `buffer`, each with its own storage."""
+    """Return `structure` with its tensors replaced by tensors in `buffer` that have the same shapes and dtypes.
+
+    Each of them has its own storage.
+    """
     offset = 0
 
     def place(like: torch.Tensor) -> torch.Tensor:

@@ -176,14 +176,14 @@ class Storage(ABC):
 
     @abstractmethod
     def delete(self, key: str, version: str = "") -> None:
-        """Delete one object. An object that does not exist is no error.
+        """Delete one object. An object that does not exist is not an error.
 
         With a `version` from a listing, the object stays if it was written again since then. An S3 server that does not
         support this condition, such as MinIO, deletes the object in any case.
         """
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete objects. Objects that do not exist are no error. After an error, some objects may be left."""
+        """Delete objects. Objects that do not exist are not errors. After an error, some objects may be left."""
         for key in keys:
             self.delete(key)
 
@@ -205,7 +205,7 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self, unfinished: UnfinishedWrite) -> None:
-        """Free the space of an unfinished write. A write that is already gone is no error."""
+        """Free the space of an unfinished write. A write that is already gone is not an error."""
 
     def keeps_versions(self) -> bool | None:
         """Return True if deleted and replaced objects keep taking space, or None if this identity may not find out."""

@@ -123,7 +123,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _list_prefixes(self, prefix: str) -> Iterable[str]:
-        """Return the folders whose key in the bucket begins with the string `prefix`, each including its final '/'."""
+        """Return the keys of all folders that begin with the string `prefix`, each including its final '/'."""
 
     @abstractmethod
     def _code(self, error: Any) -> str:

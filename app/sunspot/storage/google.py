@@ -210,7 +210,7 @@ def _google_client(url: str) -> Any:
 
 
 class ComposedUpload(PartUpload):
-    """An upload in parts."""
+    """An upload in parts, which are objects until they are joined into one."""
 
     def __init__(self, storage: GoogleStorage, key: str, token: str = "") -> None:
         """`token` distinguishes its parts from those of other uploads of the object; by default it is a new one."""

@@ -44,7 +44,7 @@ FoundFiles = list[tuple[str, os.stat_result]]
 
 
 class LocalStorage(Storage):
-    """A directory. NFS is safe too, because this relies only on rename and link, which are atomic there, and `refresh`.
+    """A directory, which may be on NFS: rename and link are atomic there, and `refresh` drops what a client has cached.
 
     The storage path itself may be a link, and links within it are followed, but no key leads out of it. Otherwise
     anybody who can write to one run's folder could make a reader show, or a deletion remove, any file that the reader's
