@@ -64,8 +64,8 @@ class CheckpointManager:
     ) -> None:
         """Create the manager for an attempt that trains `saved`.
 
-        Copies in `memory` outlive this process. Without a `memory`, no copy does. `windows` of consumed rows came with the state.
-        `journals` are flushed before each commit.
+        Copies in `memory` outlive this process. Without a `memory`, no copy does. `windows` of consumed rows came with
+        the state. `journals` are flushed before each commit.
         """
         self._run = run
         self._attempt = attempt
