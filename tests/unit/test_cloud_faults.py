@@ -230,8 +230,8 @@ def test_google_joins_exactly_the_generations_that_were_written() -> None:
         return SimpleNamespace(name=name, generation=generation) if generation else joined
 
     bucket: Any = SimpleNamespace(blob=blob, name="bucket", list_blobs=lambda **_: [])
-    errors = lambda *_: contextlib.nullcontext()  # noqa: E731
-    storage: Any = SimpleNamespace(_bucket=bucket, _full=lambda key: key, _errors=errors, _limits={})
+    request = lambda *_: contextlib.nullcontext()  # noqa: E731
+    storage: Any = SimpleNamespace(_bucket=bucket, _full=lambda key: key, _request=request, _limits={})
     upload = ComposedUpload(storage, "model.pt", "token")
     assert upload.complete([Part(1, "20"), Part(0, "10")], 7)
     assert [source.generation for source in asked["blobs"]] == [10, 20]

@@ -3,7 +3,9 @@
 Tensors that only the optimizer changes stay the same during forward and backward. They are copied during that time, and
 only the next optimizer step waits for the copy (`wait_for_copy`). Any other tensor of the model may change in the very
 next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. If a tensor
-changes while it is copied, that copy is torn and dropped, and the tensor is copied at once from then on.
+changes while it is copied, that copy is torn and dropped, and the tensor is copied at once from then on. Code that
+changes parameters must therefore call `wait_for_copy` first. In train/run.py, `TrainingRun` does so for torch's
+optimizers by a hook, and loops that change parameters in another way have to tell it.
 
 A GPU copies in a separate stream. Only the training stream waits for it; the CPU keeps queueing work without waiting.
 """
@@ -242,15 +244,18 @@ class Snapshots:
             self._copies.submit(self._memory.pin, slot, mark.device)
         snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
 
-        # Mark the copy in memory as complete once all tensors are copied.
         if self._memory.shared:
-            slot.uses.add(Use.SEALING)
-            fields = {name: value for name, value in asdict(manifest).items() if name != "files"}
-            plain_places = [place and tuple(place) for place in places]
-            sidecar = Sidecar(structure, fields, plain_places, ledger, self._names)
-            self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
+            self._begin_sealing(snapshot, structure, ledger)
         self.spent_s += time.perf_counter() - began
         return snapshot
+
+    def _begin_sealing(self, snapshot: Snapshot, structure: Any, ledger: list[Any]) -> None:
+        """Start the thread that marks the copy in memory as complete, once all tensors are copied."""
+        snapshot.slot.uses.add(Use.SEALING)
+        fields = {name: value for name, value in asdict(snapshot.manifest).items() if name != "files"}
+        places = [place and tuple(place) for place in snapshot.places]
+        sidecar = Sidecar(structure, fields, places, ledger, self._names)
+        self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
 
     def reserve(self) -> None:
         """Begin to make a slot for the first copy, so that the copy does not have to wait for it."""

@@ -59,7 +59,7 @@ class AzureStorage(Bucket):
 
     def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
         condition = {"etag": version, "match_condition": MatchConditions.IfNotModified} if version else {}
-        with self._errors("read", key, gives_s=0):
+        with self._request("read", key, gives_s=0):
             try:
                 answer = self._container.download_blob(self._full(key), offset=begin, length=size, **condition)
                 body = answer.readall()
@@ -104,7 +104,7 @@ class AzureStorage(Bucket):
 
     def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         found = []
-        with self._errors("list the unfinished uploads of", prefix):
+        with self._request("list the unfinished uploads of", prefix):
             committed = {blob.name for blob in self._list_blobs(self._full(prefix))}
             blobs = self._list_blobs(self._full(prefix), include=["uncommittedblobs"])
             for name in [blob.name for blob in blobs if blob.name not in committed]:
@@ -124,7 +124,7 @@ class AzureStorage(Bucket):
         quoted = f'"{version}"'  # listings omit the quotes
         condition = {"etag": quoted, "match_condition": MatchConditions.IfNotModified} if version else {}
         changed = contextlib.suppress(exceptions.ResourceModifiedError)
-        with contextlib.suppress(NotFoundError), self._errors("delete", key), changed:
+        with contextlib.suppress(NotFoundError), self._request("delete", key), changed:
             self._container.delete_blob(self._full(key), **condition)
 
     def keeps_versions(self) -> bool | None:
@@ -187,12 +187,12 @@ class BlockUpload(PartUpload):
         self._token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # `list_unfinished` reads the time
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
-        with self._errors():
+        with self._request():
             self._blob.stage_block(self._block(number), bytes(body), validate_content="md5")
         return Part(number, "")
 
     def complete(self, parts: Sequence[Part], size: int) -> bool:
-        with self._errors():
+        with self._request():
             try:
                 self._blob.commit_block_list([BlobBlock(block_id=self._block(part.number)) for part in sorted(parts)])
             except exceptions.HttpResponseError as error:
@@ -204,7 +204,7 @@ class BlockUpload(PartUpload):
     def abort(self) -> None:
         # Blocks that were never committed are only freed with their blob, or after a week.
         committed = (exceptions.ResourceExistsError, exceptions.ResourceModifiedError, exceptions.ResourceNotFoundError)
-        with self._errors(), contextlib.suppress(*committed):
+        with self._request(), contextlib.suppress(*committed):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
             self._blob.delete_blob(etag=empty["etag"], match_condition=MatchConditions.IfNotModified)
 

@@ -8,7 +8,7 @@ To add a backend:
 1. Write a module with a subclass of `bucket.Bucket`, as azure.py does. It names the service's error codes and
    implements one request each for reading a range, writing, creating and listing. Everything else is shared: keys,
    streams, parallel reads, uploads in parts. Inherit `Storage` itself only for something that is not an object store.
-2. Run every request inside `limits.operation` (`Bucket._errors` does that). It turns an abandoned try into an error,
+2. Run every request inside `limits.operation` (`Bucket._request` does that). It turns an abandoned try into an error,
    and counts each answer as progress. A request without it looks like storage that does not answer.
 3. Count the bytes of long requests with `limits.record_progress`, because a transfer that counts none of its bytes is
    given up after STORAGE_TIMEOUT_S. `Writer` counts what is written.

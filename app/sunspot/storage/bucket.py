@@ -164,12 +164,12 @@ class Bucket(Storage):
             yield under_way.popleft().result()
 
     def write(self, key: str, data: bytes) -> None:
-        with self._errors("write", key):
+        with self._request("write", key):
             self._put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
         for tries in range(RACE_TRIES):
-            with self._errors("create", key):
+            with self._request("create", key):
                 if self._put_new(key, data):
                     return True
             # It is this writer's if an earlier try was carried out and only its answer was lost.
@@ -190,12 +190,12 @@ class Bucket(Storage):
         return sorted(entry for entry in self._entries(prefix) if not entry.key.endswith("/"))
 
     def list_folders(self) -> Sequence[str]:
-        with self._errors("list", ""):
+        with self._request("list", ""):
             return sorted(self._relative(key).rstrip("/") for key in self._list_prefixes(self._full("")))
 
     def _entries(self, prefix: str) -> Sequence[Entry]:
         """List every entry that takes space, folders included."""
-        with self._errors("list", prefix):
+        with self._request("list", prefix):
             return [e for page in self._pages(self._full(prefix)) for e in page.entries if is_below(e.key, prefix)]
 
     def _pages(self, prefix: str) -> Iterator[ListingPage]:
@@ -229,7 +229,7 @@ class Bucket(Storage):
         self.delete_many(empty)
 
     @contextlib.contextmanager
-    def _errors(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
+    def _request(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
         """Track an operation like `limits.operation`, and turn the client's errors into a `StorageError`."""
         try:
             with operation(self.locate(key), gives_s):
@@ -308,7 +308,7 @@ class PartUpload(ABC):
     """A large object that is being uploaded in parts."""
 
     def __init__(self, bucket: Bucket, key: str) -> None:
-        self._errors = functools.partial(bucket._errors, "upload", key)
+        self._request = functools.partial(bucket._request, "upload", key)
 
     @abstractmethod
     def send(self, number: int, body: bytes | bytearray) -> Part:
@@ -371,7 +371,7 @@ class PartWriter(Writer):
 
     def complete(self) -> None:
         if self._upload is None:
-            with self._bucket._errors("upload", self._key):
+            with self._bucket._request("upload", self._key):
                 self._bucket._put(self._key, self._buffer)
             return
         self._send_part()

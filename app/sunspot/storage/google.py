@@ -91,7 +91,7 @@ class GoogleStorage(Bucket):
     def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
         blob = self._bucket.blob(self._full(key), generation=version or None)
         content = _CountedBytes()
-        with self._errors("read", key, gives_s=0):
+        with self._request("read", key, gives_s=0):
             try:
                 blob.download_to_file(
                     content, start=begin, end=begin + size - 1, raw_download=True, checksum=None, **self._limits
@@ -158,7 +158,7 @@ class GoogleStorage(Bucket):
 
     def delete(self, key: str, version: str = "") -> None:
         condition = {"if_generation_match": int(version)} if version else {}
-        with contextlib.suppress(NotFoundError), self._errors("delete", key), contextlib.suppress(PreconditionFailed):
+        with contextlib.suppress(NotFoundError), self._request("delete", key), contextlib.suppress(PreconditionFailed):
             self._bucket.blob(self._full(key)).delete(**condition, **self._limits)
 
     def keeps_versions(self) -> bool | None:
@@ -221,7 +221,7 @@ class ComposedUpload(PartUpload):
         self._token = token or uuid.uuid4().hex
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
-        with self._errors():
+        with self._request():
             generation = put(self._bucket.blob(self._part_name(0, number)), body, self._limits)
         return Part(number, generation)
 
@@ -244,7 +244,7 @@ class ComposedUpload(PartUpload):
         """Join objects, given by their names and generations, into one, and return its generation."""
         blob = self._bucket.blob(name)
         blobs = [self._bucket.blob(source, generation=int(generation)) for source, generation in sources]
-        with self._errors():
+        with self._request():
             blob.content_type = "application/octet-stream"
             blob.compose(blobs, if_source_generation_match=[source.generation for source in blobs], **self._limits)
         if size is not None and blob.size != size:
@@ -258,7 +258,7 @@ class ComposedUpload(PartUpload):
             with contextlib.suppress(NotFound):
                 blob.delete(**self._limits)
 
-        with self._errors():
+        with self._request():
             map_parallel(delete, list(self._bucket.list_blobs(prefix=f"{self._name}.{self._token}.", **self._limits)))
 
     def _part_name(self, level: int, number: int) -> str:

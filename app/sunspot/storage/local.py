@@ -64,7 +64,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
-        with _os_errors(self.locate(key), reading=True):
+        with _os_operation(self.locate(key), reading=True):
             source = io.FileIO(self.root / key, opener=self._open_file)
             source.seek(offset)
         with io.BufferedReader(_LocalReader(source), CHUNK) as stream:
@@ -98,7 +98,7 @@ class LocalStorage(Storage):
         )
 
     def list_folders(self) -> Sequence[str]:
-        with _os_errors(self.locate("")), contextlib.suppress(FileNotFoundError), os.scandir(self.root) as found:
+        with _os_operation(self.locate("")), contextlib.suppress(FileNotFoundError), os.scandir(self.root) as found:
             return sorted(each.name for each in found if each.is_dir())
         return []
 
@@ -114,12 +114,12 @@ class LocalStorage(Storage):
     def discard(self, unfinished: UnfinishedWrite) -> None:
         folder, name = _split(unfinished.token)
         location = self.locate(unfinished.token)
-        with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(folder) as descriptor:
+        with _os_operation(location), contextlib.suppress(FileNotFoundError), self.enter(folder) as descriptor:
             os.unlink(name, dir_fd=descriptor)
 
     def delete(self, key: str, version: str = "") -> None:
         folder, name = _split(key)
-        with _os_errors(self.locate(key)), contextlib.suppress(FileNotFoundError):
+        with _os_operation(self.locate(key)), contextlib.suppress(FileNotFoundError):
             with self.enter(folder) as descriptor:
                 if version and _version_of(self._stat(descriptor, key)) != version:
                     return
@@ -150,7 +150,7 @@ class LocalStorage(Storage):
     def exists(self, key: str) -> bool:
         folder, _ = _split(key)
         absent = (FileNotFoundError, NotADirectoryError)
-        with _os_errors(self.locate(key)), contextlib.suppress(*absent), self.enter(folder) as descriptor:
+        with _os_operation(self.locate(key)), contextlib.suppress(*absent), self.enter(folder) as descriptor:
             mode = self._stat(descriptor, key).st_mode
             return S_ISREG(mode) or S_ISLNK(mode)  # a link out of the storage path exists, though it may not be read
         return False
@@ -160,7 +160,7 @@ class LocalStorage(Storage):
         # the directory, the server's answer brings the directory's new version, and the client drops the older cache.
         location = self.locate(prefix)
         # The folder is gone if the run was deleted.
-        with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
+        with _os_operation(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
             name = _temporary_name("refresh")
             probe = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=descriptor)
             self.ahead_s = os.fstat(probe).st_mtime - time.time()
@@ -245,7 +245,7 @@ class LocalStorage(Storage):
             folder = folders.pop()
             files: FoundFiles = []
             try:
-                with _os_errors(self.locate(folder)):
+                with _os_operation(self.locate(folder)):
                     files, below = self._scan(folder, refuse)
                     folders += below
             except StorageError as error:
@@ -291,7 +291,7 @@ class _LocalReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with _os_errors(str(self._source.name), reading=True, gives_s=0):
+        with _os_operation(str(self._source.name), reading=True, gives_s=0):
             size = self._source.readinto(memoryview(buffer)[:CHUNK])
         record_progress(size)
         return size
@@ -313,7 +313,7 @@ class _LocalWriter(Writer):
         self._location = storage.locate(key)
         self._folder, self._name = _split(key)
         self._temporary = _temporary_name(self._name)
-        with _os_errors(self._location):
+        with _os_operation(self._location):
             self._sink = self._open_temporary()
 
     def _open_temporary(self) -> BinaryIO:
@@ -328,18 +328,18 @@ class _LocalWriter(Writer):
             return open(self._temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o666, dir_fd=folder))
 
     def _store(self, view: memoryview) -> None:
-        with _os_errors(self._location, gives_s=0):
+        with _os_operation(self._location, gives_s=0):
             self._sink.write(view)
 
     def complete(self) -> None:
-        with _os_errors(self._location), self._storage.enter(self._folder) as folder:
+        with _os_operation(self._location), self._storage.enter(self._folder) as folder:
             self._end()
             os.replace(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)  # the new name survives a power loss
 
     def complete_new(self) -> bool:
         """Publish the object unless it exists already, and return True if it was published."""
-        with _os_errors(self._location), self._storage.enter(self._folder) as folder:
+        with _os_operation(self._location), self._storage.enter(self._folder) as folder:
             self._end()
             try:
                 os.link(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -419,7 +419,7 @@ def local_path(path: str) -> Path:
 
 
 @contextlib.contextmanager
-def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
+def _os_operation(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
     """Track an operation like `limits.operation`, and turn its `OSError` into a `StorageError`.
 
     Use this only around this module's own calls, because a caller's `FileNotFoundError` would look like a missing

@@ -87,7 +87,7 @@ class S3Storage(Bucket):
 
     def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
         part = {"Range": f"bytes={begin}-{begin + size - 1}"} | ({"IfMatch": version} if version else {})
-        with self._errors("read", key):
+        with self._request("read", key):
             try:
                 answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **part)
             except ClientError as error:
@@ -136,7 +136,7 @@ class S3Storage(Bucket):
         return [found["Prefix"] for page in pages for found in page.get("CommonPrefixes", ())]
 
     def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
-        with self._errors("list the unfinished uploads of", prefix):
+        with self._request("list the unfinished uploads of", prefix):
             uploads = self._list_all("list_multipart_uploads", "Uploads", Prefix=self._full(prefix))
         keys = [(self._relative(upload["Key"]), upload) for upload in uploads]
         return sorted(
@@ -148,7 +148,7 @@ class S3Storage(Bucket):
     def _measure_upload(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
         """Return the bytes of an upload's parts, and the time of its newest part or else of its start."""
         parts: list[dict[str, Any]] = []
-        with self._errors("list the parts of", key), self._ignore_gone_upload():
+        with self._request("list the parts of", key), self._ignore_gone_upload():
             parts = self._list_all("list_parts", "Parts", Key=upload["Key"], UploadId=upload["UploadId"])
         times = [upload["Initiated"], *(part["LastModified"] for part in parts)]
         return sum(part["Size"] for part in parts), max(times).timestamp()
@@ -162,14 +162,14 @@ class S3Storage(Bucket):
         return contextlib.suppress(self._client.exceptions.NoSuchUpload)
 
     def discard(self, unfinished: UnfinishedWrite) -> None:
-        with self._errors("abort the upload of", unfinished.key), self._ignore_gone_upload():
+        with self._request("abort the upload of", unfinished.key), self._ignore_gone_upload():
             key = self._full(unfinished.key)
             self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=unfinished.token)
 
     def delete(self, key: str, version: str = "") -> None:
         condition = {"IfMatch": version.rpartition("-")[0]} if version else {}
         # For a missing object S3 answers 204, and others answer NoSuchKey.
-        with contextlib.suppress(NotFoundError), self._errors("delete", key):
+        with contextlib.suppress(NotFoundError), self._request("delete", key):
             try:
                 self._client.delete_object(Bucket=self.bucket, Key=self._full(key), **condition)
             except ClientError as error:
@@ -186,7 +186,7 @@ class S3Storage(Bucket):
     def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
         """Delete up to DELETED_AT_ONCE objects in one request. Return the keys that have to be deleted one by one."""
         full = {self._full(key): key for key in keys}
-        with self._errors("delete", keys[0]):
+        with self._request("delete", keys[0]):
             try:
                 objects = [{"Key": key} for key in full]
                 answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True})
@@ -265,7 +265,7 @@ class MultipartUpload(PartUpload):
         super().__init__(storage, key)
         self._client = storage._transfers
         self._object = {"Bucket": storage.bucket, "Key": storage._full(key)}
-        with self._errors():
+        with self._request():
             upload = self._client.create_multipart_upload(**self._object, ChecksumAlgorithm="CRC32")
         self._upload = {**self._object, "UploadId": upload["UploadId"]}
         self._verifies = start_thread(self._refuses_damage, "storage-part")
@@ -273,7 +273,7 @@ class MultipartUpload(PartUpload):
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         checksum = zlib.crc32(body)
-        with self._errors():
+        with self._request():
             etag = _etag_of(self._upload_part(number, body, checksum))
         return Part(number, etag, checksum)
 
@@ -296,7 +296,7 @@ class MultipartUpload(PartUpload):
             {"PartNumber": number, "ETag": etag, "ChecksumCRC32": as_base64(checksum)}
             for number, etag, checksum in sorted(parts)
         ]
-        with self._errors():  # raises an error if the upload has been given up
+        with self._request():  # raises an error if the upload has been given up
             try:
                 self._client.complete_multipart_upload(**self._upload, MultipartUpload={"Parts": listed})
             except self._client.exceptions.NoSuchUpload:
