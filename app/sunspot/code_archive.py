@@ -85,7 +85,7 @@ def unpack_once(reference: str) -> Path:
     with open(f"{folder}.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever holds it fetches within a limit, and lets go when killed
         if not folder.is_dir():
-            unpack(retry_storage(lambda: fetch(reference), STORAGE_S, "fetching the code"), folder, reference)
+            unpack(retry_storage(STORAGE_S, "fetching the code", fetch, reference), folder, reference)
     return folder
 
 

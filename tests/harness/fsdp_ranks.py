@@ -107,7 +107,7 @@ def share_copy(root: str, rank: int) -> None:
         memory.complete(slot, Checkpoint(checkpoint_name(7, 1), 7, 1, 10, 10, 1), sidecar.to_bytes())
     node = NodeState(open_run(root, "run"), world, places)
     found = find_snapshot("run") if node.reads else None
-    held = gather_objects(found.held if found else None, world)
+    held = gather_objects(found.snapshot if found else None, world)
     assert [each is not None for each in held] == [True, False, False]
     data, sidecar = node.share(held[0], 0, found)
     assert sidecar.ledger == [(1, 2)]

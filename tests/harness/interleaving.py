@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
 from sunspot.errors import NotFoundError, StorageError, SunspotError
-from sunspot.storage.base import Entry, Storage, Unfinished, Writer, completed
+from sunspot.storage.base import Entry, Storage, UnfinishedWrite, Writer, complete_or_abort
 
 STUCK_S = 60
 """A process that takes longer than this to its next operation waits for something that no test will do."""
@@ -56,7 +56,7 @@ class MemoryStorage(Storage):
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
-        with completed(_MemoryWriter(self, key)) as writer:
+        with complete_or_abort(_MemoryWriter(self, key)) as writer:
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
@@ -76,10 +76,10 @@ class MemoryStorage(Storage):
     def exists(self, key: str) -> bool:
         return key in self._objects
 
-    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+    def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         return []
 
-    def discard(self, unfinished: Unfinished) -> None:
+    def discard(self, unfinished: UnfinishedWrite) -> None:
         """There are none."""
 
 
@@ -292,7 +292,7 @@ class ProcessStorage(Storage):
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
-        with completed(_ProcessWriter(self, key)) as writer:
+        with complete_or_abort(_ProcessWriter(self, key)) as writer:
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
@@ -307,10 +307,10 @@ class ProcessStorage(Storage):
     def exists(self, key: str) -> bool:
         return bool(self.perform("exists", key, lambda: self.shared.exists(key)))
 
-    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+    def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         return self.shared.list_unfinished(prefix)
 
-    def discard(self, unfinished: Unfinished) -> None:
+    def discard(self, unfinished: UnfinishedWrite) -> None:
         self.shared.discard(unfinished)
 
     def perform(self, verb: str, key: str, act: Callable[[], Any]) -> Any:

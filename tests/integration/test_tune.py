@@ -1,4 +1,4 @@
-"""Searches: real trials on real Ray workers, killed and gone on with; what ASHA gives up; the checkpoint promoted."""
+"""Searches: real trials on Ray workers, killed and resumed; trials that ASHA gives up; the promoted checkpoint."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.settings import Settings
 from sunspot.tune.promotion import begin_attempt, promote
 from sunspot.tune.trials import (
-    PART,
+    FULL_RUN,
+    PROGRESS,
     SCORE,
-    WHOLE,
     HistoryReplay,
     StoppingAsha,
     StopWhenIdle,
@@ -65,15 +65,16 @@ class Search:
     """Runs `python -m sunspot.tune` on the settings of a test."""
 
     def __init__(self, program: Program, **settings: Any) -> None:
-        self._program, self._settings = program, {**SEARCH, **settings}
+        self._program = program
+        self._settings = {**SEARCH, **settings}
         self.run = self.trial(0)
 
     def trial(self, number: int) -> Run:
-        """The run of a trial; 0: of the search itself."""
+        """Return the run of a trial, or the search's own run for 0."""
         return open_run(self._program.settings["STORAGE_PATH"], f"run-{number:02d}" if number else "run")
 
     def start(self) -> subprocess.Popen[str]:
-        """As a process group of its own."""
+        """Start the program in a process group of its own."""
         environment = {**os.environ, **self._program.environment(**self._settings)}
         return subprocess.Popen(
             [sys.executable, "-m", "sunspot.tune"],
@@ -86,7 +87,7 @@ class Search:
         )
 
     def main(self, **settings: Any) -> int:
-        """In this process; raises what the program raises."""
+        """Run the program in this process. Raises the program's errors."""
         from sunspot.tune.search import main
 
         with self._program.monkeypatch.context() as patch:
@@ -96,7 +97,7 @@ class Search:
             return main()
 
     def states(self) -> list[RunState]:
-        """Of the trials."""
+        """Return the states of the trials."""
         found = [read_status(self.trial(number)) for number in range(1, self._settings["TRIALS"] + 1)]
         return [status.state if status else RunState.PENDING for status in found]
 
@@ -138,11 +139,11 @@ def test_the_best_of_two_trials_is_promoted(
 
 
 @pytest.mark.slow
-def test_a_killed_search_goes_on_where_it_was(
+def test_a_killed_search_resumes_where_it_was(
     program: Program, make_data: MakeData, capsys: pytest.CaptureFixture[str]
 ) -> None:
     search = Search(program, DATASET=make_data(40_000, row_group=2000))
-    begin(search.trial(3))  # somebody else's: this trial fails, and ends no other
+    begin(search.trial(3))  # another job's run: this trial fails without ending others
     process = search.start()
     wait_for_step(search.trial(2), 40, process, seconds=400)
     os.killpg(process.pid, signal.SIGKILL)
@@ -175,15 +176,15 @@ def test_a_search_that_is_stopped_stops_its_trials_and_is_resumed(program: Progr
     assert process.returncode == 0, output
     status = read_status(search.run)
     assert status.state is RunState.STOPPED
-    assert search.states() == [RunState.STOPPED, RunState.PENDING], "no trial is begun any more"
-    assert not stop_requested(search.trial(1)), "it goes on with the search"
+    assert search.states() == [RunState.STOPPED, RunState.PENDING], "no further trial begins"
+    assert not stop_requested(search.trial(1)), "it will resume with the search"
     clear_stop(search.run)
     assert search.main() == 0
     assert search.states()[0] is RunState.SUCCEEDED
     assert find_newest_good(search.run, read_attempts(search.run))[0]
 
 
-def test_what_has_ended_is_not_begun_again(run: Run) -> None:
+def test_a_trial_that_has_ended_is_not_started_again(run: Run) -> None:
     settings = Settings(epochs=2)
     assert not has_ended(run, settings)
     start(begin(run), "job", settings=settings.environment())
@@ -192,8 +193,8 @@ def test_what_has_ended_is_not_begun_again(run: Run) -> None:
         assert not has_ended(run, settings), "a search that was stopped leaves no marker in its trials"
     write_status_as_is(run, Status(RunState.SUCCEEDED, "job"))
     assert has_ended(run, settings)
-    assert not has_ended(run, Settings(epochs=3)), "it is trained further"
-    write_status_as_is(run, Status(RunState.STOPPED, "job"))
+    assert not has_ended(run, Settings(epochs=3)), "more epochs are left to train"
+    restore_status(run, Status(RunState.STOPPED, "job"))
     request_stop(run, "ASHA")
     assert has_ended(run, Settings(epochs=3))
 
@@ -202,14 +203,15 @@ def test_what_has_ended_is_not_begun_again(run: Run) -> None:
 
 
 class FakeTrial:
-    """What a scheduler knows of a trial."""
+    """A trial as the scheduler sees it."""
 
     def __init__(self, number: int) -> None:
-        self.trial_id, self.config = str(number), {"trial": number}
+        self.trial_id = str(number)
+        self.config = {"trial": number}
 
 
 class Asha:
-    """The scheduler by itself, and what it does."""
+    """The scheduler by itself, with a record of its decisions."""
 
     def __init__(self, trials: int, order: str = "min") -> None:
         self.stopped: dict[int, str] = {}
@@ -226,8 +228,8 @@ class Asha:
         self.stopped[number] = why
 
     def report(self, number: int, part: float, score: float) -> None:
-        """A trial's result; Tune never hears that it is to end one."""
-        result = {PART: part * WHOLE, SCORE: score, "error": ""}
+        """Report a trial's result, and check that Tune is never asked to end a trial."""
+        result = {PROGRESS: part * FULL_RUN, SCORE: score, "error": ""}
         assert self.scheduler.on_trial_result(None, self._trials[number], result) == "CONTINUE"
 
     def end(self, number: int, error: str = "") -> None:
@@ -241,10 +243,10 @@ def test_asha_stops_the_runs_of_bad_trials(order: str) -> None:
         asha.report(number, 0.05, sign * 9.0)  # before the first comparison, nothing counts
         asha.report(number, 0.12, sign * score)
     assert asha.stopped.keys() == {2, 4}
-    assert asha.stopped[4] == "ASHA after 12% of its steps, as others were better by then"
+    assert asha.stopped[4] == "ASHA after 12% of its steps, because other trials were better by then"
     asha.report(1, 1.0, sign * 0.1)
     asha.report(3, 1.0, sign * 0.2)
-    assert asha.stopped.keys() == {2, 4, 3}, "whether it is done by now, its run knows"
+    assert asha.stopped.keys() == {2, 4, 3}, "only its run knows if it is already finished"
     for number in range(1, 5):
         assert number in asha.scheduler.running
         asha.end(number, "broke" if number == 1 else "")
@@ -252,11 +254,14 @@ def test_asha_stops_the_runs_of_bad_trials(order: str) -> None:
     assert not asha.scheduler.running
 
 
-def test_a_metric_that_is_no_number_ends_a_trial() -> None:
+def test_a_metric_that_is_not_finite_ends_a_trial() -> None:
     asha = Asha(2)
     asha.report(1, 0.01, float("nan"))
     asha.report(2, 0.01, float("inf"))
-    assert asha.stopped == {1: "the search, as its metric was nan", 2: "the search, as its metric was inf"}
+    assert asha.stopped == {
+        1: "the search, because its metric was nan",
+        2: "the search, because its metric was inf",
+    }
 
 
 def test_storage_that_refuses_a_stop_is_asked_again() -> None:
@@ -268,7 +273,7 @@ def test_storage_that_refuses_a_stop_is_asked_again() -> None:
     assert asha.stopped.keys() == {1}
 
 
-def test_tune_ends_when_the_search_is_to_stop_and_no_trial_runs() -> None:
+def test_tune_ends_once_the_search_is_stopped_and_no_trial_runs() -> None:
     asha, stop = Asha(2), [False]
     stopper = StopWhenIdle(asha.scheduler, lambda: stop[0])
     asha.report(1, 0.5, 1.0)
@@ -284,17 +289,17 @@ def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
     history = HistoryReplay(run, "loss")
     assert history.new() == [], "nothing has begun"
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (1, 50)), {"step": 60, "time": 0.0})
-    write_status_as_is(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
-    assert history.new() == [{PART: WHOLE * 0.05, SCORE: 0.02}], "one step is too little to tell, and one has no loss"
+    restore_status(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
+    assert history.new() == [{PROGRESS: FULL_RUN * 0.05, SCORE: 0.02}], "one step is too short, and one has no loss"
     assert history.new() == []
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (50, 995, 1000)))
     assert history.new() == [], "the status has not changed, so the history was not read"
-    write_status_as_is(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
-    assert [result[PART] / WHOLE for result in history.new()] == [0.995, 1.0], "the end always counts"
+    restore_status(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
+    assert [result[PROGRESS] / FULL_RUN for result in history.new()] == [0.995, 1.0], "the end always counts"
 
 
 @pytest.mark.parametrize(("metric", "score"), [("loss", 2.9), ("test_loss", 1.0)])
-def test_a_lucky_step_does_not_decide_over_a_trial(run: Run, metric: str, score: float) -> None:
+def test_a_lucky_step_does_not_decide_the_fate_of_a_trial(run: Run, metric: str, score: float) -> None:
     attempt = start(begin(run), "job")
     report(
         run,
@@ -302,8 +307,8 @@ def test_a_lucky_step_does_not_decide_over_a_trial(run: Run, metric: str, score:
         {"step": 5, metric: 3.0, "rows": 190, "time": 0.0},
         {"step": 10, metric: 1.0, "rows": 10, "time": 0.0},
     )
-    write_status_as_is(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
-    assert HistoryReplay(run, metric).new() == [{PART: WHOLE * 0.01, SCORE: pytest.approx(score)}]
+    restore_status(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
+    assert HistoryReplay(run, metric).new() == [{PROGRESS: FULL_RUN * 0.01, SCORE: pytest.approx(score)}]
 
 
 # ------------------------------------------------------------------------------------------------------------ promotion
@@ -311,7 +316,7 @@ def test_a_lucky_step_does_not_decide_over_a_trial(run: Run, metric: str, score:
 
 @pytest.fixture
 def trial(run: Run) -> Run:
-    """A run with two checkpoints, the first one the better."""
+    """Return a run with two checkpoints, of which the first is better."""
     trial = Run(run.storage, "run-01")
     attempt = start(begin(trial), "search")
     commit(trial, attempt, 5, loss=0.25)
@@ -320,8 +325,8 @@ def trial(run: Run) -> Run:
     return trial
 
 
-def test_a_promoted_checkpoint_is_one_of_the_search(run: Run, trial: Run, sunspot: Command) -> None:
-    best = find_best_checkpoint(trial, "loss", "min")
+def test_a_promoted_checkpoint_belongs_to_the_search(run: Run, trial: Run, sunspot: Command) -> None:
+    best = best_of(trial, "loss", "min")
     assert best
     begin(run)
     begin_attempt(run, "search", {}, None)
@@ -332,8 +337,8 @@ def test_a_promoted_checkpoint_is_one_of_the_search(run: Run, trial: Run, sunspo
     assert promote(run, "search", {}, trial, best.name) == promoted, "nothing is copied again"
     later = promote(run, "search", {}, trial, "step-00000010-attempt-0001")
     earlier = promote(run, "search", {}, trial, best.name)
-    assert (later.step, earlier.step) == (10, 5), "the better one may be the earlier one"
-    assert list(list_directories(run)) == [earlier.name], "the others have gone"
+    assert (later.step, earlier.step) == (10, 5), "a better checkpoint may have fewer steps"
+    assert list(list_directories(run)) == [earlier.name], "the others were deleted"
 
 
 def test_a_damaged_checkpoint_is_not_promoted(run: Run, trial: Run) -> None:
@@ -365,13 +370,13 @@ def test_a_search_that_is_taken_over_while_it_copies_promotes_nothing(
     monkeypatch.setattr("sunspot.tune.promotion.upload", copy_and_lose)
     with pytest.raises(SupersededError):
         promote(run, "old", {}, trial, "step-00000005-attempt-0001")
-    assert list_checkpoints(run) == [first], "the new one goes on from it"
+    assert list_checkpoints(run) == [first], "the new attempt keeps it"
 
 
 # -------------------------------------------------------------------------------------------------------------- results
 
 
-def test_what_a_trial_says_of_itself(trial: Run) -> None:
+def test_a_trials_results_are_read_from_its_run(trial: Run) -> None:
     found = read_trial(trial, {"SEED": 1}, "loss", "min")
     assert (found.state, found.step, found.best, found.checkpoint) == (
         RunState.SUCCEEDED,
@@ -386,8 +391,8 @@ def test_what_a_trial_says_of_itself(trial: Run) -> None:
     assert read_trial(trial, {}, "loss", "min").reason == "by ASHA"
 
 
-def results() -> SearchResults:
-    """Of four trials, each in another state."""
+def results() -> Results:
+    """Return the results of four trials, each in another state."""
     drawn = [(0.01, "relu"), (0.1, "gelu"), (0.001, "relu"), (0.5, "gelu")]
     states = [RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED]
     best = [0.9, 0.5, 0.95, None]
@@ -399,25 +404,25 @@ def results() -> SearchResults:
     return SearchResults("test_accuracy", "max", space, trials, "s-01")
 
 
-def test_the_best_comes_first_and_failed_trials_are_not_trusted() -> None:
+def test_the_best_trial_comes_first_and_failed_trials_are_not_eligible() -> None:
     assert [trial.run for trial in results().ranking] == ["s-01", "s-02", "s-03", "s-04"]
     assert [trial.eligible for trial in results().trials] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"trials": []}', b'{"trials": [{"state": "asleep"}]}'])
-def test_results_of_another_version_are_none(run: Run, content: bytes) -> None:
+def test_results_of_another_version_are_ignored(run: Run, content: bytes) -> None:
     run.storage.write(run.key("search.json"), content)
     assert read_results(run) is None
 
 
-def test_the_page_of_a_search(run: Run) -> None:
+def test_the_page_of_a_search_shows_its_trials(run: Run) -> None:
     curves = {f"s-{n:02d}": [(step, 0.1 * n * step / 40) for step in (10, 20, 40)] for n in (1, 2, 3)}
     page = render_search(run, results(), curves, "../{}/report.html").decode()
     assert '<strong><a href="../s-01/report.html">s-01</a> (best)</strong>' in page
-    assert "<a" not in render_search(run, results(), curves).decode(), "no trial's report is beside a file of one's own"
+    assert "<a" not in render_search(run, results(), curves).decode(), "a saved file has no reports of trials beside it"
     assert "highest test_accuracy" in page
     assert "&lt;why&gt;" in page
-    assert page.count("<svg viewBox") == 3, "over steps, over the rate, over the activation"
+    assert page.count("<svg viewBox") == 3, "charts over steps, over the rate, and over the activation"
     assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
     assert render_search(run, replace(results(), trials=(), promoted=None), {})
 
@@ -443,7 +448,7 @@ def trials(**settings: Any) -> tuple[Settings, ...]:
         ({}, {"CPU": 1}, 2, 1, {"CPU": 1}),
     ],
 )
-def test_trials_share_what_is_there(
+def test_trials_share_the_resources_of_the_cluster(
     settings: dict[str, Any], there: dict[str, float], nodes: int, at_once: int, each: dict[str, float]
 ) -> None:
     found, given, reason = allocate(trials(**settings), there, nodes)
@@ -465,14 +470,14 @@ def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch
         return await_nodes(trials(**wanted, **settings), look)[0]
 
     assert at_once(iter([0, 1, 1, 2]), job_id="job") == 2
-    assert at_once(itertools.repeat(1), job_id="job") == 1, "not for ever"
-    assert at_once(iter([1])) == 1, "no nodes come to a laptop"
+    assert at_once(itertools.repeat(1), job_id="job") == 1, "the wait ends"
+    assert at_once(iter([1])) == 1, "no nodes are added to a laptop"
 
 
 @pytest.mark.slow
-def test_a_search_in_s3_of_which_every_trial_fails_has_failed(program: Program, s3_bucket: str) -> None:
-    """None is trained here: it finds a run of its name that was begun with other settings."""
-    program.ray_address = ""  # its workers get their AWS environment from the process that starts it
+def test_a_search_in_s3_fails_if_every_trial_fails(program: Program, s3_bucket: str) -> None:
+    """No trial is trained: its run exists already, with other settings."""
+    program.ray_address = ""  # workers get their AWS environment from the process that starts Ray
     program.settings["STORAGE_PATH"] = f"s3://{s3_bucket}/runs"
     search = Search(program, TRIALS=1, RESOURCES_PER_WORKER="")
     begin(search.trial(1))

@@ -1,4 +1,4 @@
-"""EMA: what is averaged and evaluated, and that a run goes on from the weights that it had."""
+"""EMA: the average of the weights, its evaluation, and resuming from the trained weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECAY = 0.5
 
 
 class Trainee:
-    """A model under training, begun anew or from a state as a checkpoint has it."""
+    """A model in training, either new or restored from a saved state."""
 
     def __init__(self, decay: float = DECAY, saved: Any = None) -> None:
         torch.manual_seed(0)
@@ -32,7 +32,7 @@ class Trainee:
         if saved:
             self.model.load_state_dict(saved["model"])
         self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
-        self.average, self.steps = WeightAverage(self.optimizer, decay), 0
+        self.average = WeightAverage(self.optimizer, decay)
         if saved:
             self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
 
@@ -62,10 +62,10 @@ def test_the_average_follows_the_weights() -> None:
     assert torch.equal(trainee.model[2].weight, before)
     state = trainee.save()
     assert torch.equal(state["optimizer"]["state"][4]["trained"], before)
-    assert torch.equal(state["model"]["1.running_mean"], trainee.model[1].running_mean), "buffers are as they are"
+    assert torch.equal(state["model"]["1.running_mean"], trainee.model[1].running_mean), "buffers are not averaged"
 
 
-def test_a_run_goes_on_from_the_weights_that_it_had() -> None:
+def test_a_run_resumes_from_its_trained_weights() -> None:
     def assert_same(one: Any, other: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -95,7 +95,7 @@ def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_average_of_weights_of_16_bits_follows_them_like_one_of_32(dtype: torch.dtype) -> None:
+def test_the_average_of_16_bit_weights_is_as_exact_as_that_of_32_bit_weights(dtype: torch.dtype) -> None:
     average, model, optimizer = follow(dtype)
     expected, reference, its_optimizer = follow(torch.float32)
     exact = expected.exchange(live_state(reference, its_optimizer))["model"]["weight"]
@@ -105,13 +105,13 @@ def test_the_average_of_weights_of_16_bits_follows_them_like_one_of_32(dtype: to
     )
     with average.in_place(model):
         assert torch.equal(model.weight, state["model"]["weight"])
-    assert torch.equal(model.weight, torch.full((1, 1), 1.5, dtype=dtype)), "as before the evaluation"
+    assert torch.equal(model.weight, torch.full((1, 1), 1.5, dtype=dtype)), "the weights from before the evaluation"
     assert torch.equal(average.exchange(live_state(model, optimizer))["model"]["weight"], state["model"]["weight"])
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_an_average_of_32_bits_is_restored_from_a_checkpoint(is_old: bool) -> None:
-    """An older checkpoint has the average only rounded, in `model.pt`."""
+def test_a_32_bit_average_is_restored_from_a_checkpoint(is_old: bool) -> None:
+    """An older checkpoint only has the rounded average, in `model.pt`."""
     average, model, optimizer = follow(torch.bfloat16)
     state = copy.deepcopy(average.exchange(live_state(model, optimizer)))
     if is_old:
@@ -121,14 +121,14 @@ def test_an_average_of_32_bits_is_restored_from_a_checkpoint(is_old: bool) -> No
     its_optimizer = torch.optim.SGD(restored.parameters(), 0.1)
     its_average = WeightAverage(its_optimizer, 0.99)
     its_optimizer.load_state_dict(state["optimizer"])
-    assert torch.equal(restored.weight, model.weight), "the weights that training goes on from"
+    assert torch.equal(restored.weight, model.weight), "training continues from these weights"
     [before], [after] = average._averages, its_average._averages
     assert torch.equal(after, before.bfloat16().float() if is_old else before)
-    assert not any(its_optimizer.state.values()), "the optimizer gets no state of the average's"
+    assert not any(its_optimizer.state.values()), "the optimizer gets no state of the average"
 
 
 def averages(settings: Settings, looks: bool, group: dist.ProcessGroup) -> list[np.ndarray]:
-    """The averages of a run of the small task, which are tried after each step, or not."""
+    """Train the small task and return its averages. With `looks`, evaluate the average after each step."""
     worker = make_worker(plan_without_evaluation(settings), group)
     run, learner = TrainingRun(worker), worker.learner
     for batch in run.batches():
@@ -141,7 +141,7 @@ def averages(settings: Settings, looks: bool, group: dist.ProcessGroup) -> list[
 
 @pytest.mark.parametrize(("workers", "parallel"), [(2, "ddp"), (3, "fsdp")])
 def test_the_average_is_the_same_on_any_number_of_workers(workers: int, parallel: Any, tmp_path: Path) -> None:
-    """And the run is none the worse for an evaluation of it."""
+    """Evaluating the average does not change the run either."""
     settings = Settings(task="tests.tasks.tiny", global_batch_size=25, learning_rate=0.1, max_steps=4, ema=DECAY)
     (tmp_path / "1").mkdir()
     [alone] = in_processes(tmp_path / "1", 1, lambda group: averages(settings, False, group))

@@ -1,4 +1,4 @@
-"""Checkpoints: the copy, the commit under every kill and fault, and what is kept."""
+"""Checkpoints: the copy, the commit under every kill and fault, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ import sunspot.elastic.restore
 import sunspot.storage.limits
 import sunspot.storage.local
 from sunspot.checkpoint import CheckpointManager, SavedObjects, versions
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
 from sunspot.checkpoint.files import load_state, unpack, upload_state
 from sunspot.checkpoint.memory import Use
 from sunspot.checkpoint.node_state import NodeState
@@ -64,7 +64,7 @@ from sunspot.run.checkpoints import (
 from sunspot.run.history import Journals, read_journal
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
-from sunspot.storage.limits import CURRENT
+from sunspot.storage.limits import CURRENT_DEADLINE
 from sunspot.storage.local import LocalStorage
 from sunspot.train.learning_rates import LearningRates, set_options
 from tests.harness import REPOSITORY, s3
@@ -87,7 +87,8 @@ class Trainee:
         **settings: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.run, self.warnings = run, keep_warnings()
+        self.run = run
+        self.warnings = keep_warnings()
         self.attempt = Attempt(number, owner, start.name if start else None, start.step if start else 0)
         assert claim(run, read_attempts(run), self.attempt)
         self.model = model or torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
@@ -120,7 +121,7 @@ class Trainee:
 
 
 def set_storage_timeout(trainee: Trainee, seconds: float) -> None:
-    """From here on; what comes before may take its time."""
+    """Set the timeout for storage from now on; earlier operations had the default one."""
     committer = trainee.checkpoints._committer
     committer._settings = Settings(storage_timeout_s=seconds)
 
@@ -134,12 +135,12 @@ def newest(run: Run) -> Checkpoint | None:
     return find_newest_good(run, read_attempts(run))[0]
 
 
-def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
+def test_a_checkpoint_contains_the_state_at_its_step(run: Run) -> None:
     trainee = Trainee(run)
     trainee.train(3)
     expected = trainee.state()
     trainee.save()
-    trainee.train(2)  # goes on at once
+    trainee.train(2)  # training continues at once
     trainee.checkpoints.close(finished=True)
     checkpoint = newest(run)
     assert (checkpoint.step, checkpoint.epoch, sorted(checkpoint.files)) == (
@@ -160,7 +161,7 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
     assert sorted(extra_state["versions"]) == ["numpy", "python", "ray", "torch"]
 
 
-def test_a_rate_computed_with_numpy_comes_back(run: Run) -> None:
+def test_a_learning_rate_computed_with_numpy_is_restored(run: Run) -> None:
     trainee = Trainee(run)
     task: Any = SimpleNamespace(schedule=lambda step, total_steps: 0.5 * (1 + np.cos(np.pi * step / total_steps)))
     plan = Plan(Settings(), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
@@ -183,7 +184,7 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytes
 
 
 class Counting(torch.nn.Linear):
-    """Puts a value of its own beside its weights."""
+    """A layer with a value of its own beside its weights."""
 
     seen: Any = 3
 
@@ -218,11 +219,11 @@ def put_in_model(trainee: Trainee, value: Any) -> None:
 def test_a_state_that_no_restart_could_load_is_refused(
     put: Callable[[Trainee, Any], None], key: str, value: Any, run: Run
 ) -> None:
-    """In the first step, and where the value comes later, before anything of it is committed."""
+    """It is refused in the first step or, if the value appears later, before anything is committed."""
     trainee = Trainee(run, model=Counting(40, 40))
     trainee.model(torch.randn(8, 40)).sum().backward()
     put(trainee, value)
-    refusal = rf"SUNSPOT_TASK=\S+: {key} is a {type(value).__module__}\..*make it a tensor, a number"
+    refusal = rf"SUNSPOT_TASK=\S+: {key} is a {type(value).__module__}\..*make it a tensor, a plain Python number"
     with pytest.raises(SettingsError, match=refusal):
         trainee.checkpoints.took_step(1, None)
     put(trainee, 0.1)
@@ -234,7 +235,7 @@ def test_a_state_that_no_restart_could_load_is_refused(
     assert list_checkpoints(run) == []
 
 
-def test_a_whole_file_that_is_not_loaded_is_not_called_damaged(run: Run) -> None:
+def test_an_intact_file_that_cannot_be_loaded_is_not_called_damaged(run: Run) -> None:
     state = {"lr": np.float64(0.1)}
     files = {f"{kind}.pt": upload_state(run, "first", f"{kind}.pt", state) for kind in ("model", "optimizer")}
     checkpoint = Checkpoint("first", 1, 1, 10, 10, 1, files=files)
@@ -246,7 +247,7 @@ def test_a_whole_file_that_is_not_loaded_is_not_called_damaged(run: Run) -> None
 
 
 class Positive(torch.nn.Linear):
-    """Keeps its weights positive, unseen by PyTorch's count of changes."""
+    """A layer that keeps its weights positive, without PyTorch's version counter noticing."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.weight.data.clamp_(min=0)
@@ -256,18 +257,18 @@ class Positive(torch.nn.Linear):
 def test_weights_changed_through_data_in_each_pass_are_copied_at_once(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
-    assert trainee.checkpoints._stepped.ids == {id(trainee.model.bias)}
+    assert trainee.checkpoints._optimizer_only.ids == {id(trainee.model.bias)}
 
 
 def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters do not change under the copy, and batch norm's averages, which do, were copied before."""
+    """Parameters do not change during the copy. Batch norm's averages do, but they were copied before."""
     import sunspot.checkpoint.snapshot as module
 
     go, copy = threading.Event(), module.copy
     monkeypatch.setattr(module, "copy", lambda *arguments: go.wait(30) and copy(*arguments))
     trainee = Trainee(run)
     trainee.train(2)
-    assert trainee.checkpoints._stepped.ids == {id(parameter) for parameter in trainee.model.parameters()}
+    assert trainee.checkpoints._optimizer_only.ids == {id(parameter) for parameter in trainee.model.parameters()}
     expected = trainee.state()
     trainee.save()
     trainee.model(torch.randn(8, 40)).sum().backward()  # changes the averages
@@ -279,10 +280,10 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_commit_waits_for_no_step_and_counts_only_what_nobody_changed(
+def test_a_commit_does_not_wait_for_a_step_and_is_dropped_if_weights_changed(
     run: Run, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    """The next step may take minutes, or hang. A change that was under way when the copy ended is seen later."""
+    """The next step may take minutes, or hang. A change that was running when the copy ended is noticed later."""
     trainee = Trainee(run)
     trainee.train(2)
     write_history = CheckpointCommitter._write_history
@@ -295,18 +296,19 @@ def test_a_commit_waits_for_no_step_and_counts_only_what_nobody_changed(
 
     monkeypatch.setattr(CheckpointCommitter, "_write_history", change_meanwhile)
     trainee.save()
-    assert trainee.checkpoints.drain(timeout_s=20) != changes, "a notice would say that it was committed"
+    assert trainee.checkpoints.drain(timeout_s=20) != changes, "a change means that nothing was committed"
     assert bool(list_checkpoints(run)) != changes
-    assert not list_directories(run) or not changes, "nor is there anything left of it"
+    assert not list_directories(run) or not changes, "no file of it is left"
     assert any("checkpoint dropped at step 2" in warning for warning in trainee.warnings) == changes
 
 
 class WithTeacher(torch.nn.Module):
-    """A student, and a teacher that its forward pass moves towards it; no optimizer step does."""
+    """A student and a teacher. The forward pass, and no optimizer step, moves the teacher towards the student."""
 
     def __init__(self, frozen: bool = False, clamped: bool = False) -> None:
         super().__init__()
-        self.student, self.teacher = torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)
+        self.student = torch.nn.Linear(40, 40)
+        self.teacher = torch.nn.Linear(40, 40)
         self.teacher.requires_grad_(not frozen)
         self.clamped = clamped
 
@@ -315,14 +317,14 @@ class WithTeacher(torch.nn.Module):
             with torch.no_grad():
                 self.student.weight.clamp_(-0.05, 0.05)
         for mine, students in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-            mine.data.lerp_(students.data, 0.1)  # past autograd, as many do it
+            mine.data.lerp_(students.data, 0.1)  # past autograd, as is common
         with torch.no_grad():
             aim = self.teacher(rows)
         return self.student(rows) - aim
 
 
 @pytest.mark.parametrize("model", [WithTeacher(), WithTeacher(frozen=True), WithTeacher(clamped=True)])
-def test_parameters_that_the_forward_pass_changes_are_copied_whole(
+def test_parameters_that_the_forward_pass_changes_are_copied_intact(
     model: WithTeacher, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sunspot.checkpoint.snapshot as module
@@ -343,7 +345,7 @@ def test_parameters_that_the_forward_pass_changes_are_copied_whole(
     assert [name for name, tensor in expected.items() if not torch.equal(stored[name], tensor)] == []
 
 
-def test_newest_wins_when_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_snapshot_wins_if_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee(run, checkpoints_to_keep=9)
     go, begun = threading.Event(), threading.Event()
     commit = CheckpointCommitter._commit
@@ -372,18 +374,18 @@ def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None
         answer = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=250)
     points = json.loads(answer.stdout)
     died = [point["died"] for point in points]
-    assert died[-1] is None, "the last one lives to the end"
+    assert died[-1] is None, "the last process is not killed"
     assert points[-1]["newest"] == 3
     for word in ("upload", "middle", "reading back", "write run/checkpoints", "delete", "write run/metrics"):
-        assert any(word in where for where in died[:-1]), f"no point {word}"
+        assert any(word in where for where in died[:-1]), f"no process was killed at {word}"
     for point in points:
         assert not point["bad"], point
         assert point["newest"] == max(point["committed"]), point
     steps = [point["newest"] for point in points]
-    assert steps == sorted(steps), "the later the kill, the newer what stands"
+    assert steps == sorted(steps), "a later kill leaves a newer checkpoint"
 
 
-def test_a_second_try_of_a_commit_does_not_touch_what_the_first_has_committed(
+def test_a_second_try_of_a_commit_does_not_rewrite_a_committed_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to the manifest's write is lost."""
@@ -401,7 +403,8 @@ def test_a_second_try_of_a_commit_does_not_touch_what_the_first_has_committed(
     run = Run(Forgetful(str(tmp_path)), "run")
     trainee = Trainee(run)
     trainee.train()
-    monkeypatch.setattr(run.storage, "writer", written := Mock(wraps=run.storage.writer))
+    written = Mock(wraps=run.storage.writer)
+    monkeypatch.setattr(run.storage, "writer", written)
     trainee.save()
     assert trainee.checkpoints.drain(20)
     assert newest(run).step == 1
@@ -411,15 +414,18 @@ def test_a_second_try_of_a_commit_does_not_touch_what_the_first_has_committed(
 @pytest.mark.parametrize(
     ("last", "steps"), [("upload_state", [1]), ("expired", [1, 2])], ids=["before its manifest", "before it deletes"]
 )
-def test_a_superseded_process_leaves_its_next_act_undone(
+def test_a_superseded_process_neither_commits_nor_deletes(
     last: str, steps: list[int], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Trainee(run, checkpoints_to_keep=1)
     old.train()
     old.save(loss=2)
     old.checkpoints.drain()
-    start, module = newest(run), sunspot.checkpoint.files if last == "upload_state" else sunspot.checkpoint.commit
-    act, taken, at_once = getattr(module, last), [], threading.Lock()
+    start = newest(run)
+    module = sunspot.checkpoint.files if last == "upload_state" else sunspot.checkpoint.commit
+    act = getattr(module, last)
+    taken: list[Trainee] = []
+    at_once = threading.Lock()
 
     def late(*arguments: Any) -> Any:
         with at_once:  # files are uploaded by several threads
@@ -434,7 +440,7 @@ def test_a_superseded_process_leaves_its_next_act_undone(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
 
 
-def test_a_loop_that_never_waits_for_copies_still_hears_that_its_commits_fail(run: Run) -> None:
+def test_a_loop_that_never_waits_for_copies_still_raises_commit_errors(run: Run) -> None:
     """A loop whose parameters no torch optimizer changes may not call `wait_for_copy`."""
     old = Trainee(run)
     old.train()
@@ -446,7 +452,7 @@ def test_a_loop_that_never_waits_for_copies_still_hears_that_its_commits_fail(ru
         old.checkpoints.took_step(2, None)
 
 
-def test_a_run_deleted_while_a_commit_tidies_ends_it_as_superseded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_deleted_while_a_commit_tidies_up_ends_as_superseded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(run: Run) -> list[Attempt]:
         for entry in run.storage.list(run.key("attempts")):
             run.storage.delete(entry.key)
@@ -464,12 +470,13 @@ def test_a_run_deleted_while_a_commit_tidies_ends_it_as_superseded(run: Run, mon
         trainee.checkpoints.drain(20)
 
 
-def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
+def test_the_next_attempt_removes_what_killed_attempts_left(run: Run) -> None:
     """An upload of a step after the newest commit stays for a day, because it might still be completed."""
 
     def leave(attempt: Attempt, step: int, age_s: float = 0) -> str:
         name = checkpoint_name(step, attempt.number, attempt.nonce)
-        run.storage.write(key := run.key("checkpoints", name, "model.pt"), b"all that there is")
+        key = run.key("checkpoints", name, "model.pt")
+        run.storage.write(key, b"the only file")
         os.utime(run.storage.locate(key), times=(time.time() - age_s,) * 2)
         return name
 
@@ -490,7 +497,7 @@ def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
 
 
 def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last moment at which it can be superseded: after its check, before its manifest."""
+    """The old owner is superseded at the last possible moment: after its check, but before its manifest."""
     import sunspot.checkpoint.commit as module
 
     old = Trainee(run)
@@ -545,14 +552,16 @@ def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int,
 
 
 class SlowStorage(LocalStorage):
-    """Refuses what it is to store at some steps, or holds it up, until it is let go."""
+    """Refuses or delays the files of some steps until `let_go` is set."""
 
     steps: tuple[int, ...] = ()
     refuses = False
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self.let_go, self.reached, self.waited_in_vain = threading.Event(), threading.Event(), False
+        self.let_go = threading.Event()
+        self.reached = threading.Event()
+        self.waited_in_vain = False
 
     @contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
@@ -565,8 +574,8 @@ class SlowStorage(LocalStorage):
             yield writer
 
 
-class Ranks(NamedTuple):
-    """What one of two ranks has of a state in parts, and of a storage of its own pace."""
+class Rank(NamedTuple):
+    """One of two ranks, with its part of a state and a storage that may be slow."""
 
     storage: SlowStorage
     checkpoints: CheckpointManager
@@ -580,15 +589,15 @@ class Ranks(NamedTuple):
 
 
 @pytest.fixture
-def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Ranks, int], Any]], list[Any]]:
-    """Lets two ranks act, and returns what both do."""
-    versions()  # imports Ray, which takes seconds: not in each child
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rank, int], Any]], list[Any]]:
+    """Return a function that runs `act` on two ranks and returns both results."""
+    versions()  # imports Ray here, because that takes seconds in each child
     run, attempt = open_run(str(tmp_path), "run"), Attempt(1, "me", None, 0)
     assert claim(run, [], attempt)
     monkeypatch.setattr(sunspot.checkpoint.parts, "POLL_EVERY_S", 0.05)
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.05,))
 
-    def play(act: Callable[[Ranks, int], Any], **settings: Any) -> list[Any]:
+    def play(act: Callable[[Rank, int], Any], **settings: Any) -> list[Any]:
         def work(group: dist.ProcessGroup) -> Any:
             rank, storage = dist.get_rank(), SlowStorage(str(tmp_path))
             model = torch.nn.Linear(2, 3, bias=False)
@@ -607,7 +616,7 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
                 SavedObjects(model, torch.optim.SGD(model.parameters())),
                 place=WorkerPlace(group, rank, 2),
             )
-            return act(Ranks(storage, checkpoints, model.weight), rank)
+            return act(Rank(storage, checkpoints, model.weight), rank)
 
         return in_processes(tmp_path, 2, work)
 
@@ -615,7 +624,7 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
 
 
 def assert_whole(run: Run, steps: list[int]) -> None:
-    """These are committed, and of others nothing is left; each has all of its own values."""
+    """Assert that exactly these steps are committed, each with its own values, and that no other files are left."""
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
     assert len(list_directories(run)) == len(steps)
     for checkpoint in list_checkpoints(run):
@@ -624,10 +633,10 @@ def assert_whole(run: Run, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_save_of_parts_does_not_wait_for_the_commit_before(slow: int, run: Run, two_ranks: Any) -> None:
-    """Whichever rank holds that up, the newest wins on all: before a notice ends, the copy has to be there."""
+def test_a_save_in_parts_does_not_wait_for_the_previous_commit(slow: int, run: Run, two_ranks: Any) -> None:
+    """The newest snapshot wins on all ranks, whichever rank is slow: it must be committed before a notice ends."""
 
-    def act(rank: Ranks, number: int) -> bool:
+    def act(rank: Rank, number: int) -> bool:
         rank.storage.steps = (1,) if number == slow else ()
         rank.save(1)
         assert rank.storage.reached.wait(10)
@@ -642,9 +651,10 @@ def test_a_save_of_parts_does_not_wait_for_the_commit_before(slow: int, run: Run
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_parts_that_storage_refuses_hold_up_no_step(refused: int, run: Run, two_ranks: Any) -> None:
-    def act(rank: Ranks, number: int) -> None:
-        rank.storage.steps, rank.storage.refuses = ((1, 2) if number == refused else ()), True
+def test_parts_that_storage_refuses_do_not_delay_steps(refused: int, run: Run, two_ranks: Any) -> None:
+    def act(rank: Rank, number: int) -> None:
+        rank.storage.steps = (1, 2) if number == refused else ()
+        rank.storage.refuses = True
         rank.save(1)
         assert rank.storage.reached.wait(10)
         for step in (2, 3):
@@ -657,8 +667,8 @@ def test_parts_that_storage_refuses_hold_up_no_step(refused: int, run: Run, two_
     assert not [find_faults(run, checkpoint) for checkpoint in list_checkpoints(run) if find_faults(run, checkpoint)]
 
 
-def test_ranks_of_any_pace_commit_the_same_parts(run: Run, two_ranks: Any) -> None:
-    def act(rank: Ranks, number: int) -> None:
+def test_ranks_of_different_speed_commit_the_same_parts(run: Run, two_ranks: Any) -> None:
+    def act(rank: Rank, number: int) -> None:
         pace = random.Random(number)
         write = ShardWriter.files
         ShardWriter.files = lambda *given: time.sleep(pace.random() / 20) or write(*given)
@@ -674,28 +684,30 @@ def test_ranks_of_any_pace_commit_the_same_parts(run: Run, two_ranks: Any) -> No
     assert_whole(run, steps)
 
 
-def noted(asked: list[str], request: Callable[..., Any]) -> Callable[..., Any]:
-    """A request to storage that notes what it is for."""
+def recorded(asked: list[str], request: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a request to storage that adds the name of its file to `asked`."""
     return lambda key, *more: asked.append(key.rpartition("/")[2]) or request(key, *more)
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp", "as INIT_FROM"])
-def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: Run, two_ranks: Any) -> None:
-    """There is an index of each rank that wrote it: 64 ranks would make 4,096 requests."""
+def test_one_rank_reads_the_indexes_of_a_checkpoint_in_parts_for_all(how: Any, run: Run, two_ranks: Any) -> None:
+    """Each rank that wrote the checkpoint has an index, so 64 ranks would otherwise make 4,096 requests."""
 
-    def act(rank: Ranks, number: int) -> set[str]:
+    def act(rank: Rank, number: int) -> set[str]:
         rank.save(1)
         rank.checkpoints.close(finished=True)
         dist.barrier()
-        opened, world, its = list[str](), dist.group.WORLD, Run(rank.storage, "run")
-        rank.storage.open = noted(opened, rank.storage.open)
+        opened = list[str]()
+        world = dist.group.WORLD
+        its_run = Run(rank.storage, "run")
+        rank.storage.open = recorded(opened, rank.storage.open)
         assert world
         if how == "as INIT_FROM":
-            sunspot.elastic.restore._init_run = lambda _: its
+            sunspot.elastic.restore._init_run = lambda _: its_run
             weight = read_init(Settings(init_from="run:run"), world)["weight"]
         else:
             start: Any = SimpleNamespace(checkpoint=list_checkpoints(run)[0], copy=None)
-            state = load_start(its, Settings(parallel=how), start, Mock(), world)
+            state = load_start(its_run, Settings(parallel=how), start, Mock(), world)
             model = torch.nn.Linear(2, 6, bias=False)
             if state.load_parts:
                 state.load_parts(model, torch.optim.SGD(model.parameters()))
@@ -707,13 +719,13 @@ def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: 
 
 
 def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_ranks: Any) -> None:
-    """And of more ranks than there are files of safetensors, only those that write one read what all have."""
+    """Only ranks that write a safetensors file read the parts of all ranks; there may be more ranks than files."""
 
-    def act(rank: Ranks, number: int) -> list[str]:
+    def act(rank: Rank, number: int) -> list[str]:
         asked = list[str]()
         rank.storage.steps = (100,) if number == 0 else ()
-        rank.storage.list = noted(asked, rank.storage.list)
-        rank.storage.open = noted(asked, rank.storage.open)
+        rank.storage.list = recorded(asked, rank.storage.list)
+        rank.storage.open = recorded(asked, rank.storage.open)
         threading.Timer(0.5, rank.storage.let_go.set).start()
         rank.save(100)
         rank.checkpoints.close(finished=True)
@@ -726,14 +738,14 @@ def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_
 
 
 def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run) -> None:
-    """And a rank writes nothing of a tensor with fewer rows than there are ranks."""
+    """A rank also writes no piece of a tensor that has fewer rows than there are ranks."""
     one, none = torch.ones(1, 2), torch.empty(0, 2)
     state: Any = {"model": {"own": one, "none": none}, "optimizer": {"state": {}, "param_groups": []}}
     places = [Place((2, 2), (1, 0)), Place((1, 2), (1, 0))]
     name = checkpoint_name(1, 1)
     snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
     for rank in (0, 1):
-        writer = ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitOrder())
+        writer = ShardWriter(run, WorkerPlace(None, rank, 2), [], Settings(), CommitCoordinator())
         writer._write_once(name, INDEX, functools.partial(writer.write_part, snapshot))
     _, pieces = read_indexes(run, name, 2)
     assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
@@ -747,7 +759,7 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
 
 
 class Obstacle:
-    """A function of the system whose calls about a file fail, or hang until they are let go."""
+    """A system function whose calls for a file fail, or hang until `let_go` is set."""
 
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         self._function, self._file = function, file
@@ -757,7 +769,7 @@ class Obstacle:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         places = [os.readlink(f"/proc/self/fd/{each}") if type(each) is int else str(each) for each in arguments]
-        if self.closed and CURRENT.get() and self._file in " ".join(places):
+        if self.closed and CURRENT_DEADLINE.get() and self._file in " ".join(places):
             if self.error:
                 raise self.error
             self.let_go.wait(60)
@@ -791,11 +803,11 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
     with pytest.raises(StorageError):
         trainee.train()
     held = [slot for slot in trainee.checkpoints._snapshots._memory._slots if Use.UPLOADING in slot.uses]
-    assert len(held) == 1, "an upload that hangs may go on reading it"
+    assert len(held) == 1, "an upload that hangs may still read it"
     obstacle.let_go.set()
     for thread in threading.enumerate():
         if thread.name == "storage":
-            thread.join(20)  # whatever the work that was left behind still does
+            thread.join(20)  # the abandoned work may still run
     committed = list_checkpoints(run)
     assert [find_faults(run, checkpoint) for checkpoint in committed] == [[]] * len(committed)
     assert [checkpoint.step for checkpoint in committed] == ([1, 2] if file in ("attempts", "manifest") else [1])
@@ -845,7 +857,7 @@ def test_a_run_whose_directory_is_removed_ends_and_writes_nothing(run: Run, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_clock_that_is_set_back_changes_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_the_clock_back_changes_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     trainee, now = Trainee(run, checkpoints_to_keep=1), time.time
     for step in range(1, 5):
         if step == 3:
@@ -863,7 +875,7 @@ def test_a_clock_that_is_set_back_changes_nothing(run: Run, monkeypatch: pytest.
 
 @pytest.fixture
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run in S3 behind the proxy; the checkpoints take several parts."""
+    """Return a run in S3 behind the proxy, whose checkpoints take several parts."""
     from sunspot.storage import bucket
     from sunspot.storage import bucket as storage
 
@@ -876,7 +888,7 @@ def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 
 
 def large_trainee(run: Run, **settings: Any) -> Trainee:
-    """Its model.pt has 12 MB: three parts."""
+    """Return a trainee whose model.pt has 12 MB, which makes three parts."""
     trainee = Trainee(run, **settings)
     trainee.model.register_buffer("ballast", torch.randn(3_000_000))
     return trainee
@@ -898,7 +910,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_passes_is_survived(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+def test_a_temporary_fault_does_not_end_the_run(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
     trainee = large_trainee(s3_run)
     trainee.train()
     operation, act = FAULTS[fault]
@@ -907,7 +919,7 @@ def test_a_fault_that_passes_is_survived(fault: str, s3_run: Run, s3_proxy: Faul
     trainee.checkpoints.close(finished=True)
     checkpoint = newest(s3_run)
     assert checkpoint.step == 1
-    assert trainee.warnings, "the user heard of it"
+    assert trainee.warnings, "the user was warned"
     trainee.journals.events.flush()
     assert [event["event"] for event in read_journal(s3_run, "events")] == ["commit failed", "commits go on"]
 
@@ -922,7 +934,9 @@ LASTING_FAULTS = {name: FAULTS[name] for name in KINDS_OF_FAULTS} | {
 
 
 @pytest.mark.parametrize("fault", LASTING_FAULTS)
-def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+def test_a_lasting_fault_ends_the_run_with_the_name_of_the_object(
+    fault: str, s3_run: Run, s3_proxy: FaultProxy
+) -> None:
     trainee = large_trainee(s3_run)
     trainee.train()
     trainee.save()
@@ -944,8 +958,8 @@ def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_ru
     ] == [[]]
 
 
-def test_what_storage_has_verified_is_not_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
-    """Only that it is there: an acknowledged upload may be lost all the same."""
+def test_a_file_that_storage_has_verified_is_not_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
+    """Only its presence is checked, because even an acknowledged upload may be lost."""
 
     def lose(handler: Any, request: s3.Request) -> None:
         answer = handler.ask_server(request)
@@ -962,21 +976,21 @@ def test_what_storage_has_verified_is_not_read_back(s3_run: Run, s3_proxy: Fault
     trainee.checkpoints.close(finished=True)
     assert not [request for request in s3_proxy.seen("GetObject") if request.path.endswith("model.pt")]
     assert find_faults(s3_run, newest(s3_run)) == []
-    assert "model.pt: gone after it was written" in trainee.warnings[0]
+    assert "model.pt: missing or truncated after it was written" in trainee.warnings[0]
 
 
-def test_what_storage_has_not_verified_is_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
+def test_a_file_that_storage_has_not_verified_is_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("UploadPart", s3.damage(then=s3.pass_on), times=1)
     trainee = large_trainee(s3_run)
     trainee.train()
     trainee.save()
     trainee.checkpoints.close(finished=True)
     assert find_faults(s3_run, newest(s3_run)) == []
-    assert "model.pt: other bytes came back" in trainee.warnings[0]
+    assert "model.pt: the bytes read back are not" in trainee.warnings[0]
 
 
-def test_a_checkpoint_of_any_number_of_files_is_deleted_by_three_requests(s3_run: Run, s3_proxy: FaultProxy) -> None:
-    """For its manifest, for what else is there, and for all of that; 64 ranks make 193 files."""
+def test_a_checkpoint_of_many_files_is_deleted_in_three_requests(s3_run: Run, s3_proxy: FaultProxy) -> None:
+    """One deletes the manifest, one lists the other files, and one deletes them. 64 ranks make 193 files."""
     files = [MANIFEST, *(f"__{number}_0.distcp" for number in range(20))]
     for file in files:
         s3_run.storage.write(s3_run.key("checkpoints", "step-00000001-attempt-0001", file), b"content")
@@ -986,7 +1000,7 @@ def test_a_checkpoint_of_any_number_of_files_is_deleted_by_three_requests(s3_run
     assert not s3_run.storage.list(s3_run.key("checkpoints"))
 
 
-def test_loading_checks_the_bytes(run: Run) -> None:
+def test_a_file_is_verified_when_it_is_loaded(run: Run) -> None:
     trainee = Trainee(run)
     trainee.train()
     trainee.save()

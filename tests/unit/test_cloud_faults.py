@@ -1,4 +1,4 @@
-"""What failures of an object store end in, whosever it is; those of S3 alone are in test_storage.py."""
+"""Faults of all object stores, and what they lead to. Faults of S3 alone are in test_storage.py."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ MIB = 1 << 20
 
 
 class Cloud(NamedTuple):
-    """A service behind a proxy, and how its requests are told."""
+    """A service behind a proxy, with predicates that classify its requests."""
 
     part: int
-    "The bytes of one."
+    "Size of a part in bytes."
     storage: Storage
     proxy: FaultProxy
     is_part: Callable[[Request], bool]
-    "Sends the bytes of a part."
+    "True for a request that sends a part."
     is_completion: Callable[[Request], bool]
     is_download: Callable[[Request], bool]
 
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, little patience, and no pauses between tries."""
+    """Use small parts, short timeouts, and no pauses between tries."""
     from azure.storage.blob import ExponentialRetry
     from google.cloud.storage import retry
 
@@ -54,8 +54,8 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["s3", *clouds.CLOUDS])
 def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     if request.param == "s3":
-        monkeypatch.setattr(bucket, "PART", 5 * MIB)  # the least that S3 takes
-        monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 1.5)  # its stand-in is slow with so much
+        monkeypatch.setattr(bucket, "PART", 5 * MIB)  # the smallest part that S3 accepts
+        monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 1.5)  # the server used in tests is slow with large parts
         tell = (
             lambda request: request.operation == "UploadPart",
             lambda request: request.operation == "CompleteMultipartUpload",
@@ -87,7 +87,7 @@ def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def pattern(size: int) -> bytes:
-    """Bytes that are not the same in any two parts."""
+    """Return bytes that differ between any two parts."""
     return b"".join(n.to_bytes(8, "big") for n in range(size // 8 + 1))[:size]
 
 
@@ -102,7 +102,7 @@ def assert_nothing_left(storage: Storage) -> None:
     assert storage.list_unfinished("") == []
 
 
-def test_what_was_replaced_since_it_was_listed_stays_and_that_is_no_error(cloud: Cloud) -> None:
+def test_an_object_replaced_after_its_listing_stays_without_an_error(cloud: Cloud) -> None:
     def is_conditional(request: Request) -> bool:
         return request.method == "DELETE" and ("if-match" in request.headers or "ifGenerationMatch" in request.query)
 
@@ -119,7 +119,7 @@ def test_a_part_is_sent_again(cloud: Cloud, fault: s3.Fault) -> None:
     content = pattern(5 * MIB + 1) if cloud.part == MIB else pattern(2 * cloud.part + 1)
     cloud.proxy.on(cloud.is_part, fault, times=1)
     writer = write(cloud.storage, content)
-    assert writer.verified or cloud.part > MIB, "what stands for S3 here verifies nothing"
+    assert writer.verified or cloud.part > MIB, "the S3 server used in tests verifies nothing"
     assert cloud.storage.digest("run/model.pt") == (len(content), hashlib.sha256(content).hexdigest())
     assert cloud.storage.list_unfinished("") == []
 
@@ -132,7 +132,7 @@ def test_a_lost_answer_does_not_lose_the_object(cloud: Cloud) -> None:
     assert cloud.storage.list_unfinished("") == []
 
 
-def test_a_create_whose_answer_is_lost_is_ours(cloud: Cloud) -> None:
+def test_a_create_whose_answer_was_lost_succeeds(cloud: Cloud) -> None:
     cloud.proxy.on(lambda request: request.method in ("POST", "PUT"), s3.carry_out_then_reset, times=1)
     assert cloud.storage.create("run/run.json", b"first")
     assert not cloud.storage.create("run/run.json", b"second")
@@ -140,30 +140,30 @@ def test_a_create_whose_answer_is_lost_is_ours(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("kind", ["is_part", "is_completion"])
-def test_an_upload_that_fails_says_what_and_leaves_nothing(cloud: Cloud, kind: str) -> None:
+def test_a_failed_upload_names_the_object_and_leaves_nothing(cloud: Cloud, kind: str) -> None:
     cloud.proxy.on(getattr(cloud, kind), s3.answer(403, "Forbidden"), times=1)
     with pytest.raises(StorageError, match=r"://.*/runs/run/model\.pt: cannot upload: "):
         write(cloud.storage, pattern(3 * cloud.part))
     assert_nothing_left(cloud.storage)
 
 
-def test_damage_on_the_way_is_refused(cloud: Cloud) -> None:
+def test_a_part_damaged_on_its_way_is_refused(cloud: Cloud) -> None:
     cloud.proxy.on(cloud.is_part, s3.damage(s3.pass_on if cloud.part == MIB else s3.refuse_damage))
     with pytest.raises(StorageError, match="cannot upload"):
         write(cloud.storage, pattern(3 * cloud.part))
     assert cloud.storage.list("") == []
 
 
-@pytest.mark.parametrize("cloud", clouds.CLOUDS, indirect=True)  # of S3, whoever reads goes on
+@pytest.mark.parametrize("cloud", clouds.CLOUDS, indirect=True)  # on S3, the reader itself tries again
 @pytest.mark.parametrize("how", ["close", "reset", "stall"])
-def test_a_read_that_is_cut_off_goes_on(cloud: Cloud, how: str) -> None:
+def test_a_read_that_is_cut_off_continues(cloud: Cloud, how: str) -> None:
     content = pattern(3 * cloud.part + 5)
     write(cloud.storage, content)
     cloud.proxy.on(cloud.is_download, s3.cut_body(1000, how), times=1)
     assert cloud.storage.digest("run/model.pt") == (len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_a_read_that_never_arrives_ends(cloud: Cloud) -> None:
+def test_a_read_without_an_answer_fails(cloud: Cloud) -> None:
     write(cloud.storage, pattern(MIB))
     cloud.proxy.on(cloud.is_download, s3.stall)
     with pytest.raises(StorageError, match=r"/runs/run/model\.pt: cannot read: "):
@@ -181,24 +181,24 @@ def test_an_object_replaced_while_it_is_read_is_never_mixed(cloud: Cloud) -> Non
     assert set(first) == {0}
 
 
-def test_a_missing_bucket_is_no_missing_object(cloud: Cloud) -> None:
+def test_a_missing_bucket_is_not_a_missing_object(cloud: Cloud) -> None:
     scheme = cloud.storage.locate("").partition("://")[0]
     elsewhere = open_storage(f"{scheme}://test-not-there/runs")
     for ask in (elsewhere.list, elsewhere.exists):
         with pytest.raises(StorageError, match="correct SUNSPOT_STORAGE_PATH") as raised:
             ask("run")
         assert not isinstance(raised.value, NotFoundError)
-        assert raised.value.final, "no other cluster would find it"
+        assert raised.value.final, "no other cluster would find it either"
 
 
-def test_what_cannot_be_reached_says_what_to_check(cloud: Cloud) -> None:
+def test_an_unreachable_service_is_reported_with_what_to_check(cloud: Cloud) -> None:
     cloud.proxy.end()
     with pytest.raises(StorageError, match=r"cannot write: .*; check ") as raised:
         cloud.storage.write("run/a", b"")
     assert not raised.value.final, "it may be back when another cluster tries"
 
 
-def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_account_is_reported_with_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(StorageError, match="set AZURE_STORAGE_ACCOUNT, or AZURE_STORAGE_CONNECTION_STRING"):
@@ -209,7 +209,7 @@ def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_error_of_expired_credentials_says_to_sign_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token of a single sign-on is looked for in a file, and nothing is sent."""
+    """The token of a single sign-on is read from a file, so nothing is sent."""
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL")
     for name in keys:
         monkeypatch.delenv(name, raising=False)
@@ -221,8 +221,8 @@ def test_an_error_of_expired_credentials_says_to_sign_in_again(tmp_path: Path, m
         open_storage("s3://bucket").read("run.json")
 
 
-def test_google_is_asked_for_the_parts_as_they_were_written() -> None:
-    """By generation: the emulator knows no such condition, and a part might have been replaced since."""
+def test_google_joins_exactly_the_generations_that_were_written() -> None:
+    """Parts are named by generation, because a part may have been replaced. The emulator ignores this condition."""
     asked: dict[str, Any] = {}
     joined = SimpleNamespace(size=7, generation=30, compose=lambda blobs, **more: asked.update(more, blobs=blobs))
 
@@ -230,22 +230,22 @@ def test_google_is_asked_for_the_parts_as_they_were_written() -> None:
         return SimpleNamespace(name=name, generation=generation) if generation else joined
 
     bucket: Any = SimpleNamespace(blob=blob, name="bucket", list_blobs=lambda **_: [])
-    errors = lambda *_: contextlib.nullcontext()  # noqa: E731
-    storage: Any = SimpleNamespace(_bucket=bucket, _full=lambda key: key, _errors=errors, _limits={})
+    request = lambda *_: contextlib.nullcontext()  # noqa: E731
+    storage: Any = SimpleNamespace(_bucket=bucket, _full=lambda key: key, _request=request, _limits={})
     upload = ComposedUpload(storage, "model.pt", "token")
     assert upload.complete([Part(1, "20"), Part(0, "10")], 7)
     assert [source.generation for source in asked["blobs"]] == [10, 20]
     assert asked["if_source_generation_match"] == [10, 20]
 
 
-def test_other_bytes_than_were_sent_are_an_error_whatever_google_says() -> None:
-    """The service checks them, too; its answer is the second witness."""
+def test_bytes_that_differ_from_those_sent_are_an_error_even_if_google_accepts_them() -> None:
+    """The service checks the bytes too, and its answer is a second check."""
     blob: Any = SimpleNamespace(upload_from_file=lambda *_, **__: None, crc32c="AAAAAA==", generation=1)
-    with pytest.raises(ValueError, match="the service has got bytes of CRC-32C AAAAAA=="):
+    with pytest.raises(ValueError, match="the service received bytes with CRC-32C AAAAAA=="):
         put(blob, b"content", {})
 
 
-def test_parts_of_many_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_parts_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "PART", 1 << 10)
     storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
     write(storage, content)

@@ -1,4 +1,4 @@
-"""Weights of INIT_FROM that another program has saved: tied ones, those of wrapped models, and nested ones."""
+"""Weights of INIT_FROM that other programs saved: tied weights, wrapped models, and nested state_dicts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from sunspot.settings import Settings
 
 
 class Tied(nn.Module):
-    """A language model in small, whose head has the weights of its embedding."""
+    """A small language model whose head shares the weights of its embedding."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False)
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -31,7 +33,7 @@ def load(model: nn.Module, state: Any) -> None:
     load_weights(model, fit_names(model, state, "file"), "file")
 
 
-def test_a_tied_tensor_that_a_file_has_once_is_taken(tmp_path: Path) -> None:
+def test_a_tied_tensor_that_a_file_has_once_is_loaded_under_both_names(tmp_path: Path) -> None:
     saved, model = Tied(), Tied()
     save_model(saved, str(tmp_path / "model.safetensors"))
     assert len(load_file(tmp_path / "model.safetensors").keys() & {"embedding.weight", "head.weight"}) == 1
@@ -40,26 +42,26 @@ def test_a_tied_tensor_that_a_file_has_once_is_taken(tmp_path: Path) -> None:
     assert model.head.weight is model.embedding.weight
 
 
-def test_a_tensor_that_is_missing_and_that_nothing_ties_is_refused() -> None:
+def test_a_missing_tensor_that_is_not_tied_is_refused() -> None:
     state = Tied().state_dict()
     del state["head.weight"]
     with pytest.raises(ConflictError, match=r"file: its weights do not fit .*head\.weight"):
         load(Tied(tied=False), state)
 
 
-def test_two_tensors_that_differ_are_refused_by_a_model_that_ties_them() -> None:
+def test_different_tensors_are_refused_by_a_model_that_ties_them() -> None:
     with pytest.raises(SettingsError, match=r"INIT_FROM=file: .* differ, but the model ties them"):
         load(Tied(), Tied(tied=False).state_dict())
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
-def test_the_names_of_a_wrapped_model_are_understood(prefix: str) -> None:
+def test_names_of_a_wrapped_model_are_recognized(prefix: str) -> None:
     saved, model = Tied(tied=False), Tied(tied=False)
     load(model, {prefix + name: value for name, value in saved.state_dict().items()})
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_a_part_that_was_compiled_is_understood() -> None:
+def test_names_of_a_compiled_part_are_recognized() -> None:
     saved, model = Tied(tied=False), Tied(tied=False)
     names = {"head.weight": "head._orig_mod.weight"}
     load(model, {names.get(name, name): value for name, value in saved.state_dict().items()})
@@ -73,7 +75,7 @@ def test_a_model_with_a_part_called_module_keeps_its_names() -> None:
     load(model, {f"module.{name}": value for name, value in saved.state_dict().items()})
 
 
-def test_a_checkpoint_of_another_program_says_what_to_save() -> None:
+def test_a_nested_state_dict_is_refused_with_what_to_save() -> None:
     state = {"epoch": 3, "state_dict": Tied().state_dict(), "optimizer_states": []}
     with pytest.raises(SettingsError, match=r"contains epoch, state_dict, .*only the state_dict, .*\(FILE\)"):
         load(Tied(), state)

@@ -1,4 +1,4 @@
-"""The rows that were consumed: kept until they are in storage, handed on, and merged there."""
+"""Consumed rows are kept until they are in storage, passed to the next group, and merged in storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def recorded(run: Run, attempt: int) -> dict[int, list[int]]:
     return rows
 
 
-def test_only_what_storage_has_is_forgotten(group: dist.ProcessGroup, run: Run) -> None:
+def test_only_rows_that_are_in_storage_are_dropped(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, "attempt-0001", 0, [], True)
     take(ledger, 1, 3)
     assert [window[:3] for window in ledger.gather(3)] == [("attempt-0001", 1, 3)]
@@ -39,7 +39,7 @@ def test_only_what_storage_has_is_forgotten(group: dist.ProcessGroup, run: Run) 
     assert recorded(run, 1) == {step: [10 * step, 10 * step + 1] for step in range(1, 6)}
 
 
-def test_the_next_attempt_writes_what_the_one_before_could_not(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_next_attempt_writes_the_rows_that_the_previous_one_could_not(group: dist.ProcessGroup, run: Run) -> None:
     before = Ledger(group, "attempt-0001", 0, [], True)
     take(before, 1, 4)
     kept = before.gather(4)
@@ -51,7 +51,7 @@ def test_the_next_attempt_writes_what_the_one_before_could_not(group: dist.Proce
     assert sorted(recorded(run, 2)) == [5, 6]
 
 
-def test_without_audit_nothing_is_kept(group: dist.ProcessGroup, run: Run) -> None:
+def test_no_rows_are_kept_without_audit(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, 1, 0, [], False)
     take(ledger, 1, 3)
     assert ledger.gather(3) == []
@@ -62,7 +62,7 @@ def test_without_audit_nothing_is_kept(group: dist.ProcessGroup, run: Run) -> No
 # -------------------------------------------------------------------------------------------------------------- merging
 
 SIZES = (4000, 10_000, 64_000)
-"""Instead of `streams.SIZES`: a file of two steps has about 1,100 bytes."""
+"""Replacement for `streams.SIZES`, because a file of two steps has about 1,100 bytes."""
 
 
 def rows_up_to(last: int) -> dict[int, list[int]]:
@@ -70,14 +70,14 @@ def rows_up_to(last: int) -> dict[int, list[int]]:
 
 
 def write_windows(ledger: Ledger, run: Run, first: int, last: int) -> None:
-    """Two steps each."""
+    """Write windows of two steps each."""
     for begin in range(first, last, 2):
         take(ledger, begin, begin + 1)
         ledger.gather(begin + 1)
         ledger.write(run)
 
 
-def test_files_are_merged_and_each_row_stays_there_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_merged_without_losing_or_repeating_a_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "SIZES", SIZES)
     delete, merged = run.storage.delete_many, list[str]()
 
@@ -89,12 +89,12 @@ def test_files_are_merged_and_each_row_stays_there_once(run: Run, monkeypatch: p
 
     monkeypatch.setattr(run.storage, "delete_many", delete_and_check)
     write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 120)
-    assert len(run.storage.list(run.key("audit"))) < 12 < len(merged), "60 were written"
+    assert len(run.storage.list(run.key("audit"))) < 12 < len(merged), "60 files were written"
     assert recorded(run, 1) == rows_up_to(120)
 
 
 def test_a_window_that_was_written_is_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage takes the windows of the attempt before, and then no more: the next commit writes the others."""
+    """Storage accepts the previous attempt's windows and then refuses, so the next commit writes the others."""
     monkeypatch.setattr(streams, "SIZES", (2000, 64_000))
     before = Ledger(None, "attempt-0001", 0, [], True)
     take(before, 1, 2)
@@ -119,8 +119,8 @@ def test_a_window_that_was_written_is_not_written_again(run: Run, monkeypatch: p
     assert all(len(rows) == 2 for rows in recorded(run, 2).values())
 
 
-def test_a_step_that_two_files_have_counts_once(run: Run) -> None:
-    """Storage took a write that it had reported as failed, and the next commit wrote those steps again, and more."""
+def test_a_step_in_two_files_counts_once(run: Run) -> None:
+    """Storage kept a write that it had reported as failed, so the next commit wrote those steps again."""
     refused = Ledger(None, "attempt-0001", 0, [], True)
     take(refused, 1, 5)
     refused.gather(5)
@@ -133,7 +133,7 @@ def test_a_step_that_two_files_have_counts_once(run: Run) -> None:
     assert recorded(run, 1) == rows_up_to(8)
 
 
-def test_a_damaged_file_is_left_for_the_audit_to_find(run: Run) -> None:
+def test_merging_leaves_a_damaged_file_for_the_audit_to_find(run: Run) -> None:
     write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 6)
     entry = run.storage.list(run.key("audit"))[1]
     content = bytearray(run.storage.read(entry.key))

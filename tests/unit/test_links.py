@@ -1,4 +1,4 @@
-"""Links in a directory that holds runs: none leads a reader, a writer or a deletion out of the storage path."""
+"""Links in a directory with runs never lead a reader, a writer or a deletion out of the storage path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = b"a private key"
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    """Make a folder of the reader's own, outside of the storage path."""
+    """Make a private folder of the reader, outside the storage path."""
     folder = tmp_path / "private"
     folder.mkdir()
     (folder / "key").write_bytes(SECRET)
@@ -113,7 +113,7 @@ def test_links_within_the_storage_and_to_it_are_followed(tmp_path: Path, storage
     assert there.read("a") == b"1"
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to(storage.root)
-    assert there.read("run/run.json") == b"{}", "the storage path was moved meanwhile"
+    assert there.read("run/run.json") == b"{}", "the storage path was moved while it was open"
     with pytest.raises(NotFoundError):
         there.read("a")
 
@@ -140,7 +140,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_written_gets_nothing(storage: 
     assert os.listdir(private) == ["key"]
 
 
-def test_empty_folders_behind_a_link_stay(storage: LocalStorage, private: Path) -> None:
+def test_empty_folders_beyond_a_link_are_kept(storage: LocalStorage, private: Path) -> None:
     (private / "empty").mkdir()
     (storage.root / "run/folder").symlink_to(private)
     storage.delete("run/run.json")
@@ -197,7 +197,7 @@ def test_a_checkpoint_with_a_link_is_damaged(run: Run, sunspot: StorageCommand, 
     assert answer.out.count("outside of the storage path") == 2
 
 
-def test_gc_removes_nothing_behind_a_link(run: Run, sunspot: StorageCommand, private: Path) -> None:
+def test_gc_removes_nothing_beyond_a_link(run: Run, sunspot: StorageCommand, private: Path) -> None:
     folder = Path(run.location, "checkpoints")
     folder.rename(private / "checkpoints")
     folder.symlink_to(private / "checkpoints")

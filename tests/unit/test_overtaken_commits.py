@@ -1,4 +1,4 @@
-"""Commits of a process that outlives its groups go on while the next group trains, as long as they count."""
+"""Commits of a process that outlives its groups continue while the next group trains, as long as they count."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Survivor:
         assert claim(self.run, attempts, attempt)
         saved = SavedObjects(self.model, self.optimizer)
         self.checkpoints = CheckpointManager(self.run, attempt, self.plan, saved, memory=self.memory)
-        self.checkpoints.outlive(self.committer, [*attempts, attempt], committed, lambda: None)
+        self.checkpoints.continue_commits(self.committer, [*attempts, attempt], committed, lambda: None)
         self.step = attempt.step
 
     def leave(self) -> None:
         if self.checkpoints:
-            self.checkpoints.hand_on(self.step)
+            self.checkpoints.leave_group(self.step)
             self.committer = self.checkpoints.committer
 
     def take_step(self, save: bool = True) -> None:
@@ -104,14 +104,15 @@ def memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeMemory
 
 
 class SlowStorage:
-    """Delays each upload until `go` is called, and counts the uploads that are under way."""
+    """Delays each upload until `go` is called, and counts the uploads in progress."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = list[str]()
         self.under_way = 0
         self.most = 0
-        self._permits, self._lock = threading.Semaphore(0), threading.Lock()
-        upload = sunspot.checkpoint.files.WholeState.files
+        self._permits = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        upload = sunspot.checkpoint.files.WholeStateWriter.files
 
         def slow_upload(writer: Any, snapshot: Any) -> Any:
             with self._lock:
@@ -125,7 +126,7 @@ class SlowStorage:
                 with self._lock:
                     self.under_way -= 1
 
-        monkeypatch.setattr(sunspot.checkpoint.files.WholeState, "files", slow_upload)
+        monkeypatch.setattr(sunspot.checkpoint.files.WholeStateWriter, "files", slow_upload)
 
     def go(self) -> None:
         self._permits.release()
@@ -145,7 +146,7 @@ def incomplete(run: Run) -> list[str]:
     return [name for name, files in list_directories(run).items() if MANIFEST not in files]
 
 
-def test_each_of_twenty_commits_that_a_change_overtakes_is_completed(
+def test_twenty_commits_are_completed_although_their_groups_end_first(
     run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=99)
@@ -163,10 +164,10 @@ def test_each_of_twenty_commits_that_a_change_overtakes_is_completed(
     assert [checkpoint.step for checkpoint in committed] == list(range(1, 22))
     assert not any(find_faults(run, checkpoint) for checkpoint in committed)
     assert not incomplete(run)
-    assert storage.most == 1, "a group's first upload waits for that of the group before"
+    assert storage.most == 1, "a group's first upload waits for the previous group's upload"
 
 
-def test_an_upload_that_outlasts_ten_groups_keeps_copies_within_their_bound(
+def test_an_upload_that_outlasts_ten_groups_does_not_exceed_the_slot_limit(
     run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory)
@@ -180,12 +181,14 @@ def test_an_upload_that_outlasts_ten_groups_keeps_copies_within_their_bound(
     storage.go()
     storage.go()
     wait_for_commit(survivor)
-    assert len(storage.begun) == 2, "those that waited have made way for the newest"
+    assert len(storage.begun) == 2, "the newest snapshot replaced those that waited"
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, survivor.step - 1]
     assert not incomplete(run)
 
 
-def test_a_commit_that_ends_late_deletes_what_has_expired(run: Run, memory: NodeMemory, storage: SlowStorage) -> None:
+def test_a_commit_that_ends_late_deletes_expired_checkpoints(
+    run: Run, memory: NodeMemory, storage: SlowStorage
+) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=1)
     survivor.form_group()
     survivor.take_step()
@@ -214,8 +217,8 @@ def test_a_commit_that_no_longer_counts_ends_and_leaves_nothing(
         survivor.form_group(first, "storage")
     elif overtaken == "without a part":
         assert survivor.checkpoints
-        survivor.checkpoints._committer._order.in_parts = True
-        survivor.form_group(others="who came for a lost one")
+        survivor.checkpoints._committer._coordinator.in_parts = True
+        survivor.form_group(others="the replacement of a lost process")
     else:
         attempts = read_attempts(run)
         assert survivor.checkpoints
@@ -248,7 +251,7 @@ def test_a_stopped_commit_begins_no_further_part(run: Run, memory: NodeMemory, m
 
         return {"model.pt": sunspot.checkpoint.files.upload(run, snapshot.manifest.name, "model.pt", write)}
 
-    monkeypatch.setattr(sunspot.checkpoint.files.WholeState, "files", files)
+    monkeypatch.setattr(sunspot.checkpoint.files.WholeStateWriter, "files", files)
     survivor.take_step()
     assert begun.wait(10)
     survivor.form_group("step-00000000-attempt-0001-00000000", "storage")
@@ -290,7 +293,7 @@ def test_a_manifest_that_comes_after_its_files_were_removed_is_removed(run: Run,
 
 @pytest.mark.parametrize(("age_s", "due"), [(0.0, False), (59.0, False), (61.0, True)])
 @pytest.mark.parametrize("knows_by", ["its own commit", "the status"])
-def test_the_next_group_saves_when_storage_is_older_than_the_interval(
+def test_the_next_group_saves_if_the_newest_checkpoint_is_older_than_the_interval(
     age_s: float, due: bool, knows_by: str, run: Run, memory: NodeMemory
 ) -> None:
     survivor = Survivor(run, memory, checkpoint_every_s=60.0)
@@ -304,9 +307,7 @@ def test_the_next_group_saves_when_storage_is_older_than_the_interval(
     assert survivor.is_due() == due
 
 
-def test_a_process_that_is_rank_0_again_knows_the_commits_of_the_rank_0_in_between(
-    run: Run, memory: NodeMemory
-) -> None:
+def test_a_process_that_becomes_rank_0_again_knows_commits_made_by_others(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoint_every_s=60.0)
     survivor.form_group()
     survivor.take_step()
@@ -324,18 +325,16 @@ def test_a_rank_adds_its_part_to_a_commit_that_rank_0_began_before_the_group_end
     monkeypatch.setattr(sunspot.checkpoint.commit, "POLL_S", 2.0)
     attempt = Attempt(1, "job", None, 0, nonce=new_nonce())
     assert claim(run, [], attempt)
-    order, writer, snapshots = (
-        Mock(leads=False),
-        Mock(),
-        {step: Mock(torn=False, state={}, extra_state={}) for step in (4, 5)},
-    )
-    order.replaces.return_value, order.limit.return_value = False, -math.inf
-    committer = CheckpointCommitter(run, attempt, Settings(), writer, order, None, None)
+    coordinator = Mock(leads=False)
+    writer = Mock()
+    snapshots = {step: Mock(torn=False, state={}, extra_state={}) for step in (4, 5)}
+    coordinator.replaces_newest.return_value, coordinator.last_step.return_value = False, -math.inf
+    committer = CheckpointCommitter(run, attempt, Settings(), writer, coordinator, None, None)
     for step, snapshot in snapshots.items():
         snapshot.manifest.configure_mock(step=step, name=checkpoint_name(step, attempt.number, attempt.nonce))
         committer.commit(snapshot)
-    wait_until(lambda: order.limit.called)
-    order.limit.return_value = 4
+    wait_until(lambda: coordinator.last_step.called)
+    coordinator.last_step.return_value = 4
     committer.abandon()
     wait_until(lambda: not committer.busy)
     committer.raise_if_failed()
@@ -344,20 +343,20 @@ def test_a_rank_adds_its_part_to_a_commit_that_rank_0_began_before_the_group_end
         snapshot.release.assert_called_once_with()
 
 
-def test_a_part_that_is_still_due_is_not_written_once_its_group_has_lost_a_process(run: Run) -> None:
+def test_a_waiting_part_is_not_written_after_its_group_lost_a_process(run: Run) -> None:
     metadata = Metadata(processes=("a", "b"))
     attempt = Attempt(1, "job", None, 0, metadata=metadata, nonce=new_nonce())
-    order, snapshot = Mock(leads=False, in_parts=True), Mock()
+    coordinator, snapshot = Mock(leads=False, in_parts=True), Mock()
     snapshot.manifest.step = 4
-    order.replaces.return_value, order.limit.return_value = False, -math.inf
-    committer = CheckpointCommitter(run, attempt, Settings(), Mock(), order, None, None)
+    coordinator.replaces_newest.return_value, coordinator.last_step.return_value = False, -math.inf
+    committer = CheckpointCommitter(run, attempt, Settings(), Mock(), coordinator, None, None)
     committer.commit(snapshot)
     alone = Attempt(2, "job", None, 4, metadata=Metadata(processes=("a",)), nonce=new_nonce())
     assert committer.stop_if_overtaken([attempt, alone])
     committer.abandon()
 
 
-def test_a_file_is_as_old_as_the_clock_of_its_storage_says(
+def test_the_age_of_a_file_is_measured_by_the_clock_of_its_storage(
     run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine whose clock is ahead must not take the upload of another process for an abandoned one."""
@@ -371,7 +370,7 @@ def test_a_file_is_as_old_as_the_clock_of_its_storage_says(
     assert len(list_directories(run)) == 2
 
 
-def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMemory) -> None:
+def test_a_group_without_a_known_commit_saves_at_once(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory)
     survivor.form_group()
     survivor.take_step(save=False)
@@ -380,10 +379,10 @@ def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMem
     assert survivor.is_due()
 
 
-def test_no_copy_is_made_of_buffers_that_a_broken_collective_left(
+def test_buffers_left_by_an_aborted_collective_are_not_copied(
     run: Run, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's broadcast ends without an error when it is aborted; what it has left would be marked as complete."""
+    """An aborted NCCL broadcast ends without an error, so its partial result would be marked as complete."""
 
     def refuse() -> None:
         assert synced
@@ -397,15 +396,16 @@ def test_no_copy_is_made_of_buffers_that_a_broken_collective_left(
     group: Any = object()
     attempt = Attempt(1, "job", None, 0)
     checkpoints = CheckpointManager(run, attempt, plan, saved, place=WorkerPlace(group), memory=memory)
-    checkpoints.outlive(None, [attempt], None, refuse)
+    checkpoints.continue_commits(None, [attempt], None, refuse)
     with pytest.raises(RegroupError):
         checkpoints.save(1, {}, to_storage=True)
     assert not any(slot.uses for slot in memory._slots)
     assert not checkpoints._committer.busy
 
 
-def test_a_copy_that_is_needed_waits_for_the_one_before(run: Run, memory: NodeMemory) -> None:
-    """The newest copy must be of the last step, because all go back to it at a notice or a join under fsdp."""
+def test_a_copy_that_is_needed_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:
+    """The newest copy must be of the last step, because under FSDP all workers resume from it after a notice or a
+    join."""
     survivor = Survivor(run, memory)
     survivor.form_group()
     survivor.take_step(save=False)

@@ -1,8 +1,8 @@
-"""A model of how processes share a run: whatever their order, faults and deaths, nothing that counts is lost or mixed.
+"""A model of processes that share a run: no order, fault or death of them loses or mixes what counts.
 
 Up to three processes at a time run the real code for claims, commits, retention, copies in memory, restoring, deletion
 and `checkpoints gc`, and take turns at every storage operation (tests/harness/interleaving.py). Hypothesis chooses the
-order and the faults. A state names who took each of its steps, so that whatever is restored or audited can be compared
+order and the faults. A state lists the taker of each of its steps, so that restored states and audits can be compared
 with what happened.
 """
 
@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -42,7 +41,7 @@ import sunspot.checkpoint.commit
 import sunspot.checkpoint.memory_files
 import sunspot.elastic.claim
 import sunspot.run
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
 from sunspot.checkpoint.files import read_file, upload
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
@@ -101,7 +100,7 @@ SAVE_EVERY = 2
 """Steps between checkpoints; every step is copied to memory."""
 
 GROUP_STEPS = 5
-"""Steps after which a process goes on in another group, with the state that it has."""
+"""Steps after which a process continues in another group, with its current state."""
 
 STATE_BYTES = 4096
 
@@ -117,10 +116,10 @@ LANDMARKS = [
     ("delete", "model.pt"),
     ("delete", "delete.json"),
 ]
-"""Operations around which interleavings matter most: the verb, and a part of the key."""
+"""Operations around which the order of processes matters most: the verb, and a part of the key."""
 
 FAR = 80
-"""Operations within which a process comes to any landmark: more than between two checkpoints."""
+"""Number of operations after which a process has reached any landmark: more than between two checkpoints."""
 
 TRUTH = ("attempts/", "checkpoints/", "audit/", "run.json")
 
@@ -128,14 +127,17 @@ RUN = "run"
 
 
 def rows_of(taker: int, step: int) -> list[int]:
-    """The rows that a step consumes, in an order of each taker's own: mixing two shows in the rows."""
+    """Return the rows that a step consumes.
+
+    Each taker has its own order, so that mixing two takers shows in the rows.
+    """
     epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
     order = random.Random(1000 * taker + epoch).sample(range(ROWS), ROWS)
     return order[place * BATCH : (place + 1) * BATCH]
 
 
 def consumed(state: list[int]) -> list[Epoch]:
-    """What an audit has to say of a state, which lists who took each step."""
+    """Return the epochs that an audit must report for a state, which lists the taker of each step."""
     epochs = []
     for first in range(0, len(state), STEPS_PER_EPOCH):
         taken = state[first : first + STEPS_PER_EPOCH]
@@ -147,7 +149,7 @@ def consumed(state: list[int]) -> list[Epoch]:
 
 
 class Protocol(RuleBasedStateMachine):
-    """Jobs that start, train and die on two nodes, while their run is tidied, deleted and begun again."""
+    """Jobs that start, train and die on two nodes, while their run is tidied up, deleted and begun again."""
 
     schedules: ClassVar[int] = 0
     operations: ClassVar[int] = 0
@@ -166,21 +168,21 @@ class Protocol(RuleBasedStateMachine):
         self.owners: list[str] = []
         self.deletions = 0
         self.begun = 0
-        "Times that the run has been deleted, and so can begin anew."
+        "Number of times that the run has been deleted, and so can begin again."
         self.marked = False
-        "Whether it is being deleted."
+        "True while the run is being deleted."
         self.claims: dict[Process, int] = {}
-        "`begun` when a process claimed its attempt."
+        "Value of `begun` when each process claimed its attempt."
         self.takers: list[tuple[int, Attempt]] = []
-        "`begun` and the attempt of each start, by its number in states."
+        "Value of `begun` and the attempt of each start, by the start's number in states."
         self.committed: dict[str, list[int]] = {}
-        "The states of all checkpoints whose manifests were ever written, by name."
+        "States of all checkpoints whose manifests were ever written, by name."
         self.claimed: list[tuple[int, str]] = []
-        "`begun` and the key of each claim."
+        "Value of `begun` and the key of each claim."
         self.jobs: dict[str, str] = {}
-        "The job whose process made each claim, by the claim's key."
+        "Job whose process made each claim, by the claim's key."
         self.landed: set[str] = set()
-        "Keys of claims that were carried out late, of runs that had been deleted: nobody trains in them."
+        "Keys of claims that were carried out late, after their run was deleted. No process trains in them."
         self.retired: set[str] = set()
         "Keys of the manifests that retention or `gc` has deleted."
         self.violations: list[str] = []
@@ -200,20 +202,20 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize(operations=st.sampled_from([0, 60, 120]))
     def begin(self, operations: int) -> None:
-        """The first job, which may have committed."""
+        """Start the first job, which may commit."""
         self.start(node=0, operations=operations)
 
     @precondition(lambda self: len(self.world.living) < 3)
     @rule(node=st.integers(0, NODES - 1), operations=st.sampled_from([0, 20, 60]))
     def start(self, node: int, operations: int) -> None:
-        """Another job takes the run over."""
+        """Let another job take over the run."""
         self.owners.append(f"job-{len(self.owners) + 1}")
         self.restart(-1, node, operations)
 
     @precondition(lambda self: len(self.world.living) < 3)
     @rule(owner=st.integers(0, 2), node=st.integers(0, NODES - 1), operations=st.sampled_from([0, 20, 60]))
     def restart(self, owner: int, node: int, operations: int) -> None:
-        """A job starts another worker group, whether or not the last one is dead."""
+        """Let a job start another worker group, even if its last one is alive."""
         name = self.owners[owner if owner < 0 else owner % len(self.owners)]
         self.world.start(f"{name}.{len(self.world.processes)}", lambda process: self.train(process, name, node))
         self.advance(-1, operations)
@@ -221,7 +223,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.living)
     @rule(process=st.integers(0, 2), operations=st.sampled_from([1, 2, 3, 5, 10, 20, 40]))
     def advance(self, process: int, operations: int) -> None:
-        """Let a process go on for a while."""
+        """Let a process carry out some operations."""
         chosen = self.living(process)
         for _ in range(operations):
             if chosen.next:
@@ -235,7 +237,7 @@ class Protocol(RuleBasedStateMachine):
         operations=st.sampled_from([0, 10, 40, 80]),
     )
     def pause(self, process: int, landmark: tuple[str, str], other: int, operations: int) -> None:
-        """Let a process go on to an operation of a kind, and another one overtake it there."""
+        """Let a process continue up to an operation of a kind, and let another one overtake it there."""
         self.go_to(self.living(process), landmark)
         if self.world.living:
             self.advance(other, operations)
@@ -252,7 +254,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.late)
     @rule(number=st.integers(0, 3))
     def land(self, number: int) -> None:
-        """A late operation is carried out; not a commit of what retention has deleted, which takes minutes longer."""
+        """Carry out a late operation, unless it commits what retention has deleted, which takes minutes longer."""
         self.world.land(number % len(self.world.late), but=self.retired)
 
     @precondition(lambda self: self.committed and self.deletions < self.most_deletions)
@@ -291,11 +293,11 @@ class Protocol(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------------------- processes
 
     def owner_of(self, job: str) -> str:
-        """The owner that a start of a job claims for."""
+        """Return the owner for which a start of a job claims the run."""
         return job
 
     def train(self, process: Process, owner: str, node: int) -> None:
-        """One start of a worker group with one worker: as train/join.py and train/loop.py have it."""
+        """Run one start of a worker group with one worker, as train/join.py and train/loop.py do."""
         run = Run(process.storage, RUN)
         sunspot.checkpoint.memory_files.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location)
@@ -311,12 +313,16 @@ class Protocol(RuleBasedStateMachine):
         except (ConflictError, StorageError, NotFoundError):
             return
         while True:
-            held = found and found.held
+            held = found and found.snapshot
             machines = [NodeInventory(f"host-{node}", f"node-{node}", held, [], live=live, process=process.name)]
             claimant = Claimant(run, self.owner_of(owner))
             try:
-                start = retry_storage(partial(begin_attempt, claimant, SETTINGS, machines), limit_s, "beginning")
-            except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
+                start = retry_storage(limit_s, "beginning", begin_attempt, claimant, SETTINGS, machines)
+            except (
+                ConflictError,
+                StorageError,
+                NotFoundError,
+            ):  # the run was taken over or deleted
                 return
             if not start:
                 return
@@ -336,23 +342,23 @@ class Protocol(RuleBasedStateMachine):
             except SupersededError:
                 process.superseded = True
                 return
-            found = None  # of those who have a state, no group looks for a copy
+            found = None  # a group whose members have a state looks for no copy
 
     def restore(self, run: Run, start: StartPoint, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
-        """The state to go on from, and its rows that are not in storage."""
+        """Return the state to resume from, and its rows that are not in storage."""
         if start.copy:
             return json.loads(bytes(found.data.numpy())), found.sidecar.ledger
-        if not (checkpoint := start.checkpoint):
+        if not start.checkpoint:
             return [], ()
         limit_s = SETTINGS.storage_timeout_s
-        return json.loads(retry_storage(lambda: read_file(run, checkpoint, "model.pt"), limit_s, "reading")), ()
+        return json.loads(retry_storage(limit_s, "reading", read_file, run, start.checkpoint, "model.pt")), ()
 
     def take_steps(
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
     ) -> tuple[LiveState, Any]:
-        """Train until the group has lost another process; returns what this one goes on with."""
+        """Train until the group has lost another process, and return the state with which this one continues."""
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
-        committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), {}, ledger)
+        committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitCoordinator(), {}, ledger)
         for step in range(attempt.step + 1, attempt.step + 1 + GROUP_STEPS):
             ledger.add_step(step, torch.tensor(rows_of(taker, step)))
             state.append(taker)
@@ -379,7 +385,7 @@ class Protocol(RuleBasedStateMachine):
         return LiveState(manifest.name, evaluated=True), windows
 
     def remove(self, process: Process) -> None:
-        """`sunspot delete`, until it succeeds or gives up."""
+        """Run `sunspot delete` until it succeeds or gives up."""
         run = Run(process.storage, RUN)
         for _ in range(3):
             try:
@@ -390,13 +396,13 @@ class Protocol(RuleBasedStateMachine):
                 return None
 
     def collect(self, process: Process) -> None:
-        """`sunspot checkpoints gc`."""
+        """Run `sunspot checkpoints gc`."""
         with contextlib.suppress(ConflictError, StorageError, NotFoundError):
             for removal in list(find_removals(Run(process.storage, RUN), None, time.time())):
                 removal.remove()
 
     def prove(self, process: Process) -> None:
-        """`sunspot audit`: it may find faults in what changes meanwhile, but nothing clean that is not."""
+        """Run `sunspot audit`. It may find faults in files that are changing, but must not call wrong rows clean."""
         try:
             proof = prove(Run(process.storage, RUN))
         except (StorageError, NotFoundError, DamageError):
@@ -408,7 +414,7 @@ class Protocol(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------------------- invariants
 
     def changed(self, process: Process, operation: Operation, late: bool) -> None:
-        """Look at what has been changed."""
+        """Check the invariants after a change."""
         part = operation.key.removeprefix(f"{RUN}/")
         if process.superseded and not late and part.startswith(TRUTH):
             self.violations.append(f"{process.name} has noticed that it was superseded, and still: {operation}")
@@ -432,41 +438,43 @@ class Protocol(RuleBasedStateMachine):
             if file == MANIFEST and operation.verb == "delete" and not process.name.startswith("delete"):
                 self.retired.add(operation.key)
             if file == MANIFEST and operation.verb == "write":
-                with contextlib.suppress(NotFoundError):  # a late commit
+                with contextlib.suppress(NotFoundError):  # the commit came late
                     self.committed[name] = self.state_of(name)
         if not deletion_begun(self.run) and part.startswith(("checkpoints/", "attempts/")):
-            self.claims_are_there()
-            self.commits_are_whole()
-            self.base_is_held()
+            self.check_claims_exist()
+            self.check_commits_are_intact()
+            self.check_base_exists()
 
     def state_of(self, name: str) -> list[int]:
-        """The state in a checkpoint."""
+        """Return the state in a checkpoint."""
         state: list[int] = json.loads(self.run.storage.read(self.run.key("checkpoints", name, "model.pt")))
         return state
 
-    def claims_are_there(self) -> None:
-        """Nothing takes a claim from a run that is not being deleted: what it trained would not count any more."""
+    def check_claims_exist(self) -> None:
+        """Check that no claim was deleted from a run that is not being deleted, because its steps would no longer
+        count."""
         for begun, key in self.claimed:
             if begun == self.begun and not self.run.storage.exists(key):
                 self.violations.append(f"{key} is gone of a run that is not being deleted")
 
-    def commits_are_whole(self) -> None:
-        """Every checkpoint that counts is intact, except one whose manifest arrived after its files were removed."""
+    def check_commits_are_intact(self) -> None:
+        """Check all checkpoints that count, except one whose manifest arrived after its files were removed."""
         counted = self.counted()
         for name in counted:
             checkpoint = read_manifest(self.run, name)
             if name != counted[-1] and list_directories(self.run)[name].keys() == {MANIFEST}:
                 continue
-            if checkpoint and (faults := find_faults(self.run, checkpoint)):
+            faults = find_faults(self.run, checkpoint) if checkpoint else []
+            if faults:
                 self.violations.append(f"{name} was committed and is damaged: {'; '.join(faults)}")
 
     def counted(self) -> list[str]:
-        """The checkpoints that count, by step."""
+        """Return the names of the checkpoints that count, by step."""
         counted, _, _ = classify(list_directories(self.run), lineage(read_attempts(self.run)))
         return counted
 
-    def base_is_held(self) -> None:
-        """What the newest attempt starts from can be loaded until it has committed."""
+    def check_base_exists(self) -> None:
+        """Check that the start of the newest attempt can be loaded until the attempt has committed."""
         newest = next((attempt for attempt in reversed(read_attempts(self.run)) if attempt.chosen), None)
         if not newest or newest.metadata.tier != "storage":
             return
@@ -482,7 +490,8 @@ class Protocol(RuleBasedStateMachine):
             self.violations.append(f"attempt {start.attempt.number} lost its base: {error}")
 
     def restored(self, process: Process, start: StartPoint, state: list[int]) -> None:
-        """What was restored is what the attempt claims to start from, and every step of it counts."""
+        """Check that the restored state is the one from which the attempt claims to start, and that each step
+        counts."""
         attempt = start.attempt
         if len(state) != attempt.step:
             self.violations.append(f"attempt {attempt.number} starts from step {attempt.step} with {len(state)} steps")
@@ -497,7 +506,7 @@ class Protocol(RuleBasedStateMachine):
                 )
 
     def check_audit(self) -> None:
-        """The audit says of the newest checkpoint what happened."""
+        """Check that the audit of the newest checkpoint reports what happened."""
         self.nothing_is_wrong()
         if not read_attempts(self.run) or deletion_begun(self.run):
             return
@@ -516,13 +525,13 @@ class Protocol(RuleBasedStateMachine):
 
 
 class NeverDeleted(Protocol):
-    """The same without deletions of the run."""
+    """The protocol without deletions of the run."""
 
     most_deletions = 0
 
 
-class TwoPlaces(NeverDeleted):
-    """RayJobs of one name in two clusters: the first two come from a repository, all others are submitted."""
+class TwoClusters(NeverDeleted):
+    """RayJobs with the same name in two clusters. The first two come from a repository, the others are submitted."""
 
     def owner_of(self, job: str) -> str:
         number = int(job.rpartition("-")[2])
@@ -530,21 +539,21 @@ class TwoPlaces(NeverDeleted):
 
 
 class OverDirectory(Protocol):
-    """The same in a directory."""
+    """The protocol with storage in a directory."""
 
     def make_storage(self) -> Storage:
         return LocalStorage(str(self.folder / "storage"))
 
 
 class OverGrowingFiles(Protocol):
-    """The same where an upload writes into the object's own file."""
+    """The protocol with storage whose uploads write into the object's own file."""
 
     def make_storage(self) -> Storage:
         return MemoryStorage(grows=True)
 
 
 class OneFile:
-    """Writes a state of one file."""
+    """Writes a state that is a single file."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -556,18 +565,18 @@ class OneFile:
 
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits, and nothing runs in a thread that the model does not drive."""
+    """Let nothing wait, and let nothing run in a thread that the model does not control."""
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0,))
     for module in (sunspot.background, sunspot.elastic.claim):
         monkeypatch.setattr(module, "start_thread", run_inline)
     monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
-    # Each start changes it.
+    # Each start changes this attribute, so restore it.
     monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY)
 
 
 def explore(machine: type[Protocol], examples: int, **options: Any) -> None:
-    """Run schedules of a machine until one breaks an invariant, and print how many were tried."""
+    """Run schedules of a machine until one breaks an invariant, and print their number."""
     machine.schedules = machine.operations = 0
     try:
         run_state_machine_as_test(
@@ -581,7 +590,7 @@ def explore(machine: type[Protocol], examples: int, **options: Any) -> None:
 
 
 def examples(quick: int, thorough: int) -> int:
-    """By the profile of Hypothesis (tests/conftest.py)."""
+    """Return the number of examples for the profile of Hypothesis (tests/conftest.py)."""
     return thorough if settings().max_examples > 100 else quick
 
 
@@ -590,17 +599,17 @@ def test_no_interleaving_breaks_the_protocol() -> None:
     explore(Protocol, examples(80, 4000))
 
 
-def test_no_interleaving_breaks_it_in_a_directory() -> None:
+def test_no_interleaving_breaks_the_protocol_in_a_directory() -> None:
     explore(OverDirectory, examples(15, 500))
 
 
-def test_no_interleaving_of_two_clusters_breaks_it() -> None:
-    explore(TwoPlaces, examples(6, 500))
+def test_no_interleaving_of_two_clusters_breaks_the_protocol() -> None:
+    explore(TwoClusters, examples(6, 500))
 
 
 @contextlib.contextmanager
 def replay() -> Iterator[Protocol]:
-    """A model that a test drives by itself; at its end it looks for violations."""
+    """Return a model that the test controls, and check it for violations at the end."""
     protocol = Protocol()
     try:
         yield protocol
@@ -608,8 +617,8 @@ def replay() -> Iterator[Protocol]:
         protocol.teardown()
 
 
-def about_to_go_on(protocol: Protocol) -> Process:
-    """The first job, right before its second claim with the state that it has."""
+def start_until_third_claim(protocol: Protocol) -> Process:
+    """Return the first job right before its third claim, which continues with the state that it has."""
     protocol.begin(operations=0)
     job = protocol.living(0)
     for _ in range(4):
@@ -617,10 +626,10 @@ def about_to_go_on(protocol: Protocol) -> Process:
     return job
 
 
-def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
-    """What `make test-all` found: the record of how its first attempt began was gone, and with it the steps of that."""
+def test_no_group_continues_in_a_run_whose_deletion_has_begun() -> None:
+    """The record of how the first attempt began was gone, and so its steps no longer counted (`make test-all`)."""
     with replay() as protocol:
-        job = about_to_go_on(protocol)
+        job = start_until_third_claim(protocol)
         protocol.delete()
         protocol.advance(1, 4)
         assert protocol.world.trace[-1].endswith("-start-" + protocol.takers[0][1].nonce + ".json")
@@ -628,10 +637,10 @@ def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
         assert not job.next
 
 
-def test_who_trained_in_a_run_that_is_gone_does_not_begin_it_anew() -> None:
-    """The claim of its next group had no answer, and was tried again when all was deleted."""
+def test_a_process_does_not_restart_a_run_that_was_deleted_while_it_trained() -> None:
+    """The claim of its next group got no answer, and was tried again after everything was deleted."""
     with replay() as protocol:
-        job = about_to_go_on(protocol)
+        job = start_until_third_claim(protocol)
         job.go(Fate(Effect.NEVER, Answer.ERROR))
         protocol.delete()
         protocol.advance(1, 80)
@@ -641,8 +650,8 @@ def test_who_trained_in_a_run_that_is_gone_does_not_begin_it_anew() -> None:
 
 
 @pytest.mark.parametrize("starts", [1, 2, 3])
-def test_a_deletion_that_is_carried_out_late_spares_the_run_begun_anew(starts: int) -> None:
-    """What `make test-all` found: it hits the claim of the newest attempt, of its base, or of both's base."""
+def test_a_deletion_that_is_carried_out_late_spares_the_restarted_run(starts: int) -> None:
+    """The deletion reaches the claim of the newest attempt, of its base, or of the base's base (`make test-all`)."""
     with replay() as protocol:
         protocol.begin(operations=60)
         protocol.world.end()
@@ -658,8 +667,8 @@ def test_a_deletion_that_is_carried_out_late_spares_the_run_begun_anew(starts: i
             protocol.land(0)
 
 
-def test_a_deletion_that_goes_on_late_spares_the_run_begun_anew() -> None:
-    """It stood still, with the claim listed, while another one completed it."""
+def test_a_deletion_that_continues_late_spares_the_restarted_run() -> None:
+    """The deletion was frozen after it had listed the claim, while another process completed it."""
     with replay() as protocol:
         protocol.begin(operations=60)
         protocol.world.end()
@@ -671,8 +680,8 @@ def test_a_deletion_that_goes_on_late_spares_the_run_begun_anew() -> None:
         protocol.advance(0, 40)
 
 
-def test_a_group_goes_on_with_all_that_it_trained_while_its_run_is_deleted() -> None:
-    """Or not at all: the deletion had taken its first claim, not yet its last."""
+def test_a_group_keeps_all_its_steps_while_its_run_is_deleted() -> None:
+    """Or it does not continue at all. The deletion had removed its first claim, but not its last one."""
     with replay() as protocol:
         protocol.begin(operations=0)
         for number in range(1, 4):
@@ -683,8 +692,8 @@ def test_a_group_goes_on_with_all_that_it_trained_while_its_run_is_deleted() -> 
         protocol.advance(0, 40)
 
 
-def test_a_group_does_not_go_on_from_where_another_has_gone_on_already() -> None:
-    """Nobody had heard that its claim was there; the other one deletes the checkpoints before its own."""
+def test_a_group_does_not_continue_from_a_state_that_another_has_continued() -> None:
+    """Its claim was carried out without an answer. The other group deletes the checkpoints before its own."""
     with replay() as protocol:
         protocol.begin(operations=120)
         protocol.fail(0, ("create", "attempts/0003"), Fate(Effect.NOW, Answer.ERROR))
@@ -696,9 +705,9 @@ def test_a_group_does_not_go_on_from_where_another_has_gone_on_already() -> None
 
 
 def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) -> None:
-    """Without one of its cures the protocol is broken, and a few schedules show how; soon, from the seed `start`."""
-    # Hypothesis would draw numbers from the source of whatever modules are loaded, too: other schedules for each set
-    # of tests that runs.
+    """Expect an invariant to be broken without one of the protocol's measures; the seed `start` finds it quickly."""
+    # Hypothesis would also draw constants from the source of all loaded modules, so that the schedules would depend on
+    # which tests run.
     without_constants = patch.object(HypothesisProvider, "_maybe_draw_constant", return_value=None)
     with without_constants, pytest.raises((AssertionError, DamageError), match=text):
         explore(seed(start)(machine), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
@@ -715,20 +724,20 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
         return [*before, attempt] if attempt else []
 
     monkeypatch.setattr(sunspot.elastic.claim, "claim_next", make_next)
-    monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
+    monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # before the claim it is not the owner
     monkeypatch.setattr(sunspot.elastic.claim, "record_start", claim_with_start)
     expect_counterexample(
-        NeverDeleted, "starts from .* which is gone|lost its base|no whole checkpoint any more", start=15
+        NeverDeleted, "starts from .* which is gone|lost its base|no (whole|intact) checkpoint", start=15
     )
 
 
 def test_owners_that_differ_only_in_name_take_a_run_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TwoPlaces, "owner_of", lambda self, job: "job")
-    expect_counterexample(TwoPlaces, "claimed a run that its job had lost")
+    monkeypatch.setattr(TwoClusters, "owner_of", lambda self, job: "job")
+    expect_counterexample(TwoClusters, "claimed a run that its job had lost")
 
 
 def test_claims_without_a_nonce_mix_two_runs_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a copy in memory, a file of a checkpoint, or the audit, whichever comes first."""
+    """The runs are mixed in a copy in memory, a checkpoint's file, or the audit, whichever comes first."""
     monkeypatch.setattr(sunspot.elastic.claim, "new_nonce", str)
     expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=9)
 

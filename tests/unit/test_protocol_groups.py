@@ -1,8 +1,8 @@
-"""A model of groups of processes that share a run, and are lost, join or go on while commits are under way.
+"""A model of groups of processes that share a run, and are lost, join or continue while commits are in progress.
 
-It adds to tests/unit/test_protocol.py, whose processes are groups of one that commit before they go on. Here a group
-saves at its end, and the commit runs while the next groups train, as a thread of the process that was rank 0. That
-process may go on, be cut off while its commit still runs, or be gone.
+In tests/unit/test_protocol.py, each process is a group of its own and commits before it continues. Here, a group saves
+after its last step, and the commit runs in a thread of the process that was rank 0 while the next groups train. That
+process may continue, be cut off while its commit still runs, or be gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import sunspot.checkpoint.commit
 import sunspot.checkpoint.memory_files
 import sunspot.run.checkpoints
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.memory_files import LoadedSnapshot, Sidecar, find_snapshot
@@ -57,7 +57,7 @@ from tests.unit.test_protocol import (
 __all__ = ["inline"]
 
 STEPS = 2
-"""Number of steps of a group. The group saves after its last step, unless the previous commit is under way."""
+"""Number of steps of a group. The group saves after its last step, unless the previous commit is in progress."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Member:
 
 @dataclass
 class CommitThread:
-    """A commit thread: what it commits, and the attempts that it saw at its last check."""
+    """A commit thread with its checkpoint and the attempts that it saw at its last check."""
 
     attempt: Attempt
     name: str
@@ -157,7 +157,7 @@ class Groups(Protocol):
             NodeInventory(
                 f"host-{member.node}",
                 f"node-{member.node}",
-                copy and copy.held,
+                copy and copy.snapshot,
                 [],
                 live=member.live,
                 process=member.name,
@@ -165,7 +165,7 @@ class Groups(Protocol):
             for member, copy in zip(members, found, strict=True)
         ]
         begin = partial(begin_attempt, Claimant(run, owner), SETTINGS, machines)
-        return retry_storage(begin, SETTINGS.storage_timeout_s, "beginning")
+        return retry_storage(SETTINGS.storage_timeout_s, "beginning", begin)
 
     def take_up(
         self, run: Run, start: StartPoint, members: list[Member], found: list[LoadedSnapshot | None]
@@ -215,7 +215,7 @@ class Groups(Protocol):
         def body(process: Process) -> None:
             self.commits[process] = commit
             run = Run(process.storage, RUN)
-            committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), None, ledger)
+            committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitCoordinator(), None, ledger)
             try:
                 committer._commit_with_retries(snapshot)
             except SupersededError:
@@ -236,7 +236,7 @@ class Groups(Protocol):
             frozen.append(members.pop())
         elif change == "thaw" and frozen:  # it returns alone, perhaps with an old state
             members[:] = [frozen.pop()]
-        elif change == "forget":  # parts, or half a step: they go back to a copy
+        elif change == "forget":  # with parts, or after half a step, they go back to a copy
             for member in members:
                 member.live = None
         elif change == "fall behind" and len(members) > 1:  # the first has begun to change parameters again
@@ -250,7 +250,7 @@ class Groups(Protocol):
     # -------------------------------------------------------------------------------------------------- invariants
 
     def changed(self, process: Process, operation: Operation, late: bool) -> None:
-        """A commit thread writes and deletes only what the attempts that it has seen allow."""
+        """Check that a commit thread only writes and deletes what the attempts that it has seen allow."""
         commit = self.commits.get(process)
         folder, _, file = operation.key.removeprefix(f"{RUN}/").rpartition("/")
         if commit and not late and file == MANIFEST and folder.startswith("checkpoints/"):
@@ -266,7 +266,8 @@ class Groups(Protocol):
         super().changed(process, operation, late)
 
     def refused(self, commit: CommitThread) -> None:
-        """A commit is not refused if it leads to the newest attempt and its process has been rank 0 of all since."""
+        """Check that a commit is only refused if it does not lead to the newest attempt, or rank 0 has changed
+        since."""
         attempts = read_attempts(self.run)
         since = [attempt for attempt in attempts if attempt.number > commit.attempt.number]
         same = all(each.metadata.processes[:1] == commit.attempt.metadata.processes[:1] for each in since)
@@ -291,7 +292,7 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_a_commit_that_may_not_outlive_its_attempt_is_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_are_refused_needlessly_if_they_may_not_outlive_their_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
     expect_counterexample(Groups, "was refused, and leads to attempt")
 
@@ -306,12 +307,12 @@ def let_commit(monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, Attempt, li
     monkeypatch.setattr(sunspot.run.checkpoints, "may_commit", rule)
 
 
-def test_a_process_that_another_has_followed_as_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_another_replaced_as_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     let_commit(monkeypatch, lambda name, attempt, attempts: leads_to_newest(name, lineage(attempts)))
     expect_counterexample(Groups, "is of another")
 
 
-def test_a_step_that_the_next_group_starts_before_may_not_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_after_the_start_of_the_next_group_may_not_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     def same_process(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
         return all(each.metadata.processes[:1] == attempt.metadata.processes[:1] for each in attempts[attempt.number :])
 

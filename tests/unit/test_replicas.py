@@ -1,4 +1,4 @@
-"""Each part of a sharded state is on two nodes, or it counts as being on none."""
+"""Each part of a sharded state is kept on two nodes, or it does not count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import sunspot.checkpoint.replicas
 from sunspot.checkpoint.memory import NodeMemory, Slot
 from sunspot.checkpoint.memory_files import LoadedSnapshot, MemorySnapshot, Sidecar, list_snapshots
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.replicas import PartExchange, find_keepers
+from sunspot.checkpoint.replicas import PartExchange, find_replica_ranks
 from sunspot.run import open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
@@ -25,32 +25,33 @@ from sunspot.shared_pages import Pages
 from tests.harness.process_group import in_processes
 
 SIZES = [2500, 700, 1000]
-"""Of the parts, in bytes; a message has a thousand at most."""
+"""Sizes of the parts in bytes. A message has at most a thousand."""
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
-def test_the_loss_of_any_node_takes_no_part_along(nodes: list[str]) -> None:
-    keepers = find_keepers(nodes)
+def test_the_loss_of_any_node_loses_no_part(nodes: list[str]) -> None:
+    replicas = find_replica_ranks(nodes)
     for lost in set(nodes) if len(set(nodes)) > 1 else ():
-        for rank, keeper in enumerate(keepers):
-            assert nodes[rank] != lost or nodes[keeper] != lost
+        for rank, replica in enumerate(replicas):
+            assert nodes[rank] != lost or nodes[replica] != lost
     if len(set(nodes)) == 1:
-        assert keepers == list(range(len(nodes)))
+        assert replicas == list(range(len(nodes)))
 
 
-def test_neighbors_spread_over_the_ranks_of_a_node() -> None:
-    assert find_keepers(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
-    assert find_keepers(["a", "b", "b", "b"]) == [1, 0, 0, 0]
+def test_replicas_are_spread_over_the_ranks_of_a_node() -> None:
+    assert find_replica_ranks(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
+    assert find_replica_ranks(["a", "b", "b", "b"]) == [1, 0, 0, 0]
 
 
 class Worker(NodeMemory):
-    """One of three, each on a node of its own, whose `rank` has room for a neighbor's part, or none."""
+    """One of three workers, each on its own node. `room` is False if it cannot keep a neighbor's part."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(None)
         world = dist.group.WORLD
         assert world
-        self.rank, self.room = dist.get_rank(), True
+        self.rank = dist.get_rank()
+        self.room = True
         self.folder = folder / str(self.rank)
         self.folder.mkdir()
         self.exchange = PartExchange(self, ["a", "b", "c"], world)
@@ -65,15 +66,17 @@ class Worker(NodeMemory):
         slot = self.own[step % 2]
         slot.unmark()
         slot.map[:] = bytes([16 * step + self.rank]) * slot.size
-        manifest, sidecar = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1), f"sidecar {self.rank}".encode()
+        manifest = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1)
+        sidecar = f"sidecar {self.rank}".encode()
         marked = slot.mark(manifest, sidecar, part=self.rank, parts=3)[0] if own else None
-        return self.exchange.share(slot, marked, sidecar)
+        return self.exchange.replicate(slot, marked, sidecar)
 
     def held(self) -> set[tuple[int, int, int, str]]:
-        """Step, part, the value of its bytes, and what is beside them."""
+        """Return step, part, the value of all bytes, and the sidecar of each copy."""
 
         def describe(held: MemorySnapshot) -> tuple[int, int, int, str]:
-            [value] = set(content := Path(held.file).read_bytes())
+            content = Path(held.file).read_bytes()
+            [value] = set(content)
             assert len(content) == SIZES[held.part]
             return held.step, held.part, value, Path(held.file).with_suffix(".sidecar").read_text()
 
@@ -89,7 +92,7 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.replicas, "CHUNK", 1000)
 
 
-def test_a_copy_counts_when_all_parts_are_where_they_should_be(tmp_path: Path, small_messages: None) -> None:
+def test_a_copy_counts_once_all_parts_are_kept_on_two_nodes(tmp_path: Path, small_messages: None) -> None:
     def act(group: Any) -> None:
         worker = Worker(tmp_path)
         rank, peer = worker.rank, (worker.rank - 1) % 3
@@ -109,7 +112,7 @@ def test_a_copy_counts_when_all_parts_are_where_they_should_be(tmp_path: Path, s
     in_processes(tmp_path, 3, act)
 
 
-def test_a_neighbor_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_path: Path) -> None:
+def test_a_neighbor_that_dies_ends_the_exchange_but_existing_copies_stay(tmp_path: Path) -> None:
     def act(group: Any) -> str:
         worker = Worker(tmp_path)
         assert worker.share(1)
@@ -123,7 +126,7 @@ def test_a_neighbor_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_pat
     assert in_processes(tmp_path, 3, act) == ["ended", "died", "ended"]
 
 
-def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_copy = Slot.accept_copy
 
     def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
@@ -144,7 +147,7 @@ def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest
     in_processes(tmp_path, 3, act)
 
 
-def test_a_node_that_freezes_while_it_sends_a_copy_is_not_waited_for(
+def test_a_node_that_freezes_while_it_sends_a_copy_does_not_block_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.node_state, "TIMEOUT_S", 0.5)

@@ -127,14 +127,14 @@ def test_a_state_in_parts_counts_when_all_parts_are_there(
 
     def read(parts: Sequence[PartCopy]) -> list[PartCopy]:
         assert not read_attempts(run)[-1].chosen, "not before it is known to be whole"
-        return [each for each in parts if each.rank in damaged and each.held.step == 9]
+        return [each for each in parts if each.rank in damaged and each.snapshot.step == 9]
 
     found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), readers=Readers(parts=read))
     assert (found.attempt.step, found.attempt.starts_from) == (step, checkpoint_name(step, 1))
     assert found.attempt.metadata.tier == ("memory" if ranks else "storage")
     parts = found.copy.parts if found.copy else ()
     assert [each.rank for each in parts] == ranks
-    assert {each.held.step for each in parts} <= {step}
+    assert {each.snapshot.step for each in parts} <= {step}
 
 
 def test_of_a_whole_state_and_one_in_parts_the_newer_is_taken(run: Run) -> None:
@@ -161,9 +161,9 @@ def test_the_newest_state_is_taken_of_which_every_part_is_left(
     ]
     whole = [step for step in (1, 2, 3) if {p for s, p, _ in left if s == step} == set(range(parts))]
     chosen = choose_parts([Attempt(1, "me", None, 0)], machines)
-    assert [each.held.part for each in chosen] == (list(range(parts)) if whole else [])
-    assert {each.held.step for each in chosen} == set(whole[-1:])
-    assert all((each.held.step, each.held.part, nodes[each.rank]) in left for each in chosen)
+    assert [each.snapshot.part for each in chosen] == (list(range(parts)) if whole else [])
+    assert {each.snapshot.step for each in chosen} == set(whole[-1:])
+    assert all((each.snapshot.step, each.snapshot.part, nodes[each.rank]) in left for each in chosen)
 
 
 def test_a_copy_of_a_superseded_attempt_is_left(run: Run) -> None:
@@ -437,7 +437,9 @@ def test_what_came_with_the_state_comes_back(
             files[f"{kind}.pt"] = {"size": writer.size, "sha256": writer.sha256}
         write_manifest(run, replace(manifest, files=files))
     found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
-    chosen = begin_attempt(Claimant(run, "me"), SETTINGS, machines(found and found.held), readers=Readers(node.read))
+    chosen = begin_attempt(
+        Claimant(run, "me"), SETTINGS, machines(found and found.snapshot), readers=Readers(node.read)
+    )
     assert chosen
     state = load_start(
         run, Settings(), chosen, LocalState(found, node, NodeParts(None, ["node"])), None
@@ -605,14 +607,14 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None
             raise answer
         return answer
 
-    assert retry_storage(act, 5, "reading") == "here"
+    assert retry_storage(5, "reading", act) == "here"
     assert len(warned) == 2
 
     def refuse() -> str:
         raise StorageError("403 AccessDenied")
 
     with pytest.raises(StorageError, match=r"reading: storage has failed for .* \(SUNSPOT_STORAGE_TIMEOUT_S=0\.05\)"):
-        retry_storage(refuse, 0.05, "reading")
+        retry_storage(0.05, "reading", refuse)
 
 
 def test_the_timelines_of_a_loss_and_a_preemption_name_functions_that_exist() -> None:

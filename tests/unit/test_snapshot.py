@@ -1,4 +1,4 @@
-"""Copies in shared memory: whole or not there, and what the next process finds of them."""
+"""Copies in shared memory are complete or do not count, and the next process finds them."""
 
 from __future__ import annotations
 
@@ -58,15 +58,16 @@ class Trainee:
         torch.manual_seed(number)
         self.warnings = keep_warnings()
         self.memory = NodeMemory(RUN)
-        self.number, self.device = number, device
+        self.number = number
+        self.device = device
         self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5)).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.snapshots = self.make_snapshots()
 
     def make_snapshots(self, exchange: Any = None) -> Snapshots:
-        stepped = OptimizerOnlyParameters(self.optimizer)
-        stepped.ids = {id(parameter) for parameter in self.model.parameters()}
-        return Snapshots(self.memory, SavedObjects(self.model, self.optimizer), stepped, exchange)
+        optimizer_only = OptimizerOnlyParameters(self.optimizer)
+        optimizer_only.ids = {id(parameter) for parameter in self.model.parameters()}
+        return Snapshots(self.memory, SavedObjects(self.model, self.optimizer), optimizer_only, exchange)
 
     def train(self) -> None:
         self.model(torch.randn(8, 7, device=self.device)).square().sum().backward()
@@ -75,9 +76,10 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def take(self, step: int, for_storage: bool = False, evaluated: bool = True) -> Snapshot | None:
-        """As often as it takes to have a slot."""
+        """Take a snapshot, after waiting for a slot if one is being made."""
         snapshot = self.try_to_take(step, for_storage, evaluated)
-        if not snapshot and (making := self.memory._making):
+        making = self.memory._making
+        if not snapshot and making:
             making.result()
             snapshot = self.try_to_take(step, for_storage, evaluated)
         return snapshot
@@ -96,9 +98,10 @@ class Trainee:
         return map_tensors(state, lambda tensor: tensor.cpu().clone())
 
     def die(self) -> None:
-        """Leave everything as a process leaves it that is killed."""
+        """Leave everything as a killed process leaves it."""
         self.snapshots.wait_until_complete()
-        if making := self.memory._making:  # a thread of a killed process makes no slot after its death
+        making = self.memory._making
+        if making:  # a killed process makes no slot after its death
             making.result()
         self.memory._lock.close()
 
@@ -113,11 +116,11 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_a_found_copy_is_the_state_at_its_step(device: str) -> None:
+def test_a_found_copy_contains_the_state_at_its_step(device: str) -> None:
     trainee = Trainee(device=device)
     trainee.train()
     expected = trainee.state()
-    if device == "cuda":  # its queue is busy for longer than the CPU takes to fill it
+    if device == "cuda":  # keep its queue busy for longer than the CPU takes to fill it
         large = torch.zeros(8192, 8192, device=device)
         for _ in range(20):
             large = large @ large
@@ -125,15 +128,15 @@ def test_a_found_copy_is_the_state_at_its_step(device: str) -> None:
     trainee.train()
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
-    held, sidecar = found.held, found.sidecar
-    assert (held.attempt, held.step, held.evaluated) == (1, 3, False)
+    sidecar = found.sidecar
+    assert (found.snapshot.attempt, found.snapshot.step, found.snapshot.evaluated) == (1, 3, False)
     assert sidecar.ledger == [(1, 1, 3, [])]
     assert sidecar.manifest_fields["metrics"] == {"loss": 0.5}
     assert_same(in_buffer(sidecar.structure, as_bytes(found.data)), expected)
     assert find_snapshot("s3://bucket/runs/another") is None
 
 
-def test_the_newest_stays_until_a_newer_one_is_whole() -> None:
+def test_the_newest_copy_stays_until_a_newer_one_is_complete() -> None:
     first = Trainee(1)
     for step in (1, 2, 3):
         first.train()
@@ -164,7 +167,7 @@ def test_a_living_process_keeps_its_directory() -> None:
     assert one.memory.directory
     assert list(one.memory.directory.glob("slot-*.json"))
     one.die()
-    other.take(2)  # only a process's first copy clears up
+    other.take(2)  # only a process's first copy removes other directories
     Trainee(3).die()
     third = Trainee(3)
     third.train()
@@ -174,8 +177,8 @@ def test_a_living_process_keeps_its_directory() -> None:
 
 
 @pytest.mark.parametrize("aged", ["the directory", "the copies"])
-def test_copies_of_another_run_go_when_they_are_a_day_old(aged: str, shared_memory: Path) -> None:
-    """A directory is as old as its run, however young its newest copy."""
+def test_copies_of_another_run_are_removed_after_a_day(aged: str, shared_memory: Path) -> None:
+    """A run's directory stays as long as its newest file is young."""
     other = Trainee()
     other.train()
     other.take(1)
@@ -192,7 +195,7 @@ def test_copies_of_another_run_go_when_they_are_a_day_old(aged: str, shared_memo
     assert run.exists() == (aged == "the directory")
 
 
-def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_copy_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     trainee.train()
     for step in (0, 1):
@@ -207,7 +210,9 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.snapshot, "copy", late_copy)
     trainee.take(2)
     assert trainee.memory.directory
-    assert [held.step for held in list_snapshots(trainee.memory.directory)] == [1], "2 takes the place of 0"
+    assert [held.step for held in list_snapshots(trainee.memory.directory)] == [1], (
+        "the slot of step 0 is used for step 2"
+    )
     go.set()
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
@@ -215,12 +220,14 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_does_not_wait_for_the_checksum_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainee, mark, go = Trainee(), Slot.mark, threading.Event()
+    trainee = Trainee()
+    mark = Slot.mark
+    go = threading.Event()
     monkeypatch.setattr(Slot, "mark", lambda *arguments: (go.wait(20), mark(*arguments)))
     trainee.train()
     assert trainee.take(1)
     trainee.train()
-    assert trainee.take(2) is None, "nor takes the memory of a third copy"
+    assert trainee.take(2) is None, "and it does not take the memory of a third copy"
     trainee.train()
     go.set()
     trainee.snapshots.wait_until_complete()
@@ -230,8 +237,10 @@ def test_training_does_not_wait_for_the_checksum_of_a_copy(monkeypatch: pytest.M
     assert found[0].step == 3
 
 
-def test_memory_is_reserved_behind_the_training_and_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainee, reserve, go = Trainee(), os.posix_fallocate, threading.Event()
+def test_memory_is_reserved_in_the_background_and_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee = Trainee()
+    reserve = os.posix_fallocate
+    go = threading.Event()
     monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: (go.wait(20), reserve(*arguments)))
     trainee.train()
     for step in (1, 2):
@@ -243,7 +252,9 @@ def test_memory_is_reserved_behind_the_training_and_at_no_cost(monkeypatch: pyte
 
 
 def test_a_copy_that_is_needed_does_not_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainee, reserve, reserving = Trainee(), os.posix_fallocate, list[bool]()
+    trainee = Trainee()
+    reserve = os.posix_fallocate
+    reserving = list[bool]()
 
     def note(*arguments: Any) -> None:
         reserving.append(threading.current_thread() is threading.main_thread())
@@ -255,10 +266,10 @@ def test_a_copy_that_is_needed_does_not_wait_for_its_memory(monkeypatch: pytest.
     held = [trainee.take(step, for_storage=True) for step in (1, 2, 3)]
     assert all(held)
     assert len(reserving) >= len(held)
-    assert not any(reserving), "each is made in a thread, before it is needed"
+    assert not any(reserving), "each slot is made in a thread, before it is needed"
 
 
-def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
+def test_slots_are_limited_and_never_overwritten_while_in_use() -> None:
     trainee = Trainee()
     trainee.train()
     held: list[Snapshot] = []
@@ -267,24 +278,24 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
         if snapshot and step in (3, 5):
             held.append(snapshot)
             expected = trainee.state()
-        if step == 15:  # however slow the copies, one after 5 is taken
+        if step == 15:  # even if copies are slow, one after step 5 is taken
             trainee.snapshots.wait_until_complete()
         trainee.train()
     trainee.snapshots.wait_until_complete()
     assert len(trainee.memory._slots) <= MAX_SLOTS
     assert_same(held[-1].state, expected)
     found = find_snapshot(RUN)
-    assert 5 < found[0].step <= 19, "while all slots are busy, a copy may be left out"
+    assert 5 < found[0].step <= 19, "a copy may be skipped while all slots are busy"
     trainee.take(20, for_storage=True)
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
-    assert found[0].step == 20, "one that is needed never is"
+    assert found[0].step == 20, "a copy that is needed is never skipped"
     for snapshot in held:
         snapshot.release()
 
 
 @pytest.mark.parametrize("suffix", [".json", ".sidecar", ".data"])
-def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_memory: Path) -> None:
+def test_a_damaged_copy_is_skipped_for_an_intact_one(suffix: str, shared_memory: Path) -> None:
     trainee, other = Trainee(), Trainee(2)
     for each, step in ((trainee, 3), (other, 7)):
         each.train()
@@ -297,14 +308,14 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
     for changed in (b"", b"{}", content[:middle], content[:-2], flipped, whole.read_bytes()):
         path.write_bytes(changed)
         found = find_snapshot(RUN)
-        assert found.held.step == 3, changed[:300]
+        assert found.snapshot.step == 3, changed[:300]
     path.unlink()
     path.write_bytes(content)
     found = find_snapshot(RUN)
-    assert found.held.step == 7
+    assert found.snapshot.step == 7
 
 
-def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_gets_its_copies_even_without_room_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.memory_files, "memory_left", lambda: 1000)
     trainee = Trainee()
     trainee.train()
@@ -318,8 +329,8 @@ def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPa
     assert len(trainee.warnings) == 1
 
 
-def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy that the process before left makes way for the new ones, so it takes no room."""
+def test_each_attempt_has_the_same_room_for_copies(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The previous process's copy makes way for the new ones, so it takes no room."""
 
     def free() -> int:
         return round(size / 0.23) - sum(file.stat().st_size for file in shared_memory.rglob("*.data"))
@@ -332,21 +343,23 @@ def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypa
         assert trainee.take(attempt), trainee.warnings
         trainee.die()
         found = find_snapshot(RUN)
-        assert found.held.step == attempt
+        assert found.snapshot.step == attempt
 
 
 @pytest.mark.parametrize("for_storage", [False, True])
 @pytest.mark.parametrize("slots", [0, 1])
-def test_full_memory_keeps_the_old_copy_and_is_tried_again(
+def test_the_old_copy_stays_while_memory_is_full_and_copying_is_retried(
     slots: int, for_storage: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`slots` are those that there is room for at first."""
+    """There is room for `slots` slots at first."""
     first = Trainee()
     first.train()
     first.take(1)
     first.die()
 
-    trainee, reserve, room = Trainee(2), os.posix_fallocate, [True] * slots
+    trainee = Trainee(2)
+    reserve = os.posix_fallocate
+    room = [True] * slots
 
     def reserve_if_there_is_room(*arguments: Any) -> None:
         if not room:
@@ -355,28 +368,31 @@ def test_full_memory_keeps_the_old_copy_and_is_tried_again(
         reserve(*arguments)
 
     def copy(step: int) -> int:
-        """The step that a loss would go back to."""
+        """Return the step that a loss would go back to."""
         trainee.train()
-        if snapshot := trainee.take(step, for_storage):
+        snapshot = trainee.take(step, for_storage)
+        if snapshot:
             snapshot.release()
         trainee.snapshots.wait_until_complete()
         found = find_snapshot(RUN)
-        return found.held.step
+        return found.snapshot.step
 
     monkeypatch.setattr(os, "posix_fallocate", reserve_if_there_is_room)
     assert [copy(step) for step in (2, 3, 4)] == [1 + slots] * 3
-    assert not trainee.memory.shared, "it is not looked for in each step"
+    assert not trainee.memory.shared, "it does not look for room in each step"
     room += [True] * MAX_SLOTS
     trainee.memory._paused_until = time.monotonic()
     assert [copy(step) for step in (8, 9)] == [8, 9]
     [lost, regained] = trainee.warnings
     assert lost.startswith("no copies in shared memory until there is room: No space left on device")
-    assert regained == "copies in shared memory go on at step 8"
+    assert regained == "copies in shared memory continue at step 8"
 
 
-def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when layers are added, or unfrozen late."""
-    trainee, go, copy = Trainee(), threading.Event(), sunspot.checkpoint.snapshot.copy
+def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state grows if layers are added or unfrozen late."""
+    trainee = Trainee()
+    go = threading.Event()
+    copy = sunspot.checkpoint.snapshot.copy
     for step in (1, 2, 3):
         trainee.train()
         trainee.take(step)
@@ -385,7 +401,7 @@ def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeyp
     monkeypatch.setattr(sunspot.checkpoint.snapshot, "copy", lambda *arguments: (go.wait(10), copy(*arguments))[1])
     assert trainee.take(4)
     found = find_snapshot(RUN)
-    assert found.held.step == 3
+    assert found.snapshot.step == 3
     go.set()
     trainee.snapshots.wait_until_complete()
     for step in (5, 6, 7):
@@ -394,11 +410,15 @@ def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeyp
         trainee.snapshots.wait_until_complete()
     assert trainee.memory.directory
     sizes = {file.stat().st_size for file in trainee.memory.directory.glob("*.data")}
-    assert sizes == {trainee.snapshots.size}, "no memory is lost to the smaller ones"
+    assert sizes == {trainee.snapshots.size}, "the smaller copies take no memory"
 
 
-def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainee, write_bytes, full = Trainee(), Path.write_bytes, threading.Event()
+def test_a_copy_that_cannot_be_marked_affects_neither_the_previous_copy_nor_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainee = Trainee()
+    write_bytes = Path.write_bytes
+    full = threading.Event()
 
     def write_if_there_is_room(path: Path, data: Any) -> int:
         if full.is_set():
@@ -406,9 +426,10 @@ def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(mon
         return write_bytes(path, data)
 
     def copy(step: int) -> int:
-        """The step that a loss would go back to."""
+        """Return the step that a loss would go back to."""
         trainee.train()
-        if snapshot := trainee.take(step, for_storage=step % 2 == 0):
+        snapshot = trainee.take(step, for_storage=step % 2 == 0)
+        if snapshot:
             snapshot.release()
         trainee.snapshots.wait_until_complete()
         found = find_snapshot(RUN)
@@ -423,7 +444,7 @@ def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(mon
     [lost, regained] = trainee.warnings
     assert "the copy at step 2 is not kept in shared memory: " in lost
     assert "No space left on device" in lost
-    assert regained == "copies in shared memory go on at step 8"
+    assert regained == "copies in shared memory continue at step 8"
     assert len(trainee.memory._slots) <= MAX_SLOTS
 
 
@@ -458,14 +479,16 @@ def test_memory_that_cuda_does_not_pin_is_reported_once(monkeypatch: pytest.Monk
         trainee.memory.pin(slot, torch.device("cuda"))
     assert cudart.asked == 2
     [warning] = trainee.warnings
-    assert "not pinned, and take longer: error 2: out of memory" in warning
+    assert "because their memory is not pinned: error 2: out of memory" in warning
 
 
-def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are_whole(
+def test_a_copy_is_dropped_if_a_weight_changes_and_later_copies_are_intact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when weights are clamped after some steps (`stepped` says that only the optimizer changes them)."""
-    trainee, copy, change = Trainee(), sunspot.checkpoint.snapshot.copy, threading.Event()
+    """Weights are clamped after some steps, although only the optimizer changed them in the second step."""
+    trainee = Trainee()
+    copy = sunspot.checkpoint.snapshot.copy
+    change = threading.Event()
 
     def clamp() -> None:
         with torch.no_grad():
@@ -479,7 +502,7 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
         return copy(pairs[half:], mark)
 
     def take(step: int) -> bool:
-        """Whether a checkpoint of that step would be committed."""
+        """Take a snapshot, and return True if it would be committed."""
         snapshot = trainee.take(step, for_storage=True)
         trainee.train()
         trainee.snapshots.wait_until_complete()
@@ -492,22 +515,24 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
     change.set()
     assert not take(2)
     found = find_snapshot(RUN)
-    assert found.held.step == 1, "nor does the copy in memory count"
+    assert found.snapshot.step == 1, "the copy in memory does not count either"
     expected = trainee.state()
-    assert take(3), "what has torn a copy is copied at once, before it can change again"
+    assert take(3), "the tensor that changed is copied at once now"
     found = find_snapshot(RUN)
-    assert found.held.step == 3
+    assert found.snapshot.step == 3
     assert_same(in_buffer(found.sidecar.structure, as_bytes(found.data)), expected)
     [lost, regained] = trainee.warnings
     assert "the copy at step 2 is not kept in shared memory: weights changed while they were copied" in lost
-    assert regained == "copies in shared memory go on at step 3"
+    assert regained == "copies in shared memory continue at step 3"
 
 
 def test_training_does_not_wait_for_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With stand-ins for CUDA, which a slot that is made at once has not locked the pages of yet."""
-    trainee, go, streams = Trainee(), threading.Event(), list[Any]()
+    """CUDA is mocked; the pages of a slot that is made at once are not locked yet."""
+    trainee = Trainee()
+    go = threading.Event()
+    streams = list[Any]()
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
@@ -522,23 +547,26 @@ def test_training_does_not_wait_for_pinned_memory(
     trainee.snapshots.wait_for_copy()
     assert time.monotonic() - began < 8
     go.set()
-    trainee.snapshots._queue_wait = None  # nothing is to be measured of stand-ins
+    trainee.snapshots._queue_wait = None  # mocks cannot measure time
     assert trainee.take(2, for_storage=True)
     trainee.snapshots.wait_for_copy()
-    assert streams == [device], "one queue for all copies"
+    assert streams == [device], "one stream for all copies"
 
 
 class Exchange(PartExchange):
-    """With the one neighbor that there is, who answers what it is told to."""
+    """An exchange with a single neighbor, whose answers the test chooses."""
 
     def __init__(self, memory: NodeMemory) -> None:
-        self._memory, self._rank, self._world_size, self.cost_s = memory, 1, 2, 0.0
+        self._memory = memory
+        self._rank = 1
+        self._world_size = 2
+        self.cost_s = 0.0
         self.answers: list[bool | RuntimeError] = []
 
-    def all_copy(self, has_slot: bool) -> bool:
+    def agree_to_copy(self, has_slot: bool) -> bool:
         return has_slot
 
-    def share(self, *_: Any) -> bool:
+    def replicate(self, *_: Any) -> bool:
         answer = self.answers.pop(0)
         if isinstance(answer, RuntimeError):
             raise answer
@@ -554,7 +582,7 @@ class Part(Trainee):
         self.snapshots = self.make_snapshots(self.exchange)
 
     def copy(self, step: int, answer: bool | RuntimeError) -> set[int]:
-        """The steps of which this part is there then."""
+        """Copy the part at `step`, and return the steps of all copies that exist then."""
         self.exchange.answers.append(answer)
         self.train()
         assert self.take(step)
@@ -566,17 +594,17 @@ def test_a_part_stays_until_all_workers_have_a_newer_one() -> None:
     part = Part()
     assert part.copy(1, True) == {1}
     for step in (2, 3, 4):
-        assert part.copy(step, False) == {1, step}, "others have 1, but maybe no newer one"
+        assert part.copy(step, False) == {1, step}, "the other workers have step 1, but maybe no newer one"
     assert part.copy(5, True) == {1, 5}
     assert part.copy(6, True) == {5, 6}
     assert {(held.part, held.parts) for held in find_parts(RUN)} == {(1, 2)}
-    assert find_snapshot(RUN) is None, "a part is no state"
+    assert find_snapshot(RUN) is None, "a part is not a whole state"
     [lost, regained] = part.warnings
     assert "the copy at step 2 is not kept in shared memory: a worker could not keep its part" in lost
-    assert regained == "copies in shared memory go on at step 5"
+    assert regained == "copies in shared memory continue at step 5"
 
 
-def test_a_worker_without_a_neighbour_keeps_its_copies_and_makes_no_new_ones() -> None:
+def test_a_worker_that_lost_its_neighbor_keeps_its_copies_and_makes_no_new_ones() -> None:
     part = Part()
     part.copy(1, True)
     assert part.copy(2, RuntimeError("Connection closed by peer")) == {1, 2}
@@ -588,21 +616,21 @@ def test_a_worker_without_a_neighbour_keeps_its_copies_and_makes_no_new_ones() -
     assert 1 in {held.step for held in find_parts(RUN)}
 
 
-def test_the_next_process_keeps_the_parts_that_the_group_goes_on_from() -> None:
+def test_the_next_process_keeps_the_parts_from_which_its_group_resumes() -> None:
     part = Part()
     for step in (1, 2, 3):
         part.copy(step, True)
     part.die()
     later = Part()
-    assert {held.step for held in find_parts(RUN)} == {2, 3}, "of the newest, another worker may have none"
+    assert {held.step for held in find_parts(RUN)} == {2, 3}, "another worker may lack the newest one"
     later.memory.keep_parts_of(checkpoint_name(2, 1))
     assert {held.step for held in find_parts(RUN)} == {2}
     assert later.copy(4, False) == {2, 4}
     assert later.copy(5, True) == {5}
 
 
-def test_a_process_keeps_the_parts_that_its_next_group_goes_on_from() -> None:
-    """That of a lost worker is there alone, as the copy that a neighbour kept."""
+def test_a_process_keeps_the_parts_from_which_its_next_group_resumes() -> None:
+    """The part of a lost worker exists only as the copy that a neighbor kept."""
     part = Part()
     part.copy(1, True)
     memory = part.memory
@@ -619,12 +647,12 @@ def test_a_process_keeps_the_parts_that_its_next_group_goes_on_from() -> None:
     assert part.copy(3, False) >= {1}
     assert 4 in part.copy(4, True)
     assert kept.file
-    assert not kept.file.exists(), "nobody goes back to it any more"
+    assert not kept.file.exists(), "no process resumes from it again"
 
 
 @pytest.mark.parametrize("kind", ["another user's", "a link"])
 def test_another_users_directory_is_never_used(kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anybody may make a directory of that name, and put a copy of weights there."""
+    """Any user may make a directory with that name, and put a copy of weights there."""
     planted = Trainee()
     planted.train()
     assert planted.take(3)
@@ -644,9 +672,9 @@ def test_another_users_directory_is_never_used(kind: str, shared_memory: Path, m
     assert "belongs to another user" in trainee.warnings[0]
 
 
-def test_copies_are_for_their_user_alone(shared_memory: Path) -> None:
+def test_only_their_user_can_read_copies(shared_memory: Path) -> None:
     folder = shared_memory / f"sunspot-{os.getuid()}"
-    folder.mkdir(mode=0o755)  # as earlier versions made it
+    folder.mkdir(mode=0o755)  # the mode that earlier versions used
     assert Trainee().memory.shared
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -689,7 +717,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), dtypes), max_size=8), st.integers(0, 99))
-def test_any_tensors_come_back_from_a_slot(shapes: list[tuple[list[int], torch.dtype]], seed: int) -> None:
+def test_any_tensors_can_be_restored_from_a_slot(shapes: list[tuple[list[int], torch.dtype]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randint(0, 2, shape, generator=generator).to(dtype) for shape, dtype in shapes]
     state = {"a": tensors[:3], "b": {7: tuple(tensors[3:]), "number": 1.5, "none": None}}
@@ -703,12 +731,14 @@ def test_any_tensors_come_back_from_a_slot(shapes: list[tuple[list[int], torch.d
 
 
 @given(st.floats(1e-5, 10), st.floats(1e-4, 10), st.sampled_from([0.01, 0.05, 0.5]))
-def test_the_pace_is_the_shortest_that_keeps_within_its_share(cost: float, step_time: float, share: float) -> None:
-    pace = SnapshotInterval(share, 0)
+def test_the_snapshot_interval_is_the_shortest_within_its_cost_limit(
+    cost: float, step_time: float, fraction: float
+) -> None:
+    pace = SnapshotInterval(fraction, 0)
     assert not SnapshotInterval(0, 0).due(1, step_time, deque([cost]))
     taken = [step for step in range(1, 5000) if pace.due(step, step_time, deque([cost] if step > 1 else []))]
-    assert pace.cost <= share * (1 + 1e-9)  # a quotient that is a whole number may be rounded to above it
+    assert pace.cost <= fraction * (1 + 1e-9)  # an exact quotient may be rounded up
     if pace.every > 1:
-        assert cost / ((pace.every - 1) * step_time) > share * (1 - 1e-9)
+        assert cost / ((pace.every - 1) * step_time) > fraction * (1 - 1e-9)
     gaps = {later - earlier for earlier, later in itertools.pairwise(taken)}
     assert gaps <= {pace.every}

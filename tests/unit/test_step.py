@@ -188,7 +188,7 @@ class Recorded(Worker):
             took_step=lambda *_: None,
             due=lambda *_: StepActions(**due),
             wait_for_copy=lambda: None,
-            hand_on=lambda step: [],
+            leave_group=lambda step: [],
             name_at=lambda step: f"step {step}",
         )
         commands: Any = SimpleNamespace(poll=lambda: command if "evaluates" in self.calls else Command())

@@ -1,4 +1,4 @@
-"""Storage: the same behaviour on a directory and on S3, and what each failure of either ends in."""
+"""Storage behaves the same on a directory and in every bucket, and each failure leads to a clear error."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from tests.harness.waiting import wait_until
 pytestmark = pytest.mark.timeout(60)
 
 MIB = 1 << 20
-PART = 5 * MIB  # the least that S3 takes as a part
+PART = 5 * MIB  # the smallest part that S3 accepts
 
 MANY_TRIES = 10
-"""No request is made more often than that."""
+"""Upper limit for the number of times that any request is sent."""
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small parts, and no thread of an upload left behind by any test."""
+    """Use small parts, and check that no test leaves an upload's thread behind."""
     monkeypatch.setattr(module, "PART", PART)
     yield
     assert_no_threads()
@@ -67,7 +67,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 @pytest.fixture
 def s3_storage(s3_proxy: FaultProxy, s3_bucket: str) -> S3Storage:
-    """Storage behind the proxy."""
+    """Return S3 storage behind the proxy."""
     return S3Storage(f"s3://{s3_bucket}/runs")
 
 
@@ -85,19 +85,19 @@ def assert_no_threads() -> None:
 
 
 def pattern(size: int) -> bytes:
-    """Bytes that are not the same in any two parts."""
+    """Return bytes that differ between any two parts."""
     return (b"".join(n.to_bytes(8, "big") for n in range(size // 8 + 1)))[:size]
 
 
 def listed(storage: Storage, prefix: str) -> list[tuple[str, int]]:
-    """Keys and sizes."""
+    """Return the keys and sizes of a listing."""
     return [(entry.key, entry.size) for entry in storage.list(prefix)]
 
 
 # ------------------------------------------------------------------------------------------------------ same behaviour
 
 
-def test_open_storage_chooses_by_the_path(tmp_path: Path, s3_bucket: str) -> None:
+def test_open_storage_chooses_the_backend_by_the_path(tmp_path: Path, s3_bucket: str) -> None:
     assert isinstance(open_storage(str(tmp_path)), LocalStorage)
     assert isinstance(open_storage(f"s3://{s3_bucket}/x"), S3Storage)
     assert open_storage(str(tmp_path)).locate("run/a") == f"{tmp_path}/run/a"
@@ -105,7 +105,13 @@ def test_open_storage_chooses_by_the_path(tmp_path: Path, s3_bucket: str) -> Non
     assert open_storage(f"s3://{s3_bucket}").locate("run/a") == f"s3://{s3_bucket}/run/a"
 
 
-def test_write_then_read_replaces_and_deletes(storage: Storage) -> None:
+def test_open_storage_refuses_an_unknown_scheme(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^xyz://bucket/a: no storage has the scheme xyz://; use s3://, gs://, "):
+        open_storage("xyz://bucket/a")
+    assert isinstance(open_storage(f"{tmp_path}/a://b"), LocalStorage)
+
+
+def test_objects_are_written_replaced_and_deleted(storage: Storage) -> None:
     storage.write("run/a.json", b"one")
     storage.write("run/a.json", b"two, longer")
     assert storage.read("run/a.json") == b"two, longer"
@@ -116,7 +122,7 @@ def test_write_then_read_replaces_and_deletes(storage: Storage) -> None:
     assert storage.list("run") == []
 
 
-def test_what_was_written_since_it_was_listed_is_not_deleted(storage: Storage) -> None:
+def test_an_object_that_was_written_after_its_listing_is_not_deleted(storage: Storage) -> None:
     if isinstance(storage, GoogleStorage):
         pytest.skip("fake-gcs-server ignores the condition, unlike Google's service")
     storage.write("run/a.json", b"one")
@@ -151,7 +157,7 @@ def test_a_stream_is_read_to_the_very_end(storage: Storage, size: int) -> None:
         assert stream.read() == content
 
 
-def test_one_write_of_several_parts_of_any_buffer(storage: Storage) -> None:
+def test_one_write_may_span_parts_and_take_any_buffer(storage: Storage) -> None:
     content = pattern(2 * PART + 24)
     with storage.writer("run/model.pt") as writer:
         assert writer.write(memoryview(content).cast("Q")) == len(content)
@@ -159,7 +165,7 @@ def test_one_write_of_several_parts_of_any_buffer(storage: Storage) -> None:
     assert storage.read("run/model.pt") == content + b"end"
 
 
-def test_open_reads_in_pieces(storage: Storage) -> None:
+def test_a_stream_can_be_read_in_pieces(storage: Storage) -> None:
     content = pattern(3 * MIB + 5)
     storage.write("run/a", content)
     with storage.open("run/a") as stream:
@@ -173,14 +179,14 @@ def test_open_reads_in_pieces(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, MIB, 3 * MIB + 4])
-def test_open_goes_on_where_a_reader_broke_off(storage: Storage, offset: int) -> None:
+def test_a_stream_can_begin_at_an_offset(storage: Storage, offset: int) -> None:
     content = pattern(3 * MIB + 5)
     storage.write("run/a", content)
     with storage.open("run/a", offset) as stream:
         assert stream.read() == content[offset:]
 
 
-def test_a_listing_tells_a_write_of_the_same_size(storage: Storage) -> None:
+def test_a_listing_shows_a_new_version_after_a_write_of_the_same_size(storage: Storage) -> None:
     def version() -> str:
         [entry] = storage.list("run")
         assert abs(time.time() - entry.modified) < 60
@@ -193,7 +199,7 @@ def test_a_listing_tells_a_write_of_the_same_size(storage: Storage) -> None:
     assert version() != first
 
 
-def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Storage) -> None:
+def test_the_unfinished_write_of_a_killed_writer_is_listed_separately_and_discarded(storage: Storage) -> None:
     storage.write("run/a", b"whole")
     killed = [storage.writer(key) for key in ("run/b", "run2/b")]
     for context in killed:
@@ -210,7 +216,7 @@ def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Stor
     assert storage.read("run/a") == b"whole"
 
 
-def test_in_parallel_keeps_the_order_and_ends_with_the_first_error() -> None:
+def test_map_parallel_keeps_the_order_and_stops_at_the_first_error() -> None:
     begun: list[int] = []
 
     def act(number: int) -> int:
@@ -229,7 +235,9 @@ def test_in_parallel_keeps_the_order_and_ends_with_the_first_error() -> None:
 
 
 def test_hanging_storage_is_given_up_and_publishes_nothing(tmp_path: Path) -> None:
-    storage, let_go, left = LocalStorage(str(tmp_path)), threading.Event(), []
+    storage = LocalStorage(str(tmp_path))
+    let_go = threading.Event()
+    left: list[threading.Thread] = []
 
     def work() -> None:
         left.append(threading.current_thread())
@@ -253,7 +261,9 @@ def test_hanging_storage_is_given_up_and_publishes_nothing(tmp_path: Path) -> No
 def test_a_write_that_is_given_up_while_it_hangs_is_not_published_later(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, let_go, left = LocalStorage(str(tmp_path)), threading.Event(), []
+    storage = LocalStorage(str(tmp_path))
+    let_go = threading.Event()
+    left: list[threading.Thread] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (let_go.wait(60), fsync(descriptor)))
 
@@ -273,18 +283,22 @@ def test_a_write_that_is_given_up_while_it_hangs_is_not_published_later(
 
 
 @pytest.mark.parametrize("how", ["write", "create", "writer"])
-def test_what_is_published_is_on_the_disk_first(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, synced, fsync = LocalStorage(str(tmp_path)), [], os.fsync
+def test_an_object_is_on_disk_before_it_is_published(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(str(tmp_path))
+    synced: list[int] = []
+    fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (fsync(descriptor), synced.append(os.fstat(descriptor).st_ino)))
     if how == "writer":
         with storage.writer("run/a") as writer:
             writer.write(b"content")
     else:
         getattr(storage, how)("run/a", b"content")
-    assert synced == [(tmp_path / "run" / "a").stat().st_ino, (tmp_path / "run").stat().st_ino], "and then its name"
+    assert synced == [(tmp_path / "run" / "a").stat().st_ino, (tmp_path / "run").stat().st_ino], (
+        "the content, and then the name"
+    )
 
 
-def test_progress_gives_back_no_more_than_the_limit() -> None:
+def test_progress_extends_a_deadline_by_at_most_the_limit() -> None:
     hangs = threading.Event()
 
     def moves_much_and_hangs() -> None:
@@ -296,25 +310,25 @@ def test_progress_gives_back_no_more_than_the_limit() -> None:
     hangs.set()
 
 
-def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it() -> None:
+def test_tries_share_the_time_limit_and_a_hang_counts_towards_it() -> None:
     window, hangs = RetryWindow(), threading.Event()
 
     def refuse() -> None:
         raise StorageError("refused")
 
     with pytest.raises(StorageError, match="refused"):
-        window.attempt(refuse, 2, "reading")
+        window.attempt(2, "reading", refuse)
     time.sleep(1.5)
     began = time.monotonic()
     with pytest.raises(StorageError, match="no answer"):
-        window.attempt(lambda: hangs.wait(60), 2, "reading")
-    assert time.monotonic() - began < 1.5, "the second try had all the time for itself"
+        window.attempt(2, "reading", lambda: hangs.wait(60))
+    assert time.monotonic() - began < 1.5, "the second try had the whole limit to itself"
     assert window.over
     assert window.seconds >= 2
     hangs.set()
 
 
-def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_work_that_makes_progress_may_exceed_the_limit(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     monkeypatch.setattr(sunspot.storage.limits, "WARN_AFTER_S", 0.05)
 
     def answers() -> str:
@@ -323,26 +337,26 @@ def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPa
                 time.sleep(0.08)
         return "done"
 
-    def bytes_that(come_at: float) -> None:
+    def move_bytes(rate: float) -> None:
         for _ in range(80):
             time.sleep(0.01)
-            record_progress(int(come_at / 100))
+            record_progress(int(rate / 100))
 
     assert ProgressDeadline(0.4, "listing").run(answers) == "done"
     assert warned == ["listing: /mnt/a: no answer from storage for 0 s; waiting for at most 0 s more"]
-    ProgressDeadline(0.4, "reading").run(lambda: bytes_that(10 * MIN_RATE))
+    ProgressDeadline(0.4, "reading").run(lambda: move_bytes(10 * MIN_RATE))
     with pytest.raises(StorageError, match=r"^reading: storage moves less than 100 kB/s"):
-        ProgressDeadline(0.4, "reading").run(lambda: bytes_that(MIN_RATE / 10))
+        ProgressDeadline(0.4, "reading").run(lambda: move_bytes(MIN_RATE / 10))
 
 
-def test_a_process_ends_though_its_storage_hangs() -> None:
+def test_a_process_exits_even_if_its_storage_hangs() -> None:
     program = """
 import threading
 from sunspot.errors import run_and_exit
 from sunspot.background import map_parallel
 from sunspot.storage.limits import retry_storage
 hang = lambda number: threading.Event().wait()
-run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "reading a checkpoint"))
+run_and_exit(lambda: retry_storage(0.1, "reading a checkpoint", map_parallel, hang, range(3)))
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 4
@@ -351,7 +365,7 @@ run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "r
     )
 
 
-def test_what_is_not_there_is_not_found(storage: Storage) -> None:
+def test_a_missing_object_is_not_found(storage: Storage) -> None:
     storage.write("run/there", b"")
     for ask in (storage.read, storage.digest):
         with pytest.raises(NotFoundError, match="run/missing: not found"):
@@ -363,7 +377,7 @@ def test_what_is_not_there_is_not_found(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("storage", ["local", "s3", VERSITYGW, *CLOUDS, "s3 without a prefix"], indirect=True)
-def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
+def test_a_listing_is_sorted_and_limited_to_its_prefix(storage: Storage) -> None:
     keys = ["run/b", "run/a/z", "run/a", "run2/a", "run-3", "run/B", "run/a.tmp", "run/ü %+"]
     keys.remove("run/a")  # a directory cannot also be a file
     for key in keys:
@@ -378,12 +392,14 @@ def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
 
 
 def two_a_page(handler: Any, request: s3.Request) -> None:
-    """Answer a listing with two keys, and where the next ones begin."""
+    """Answer a listing with two keys and the position of the next ones."""
     target = re.sub("&max-keys=[0-9]+", "", request.target) + "&max-keys=2"
     handler.reply(*handler.ask_server(dataclasses.replace(request, target=target)))
 
 
-def test_a_listing_does_not_page_through_the_runs_beside_it(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_a_listing_does_not_page_through_other_runs_with_the_same_first_letters(
+    s3_storage: S3Storage, s3_proxy: FaultProxy
+) -> None:
     keys = ["search", *(f"search/{number}" for number in range(5)), "search0/a", "searches/b"]
     for key in [*keys, *(f"search-01/{number}" for number in range(20))]:
         s3_storage.write(key, b"")
@@ -401,7 +417,7 @@ def test_a_listing_does_not_page_through_the_runs_beside_it(s3_storage: S3Storag
     assert len(listing("")[0]) == 28
 
 
-def test_create_lets_one_of_many_win(storage: Storage) -> None:
+def test_create_succeeds_for_exactly_one_of_many_writers(storage: Storage) -> None:
     for n in range(3):
         together = threading.Barrier(8)
 
@@ -416,7 +432,7 @@ def test_create_lets_one_of_many_win(storage: Storage) -> None:
     assert len(storage.list("run")) == 3
 
 
-def test_torch_save_into_a_writer(storage: Storage) -> None:
+def test_torch_save_can_write_into_a_writer(storage: Storage) -> None:
     torch.manual_seed(0)
     state: dict[str, Any] = {"weight": torch.randn(1000, 7500), "bias": torch.arange(5), "step": 3}
     with storage.writer("run/model.pt") as writer:
@@ -443,13 +459,13 @@ def test_a_writer_that_raises_leaves_nothing(storage: Storage, size: int, error:
     assert storage.list_unfinished("") == []
 
 
-def test_errors_of_a_reader_are_not_those_of_storage(storage: Storage) -> None:
+def test_an_error_in_the_body_of_a_reader_is_not_a_storage_error(storage: Storage) -> None:
     storage.write("run/a", b"content")
     with pytest.raises(FileNotFoundError), storage.open("run/a"):
         Path("/nowhere/at/all").read_bytes()
 
 
-def test_prove_leaves_nothing(storage: Storage) -> None:
+def test_prove_leaves_no_objects(storage: Storage) -> None:
     storage.write("run/a", b"")
     prove(storage, "run")
     assert listed(storage, "") == [("run/a", 0)]
@@ -481,13 +497,13 @@ def test_local_errors_name_the_file(below_a_file: LocalStorage, act: Callable[[S
         act(below_a_file)
 
 
-def test_a_home_that_does_not_exist_says_so() -> None:
+def test_a_path_in_an_unknown_home_directory_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"~nobody-of-that-name/x: .*; write the path without '~'"):
         open_storage("~nobody-of-that-name/x")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_what_never_ends_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_fifos_and_devices_are_not_read(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     if kind == "fifo":
         os.mkfifo(path)
@@ -497,7 +513,7 @@ def test_what_never_ends_is_not_read(kind: str, tmp_path: Path) -> None:
         LocalStorage(str(tmp_path)).read("status.json")
 
 
-def test_a_full_disk_is_a_storage_error_also_out_of_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_storage_error_even_inside_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(str(tmp_path))
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr(sunspot.storage.local, "open", lambda *_, **__: os.fdopen(full, "wb"), raising=False)
@@ -524,7 +540,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypat
         storage.list("run")
 
 
-def test_local_create_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_create_whose_answer_was_lost_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, link = LocalStorage(str(tmp_path)), os.link
 
     def link_and_deny(source: Any, target: Any, **options: Any) -> None:
@@ -551,11 +567,11 @@ def test_a_local_write_survives_the_deletion_of_its_directory(tmp_path: Path, mo
     assert storage.read("run/a") == b"content"
     removals = iter(range(100))
     storage.delete("run/a")
-    with pytest.raises(StorageError):  # bounded, and not NotFoundError
+    with pytest.raises(StorageError):  # after a limited number of tries, and not NotFoundError
         storage.write("run/a", b"content")
 
 
-def test_local_delete_keeps_the_root(tmp_path: Path) -> None:
+def test_a_local_delete_keeps_the_root(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     storage.write("a", b"")
     storage.delete("a")
@@ -566,7 +582,7 @@ def test_local_delete_keeps_the_root(tmp_path: Path) -> None:
 
 
 def write_parts(storage: Storage, parts: int = 3) -> str:
-    """Upload `parts` parts and one byte; the SHA-256 of what was written."""
+    """Upload `parts` parts and one byte, and return their SHA-256."""
     content = pattern(parts * PART + 1)
     with storage.writer("run/model.pt") as writer:
         for start in range(0, len(content), MIB):
@@ -579,12 +595,12 @@ def test_parts_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     sizes = [module.part_size(number) for number in range(1, 10_001)]
     assert sum(sizes) >= 5 << 40
-    assert max(sizes) <= 5 << 30, "S3 takes no larger part"
-    assert sum(sizes[:1000]) == 1000 * module.PART, "an object of the usual size has even parts"
+    assert max(sizes) <= 5 << 30, "S3 accepts no larger part"
+    assert sum(sizes[:1000]) == 1000 * module.PART, "an object of the usual size has parts of equal size"
     assert all(size * module.PARTS_IN_FLIGHT < max(200 * MIB, sum(sizes[:n]) / 50) for n, size in enumerate(sizes))
 
 
-def test_parts_are_uploaded_in_the_sizes_they_grow_to(
+def test_parts_are_uploaded_in_growing_sizes(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
@@ -598,12 +614,12 @@ def test_parts_are_uploaded_in_the_sizes_they_grow_to(
 
 
 @pytest.mark.parametrize("verifies", [True, False])
-def test_a_server_that_verifies_parts_is_told_from_one_that_does_not(
+def test_a_writer_finds_out_if_the_server_verifies_parts(
     verifies: bool,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
 ) -> None:
-    """By a damaged part under a number of its own, of which nothing stays in the object."""
+    """A damaged part is sent under a number of its own, and never becomes part of the object."""
     for name in ("TryPart", "UploadPart"):
         s3_proxy.on(name, s3.refuse_damage if verifies else s3.pass_on)
     content = pattern(3 * PART + 1)
@@ -617,11 +633,11 @@ def test_a_server_that_verifies_parts_is_told_from_one_that_does_not(
     assert s3_storage.digest("run/model.pt") == (writer.size, writer.sha256)
     parts = s3_proxy.seen("UploadPart")
     assert [part.headers["x-amz-checksum-crc32"] for part in parts] == [s3.crc32(part.body) for part in parts]
-    assert {part.headers["x-amz-content-sha256"] for part in parts} == {"UNSIGNED-PAYLOAD"}, "hashed by us alone"
+    assert {part.headers["x-amz-content-sha256"] for part in parts} == {"UNSIGNED-PAYLOAD"}, "only we hash the parts"
 
 
 @pytest.mark.parametrize("fault", [s3.answer(403, "AccessDenied"), s3.answer(400, "InvalidRequest"), s3.reset])
-def test_another_refusal_of_a_damaged_part_proves_nothing(
+def test_a_damaged_part_refused_for_another_reason_proves_nothing(
     fault: s3.Fault,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
@@ -637,7 +653,7 @@ def test_another_refusal_of_a_damaged_part_proves_nothing(
     assert writer.verified
 
 
-def test_an_object_is_read_in_parts_at_once_and_in_order(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_an_object_is_read_in_parallel_parts_and_returned_in_order(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     content = pattern(5 * PART + 1)
     s3_storage.write("run/model.pt", content)
     together = threading.Barrier(5, timeout=20)
@@ -646,12 +662,12 @@ def test_an_object_is_read_in_parts_at_once_and_in_order(s3_storage: S3Storage, 
         together.wait()
         handler.reply(*handler.ask_server(request))
 
-    s3_proxy.on(lambda request: "if-match" in request.headers, wait_for_the_others)  # all but the first
+    s3_proxy.on(lambda request: "if-match" in request.headers, wait_for_the_others)  # all requests but the first
     assert b"".join(s3_storage.chunks("run/model.pt")) == content
     assert len(s3_proxy.seen("GetObject")) == 6
 
 
-def test_nobody_asks_for_what_lies_beyond_the_end(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_a_reader_requests_nothing_beyond_the_end(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_storage.write("run/log", pattern(3 * CHUNK))  # ranges of one and of two
     with s3_storage.open("run/log") as stream:
         assert stream.read() == pattern(3 * CHUNK)
@@ -676,7 +692,7 @@ def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: Fau
 
 @pytest.mark.parametrize(("status", "code", "passes"), [(503, "SlowDown", True), (403, "AccessDenied", False)])
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
-def test_uploads_give_up_in_the_end(
+def test_uploads_give_up_eventually(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     operation: str,
@@ -684,7 +700,7 @@ def test_uploads_give_up_in_the_end(
     code: str,
     passes: bool,
 ) -> None:
-    """A refusal that may pass is tried again, a bounded number of times; another is told at once."""
+    """A temporary refusal is retried a limited number of times. Any other is reported at once."""
     s3_proxy.on(operation, s3.answer(status, code))
     where = rf"^s3://{s3_storage.bucket}/runs/run/model\.pt: cannot upload: .*{code}"
     with pytest.raises(StorageError, match=where):
@@ -695,7 +711,7 @@ def test_uploads_give_up_in_the_end(
     assert at_once < tries <= MANY_TRIES * at_once if passes else tries <= at_once
 
 
-def test_complete_may_answer_200_and_have_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_an_error_in_a_200_answer_to_complete_is_noticed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.answer(200, "InternalError"), times=1)
     sha256 = write_parts(s3_storage, 1)
     assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
@@ -707,13 +723,15 @@ def test_complete_may_answer_200_and_have_failed(s3_storage: S3Storage, s3_proxy
     assert_nothing_left(s3_storage)
 
 
-def test_complete_whose_answer_was_lost_is_complete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_an_upload_is_complete_even_if_the_answer_to_complete_was_lost(
+    s3_storage: S3Storage, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.carry_out_then_reset, times=1)
     s3_proxy.on("CompleteMultipartUpload", s3.answer(404, "NoSuchUpload"))
     sha256 = write_parts(s3_storage, 1)
     assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
     s3_storage.delete("run/model.pt")
-    with pytest.raises(StorageError, match="NoSuchUpload"):  # gone, and no object either
+    with pytest.raises(StorageError, match="NoSuchUpload"):  # the upload is gone, and so is the object
         write_parts(s3_storage, 1)
 
 
@@ -740,7 +758,7 @@ def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_p
     [(s3.reset, True), (s3.answer(503, "SlowDown"), True), (s3.answer(403, "AccessDenied"), False)],
     ids=["reset", "503", "403"],
 )
-def test_every_operation_is_tried_again_if_that_may_help_and_given_up(
+def test_every_operation_is_retried_only_if_that_may_help(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     operation: str,
@@ -759,7 +777,7 @@ def test_every_operation_is_tried_again_if_that_may_help_and_given_up(
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_bucket: str) -> None:
+def test_a_request_waits_for_a_slow_server(s3_proxy: FaultProxy, s3_bucket: str) -> None:
     s3_proxy.on("PutObject", s3.delay(0.1))
     S3Storage(f"s3://{s3_bucket}").write("a", b"content")
     assert len(s3_proxy.seen("PutObject")) == 1
@@ -788,11 +806,11 @@ def test_a_short_body_is_never_a_short_object(
         act("a")
 
 
-def test_a_body_that_the_client_library_lets_end_early_is_an_error(
+def test_a_body_that_the_client_library_cuts_short_is_an_error(
     s3_storage: S3Storage,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever a later one checks: bytes that did not come would be zeros."""
+    """Missing bytes would be read as zeros, even if a later version of the library checks the length."""
     s3_storage.write("a", pattern(100))
     get = s3_storage._client.get_object
 
@@ -805,7 +823,7 @@ def test_a_body_that_the_client_library_lets_end_early_is_an_error(
         s3_storage.digest("a")
 
 
-def test_a_server_that_names_no_version_is_told_of(s3_storage: S3Storage) -> None:
+def test_a_server_without_etags_is_refused(s3_storage: S3Storage) -> None:
     s3_storage.write("a", b"content")
 
     def without_etag(parsed: dict[str, Any], **_: Any) -> None:
@@ -818,14 +836,14 @@ def test_a_server_that_names_no_version_is_told_of(s3_storage: S3Storage) -> Non
             act()
 
 
-def test_create_is_refused_while_another_writes(
+def test_create_is_retried_while_another_writer_is_busy(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "RACE_PAUSE_S", 0)
     s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"), times=2)
-    assert s3_storage.create("run/a", b"ours")  # the other one failed
+    assert s3_storage.create("run/a", b"ours")  # the other writer failed
     s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"))
     assert not s3_storage.create("run/a", b"theirs")
     with pytest.raises(StorageError, match="run/b: cannot create: refused 5 times") as raised:
@@ -851,7 +869,7 @@ def test_prove_names_the_folder_and_not_its_probe(tmp_path: Path) -> None:
 
 def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", lambda handler, request: handler.reply(204, {}, b""))
-    with pytest.raises(StorageError, match="deleted, but still there"):
+    with pytest.raises(StorageError, match="still there after it was deleted"):
         prove(s3_storage, "run")
 
 
@@ -868,7 +886,7 @@ def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_pr
 def test_credentials_of_a_pods_own_identity_may_be_accepted_on_the_next_try(
     code: str, keys: bool, final: bool, s3_storage: S3Storage, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3_storage.list("run")  # the client has its credentials by now
+    s3_storage.list("run")  # now the client has its credentials
     s3_proxy.on(lambda request: True, s3.answer(403, code))
     if not keys:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -877,14 +895,14 @@ def test_credentials_of_a_pods_own_identity_may_be_accepted_on_the_next_try(
     assert raised.value.final is final
 
 
-def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_prove_reports_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on(lambda request: True, s3.answer(403, "AccessDenied"))
     with pytest.raises(RefusedStorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):
         prove(s3_storage, "run")
     assert len(s3_proxy.requests) == 1
 
 
-def test_deleting_a_missing_object_is_no_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_deleting_a_missing_object_is_not_an_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", s3.answer(404, "NoSuchKey"))
     s3_storage.delete("run/a")
 
@@ -903,7 +921,7 @@ EVERY_OPERATION: list[Callable[[Storage], Any]] = [
 
 
 @pytest.mark.parametrize("act", EVERY_OPERATION)
-def test_a_bucket_that_is_not_there_says_so(s3_bucket: str, act: Callable[[Storage], Any]) -> None:
+def test_a_missing_bucket_is_reported_with_its_fix(s3_bucket: str, act: Callable[[Storage], Any]) -> None:
     storage = S3Storage(f"s3://{s3_bucket}-no/runs")
     with pytest.raises(StorageError, match=r"-no/runs/run.*NoSuchBucket.*; create the bucket, or correct") as raised:
         act(storage)
@@ -911,7 +929,9 @@ def test_a_bucket_that_is_not_there_says_so(s3_bucket: str, act: Callable[[Stora
 
 
 @pytest.mark.parametrize("act", EVERY_OPERATION)
-def test_missing_credentials_say_so(s3_bucket: str, monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
+def test_missing_credentials_are_reported_with_their_fix(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch, act: Any
+) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StorageError, match=r"/runs/run.*Unable to locate credentials; set AWS_ACCESS_KEY_ID and"):
@@ -919,7 +939,7 @@ def test_missing_credentials_say_so(s3_bucket: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("name", "value"), [("AWS_ENDPOINT_URL", "minio:9000"), ("AWS_PROFILE", "nobody")])
-def test_an_aws_environment_that_cannot_be_used_says_so(
+def test_an_invalid_aws_environment_is_reported(
     s3_bucket: str,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -930,7 +950,7 @@ def test_an_aws_environment_that_cannot_be_used_says_so(
         S3Storage(f"s3://{s3_bucket}/runs")
 
 
-def test_the_region_of_the_profile_counts(
+def test_the_region_of_the_aws_profile_is_used(
     tmp_path: Path, s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config"
@@ -938,10 +958,10 @@ def test_the_region_of_the_profile_counts(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.delenv("AWS_REGION")
     S3Storage(f"s3://{s3_bucket}").exists("a")
-    assert "/eu-north-1/s3/" in s3_proxy.requests[-1].headers["authorization"], "what it signs for"
+    assert "/eu-north-1/s3/" in s3_proxy.requests[-1].headers["authorization"], "the region that it signs for"
 
 
-def test_a_listing_of_several_pages_is_whole(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_a_listing_of_several_pages_is_complete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3.plain_client().put_object(Bucket=s3_storage.bucket, Key="runs/run/")  # a folder made in a browser
     for n in range(5):
         s3_storage.write(f"run/{n}", b"")

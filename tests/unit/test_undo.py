@@ -33,7 +33,7 @@ def outliving(learner: Learner, step: int) -> QuietWorker:
         **dict.fromkeys(("save", "begin_step"), nothing),
         took_step=lambda *_: stepped.after_step(),
         wait_for_copy=stepped.before_step,
-        hand_on=lambda step: [],
+        leave_group=lambda step: [],
         name_at=lambda step: f"step {step}",
     )
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), nothing))

@@ -1,6 +1,6 @@
-"""Renames weights that another program has saved to the names in the task's model.
+"""Renames the weights that another program has saved, so that they match the names in the task's model.
 
-Other programs store tied weights under one of their names only (`save_model` of safetensors, `save_pretrained` of
+Other programs store tied weights under only one of their names (`save_model` of safetensors, `save_pretrained` of
 transformers), or add a wrapper's prefix to names (`DistributedDataParallel`, `torch.compile`).
 """
 
@@ -12,14 +12,17 @@ import torch
 
 from sunspot.errors import SettingsError
 
-WRAPPER_PREFIX, COMPILED_PREFIX = "module.", "_orig_mod."
-"""Prefixes that DistributedDataParallel and DataParallel, and torch.compile, add to names."""
+WRAPPER_PREFIX = "module."
+"""Prefix that DistributedDataParallel and DataParallel add to names."""
+
+COMPILED_PREFIX = "_orig_mod."
+"""Prefix that torch.compile adds to names."""
 
 
 def fit_names(model: torch.nn.Module, state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict with the model's names as far as they can be inferred.
+    """Return a state_dict with the names of the model, as far as they can be inferred.
 
-    Raises `SettingsError` if the file holds a state_dict among other things, or different values for tied weights.
+    Raises `SettingsError` if the state_dict is nested in another object, or has different values for tied weights.
     """
     own = model.state_dict(keep_vars=True)
     refuse_nested(own, state, origin)
@@ -38,7 +41,8 @@ def refuse_nested(own: Mapping[str, Any], state: Mapping[str, Any], origin: str)
 
 def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """Return a state_dict without the wrapper prefixes that the model's own names lack."""
-    best, names = state, {name: str(name).replace(COMPILED_PREFIX, "") for name in state}
+    best = state
+    names = {name: str(name).replace(COMPILED_PREFIX, "") for name in state}
     while names:
         renamed = {short: state[name] for name, short in names.items()}
         if len(renamed) == len(state) and len(renamed.keys() & own.keys()) > len(best.keys() & own.keys()):
@@ -50,9 +54,9 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return a state_dict that has tied weights under all of their names if `state` has them under one.
+    """Return a state_dict that has tied weights under all of their names if `state` has them under any.
 
-    Raises `SettingsError` if `state` has different values for them.
+    Raises `SettingsError` if `state` has different values for tied weights.
     """
     tensors = {name: id(value) for name, value in own.items() if isinstance(value, torch.Tensor)}
     stored: dict[int, str] = {}
@@ -63,7 +67,7 @@ def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dic
                 f"SUNSPOT_INIT_FROM={origin}: {other} and {name} differ, but the model ties them: one would be lost; "
                 "build the model without tying them, or remove one of them from the file"
             )
-    completed = copy.copy(state)  # with its metadata, which torch keeps in an attribute
+    completed = copy.copy(state)  # keeps the metadata, which torch stores in an attribute
     for name in tensors.keys() - state.keys():
         if tensors[name] in stored:
             completed[name] = state[stored[tensors[name]]]

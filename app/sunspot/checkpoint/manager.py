@@ -1,4 +1,4 @@
-"""What training needs of checkpoints: when to save, saving without holding up the training, and the wait at the end."""
+"""Decides when to save the training state, saves it while training continues, and waits for the last commit."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from sunspot.background import Timer
-from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
-from sunspot.checkpoint.files import SnapshotWriter, WholeState, refuse_other_than_tensors, refuse_unloadable
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitCoordinator
+from sunspot.checkpoint.files import SnapshotWriter, WholeStateWriter, refuse_other_than_tensors, refuse_unloadable
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.parts import ShardWriter
@@ -33,20 +33,21 @@ from sunspot.run.checkpoints import Checkpoint, is_out_of_patience
 from sunspot.run.history import Journals
 
 AHEAD_OF_STORAGE = ("memory", IN_PLACE)
-"""Tiers of the attempts that start from a state which is newer than storage's newest checkpoint."""
+"""Tiers of attempts whose first state is newer than the newest checkpoint in storage."""
 
 COPIES_MEASURED = 3
-"""Copies in memory after which their cost is reported."""
+"""Number of copies in memory after which their cost is reported."""
 
 NOTICE_MARGIN_S = 4.0
-"""Between a notice and the save: the driver polls twice a second, rank 0 polls it as often, and a step has to end."""
+"""Seconds between a notice and the save: half a second until the driver polls, as much until rank 0 polls, and a
+step."""
 
 
 class CheckpointManager:
     """Saves the state of a worker group; every worker has one.
 
-    Under DDP each worker has the whole state: one on each node copies it to memory, and rank 0 commits its copy. Under
-    FSDP each copies and commits its part. Workers call `save` and `close` together.
+    Under DDP each worker has the whole state: one worker on each node copies it to memory, and rank 0 commits its copy.
+    Under FSDP each worker copies and commits its part. Workers call `save` and `close` together.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class CheckpointManager:
         windows: Sequence[Any] = (),
         journals: Journals | None = None,
     ) -> None:
-        """`memory` outlives this process (None: nothing does); `windows` are those of consumed rows that came with the
-        state; `journals` are flushed before each commit.
+        """Create the manager for an attempt that trains `saved`.
+
+        Copies in `memory` outlive this process. Without a `memory`, no copy does. `windows` of consumed rows came with
+        the state. `journals` are flushed before each commit.
         """
         self._run = run
         self._attempt = attempt
@@ -76,40 +79,40 @@ class CheckpointManager:
         if self._sharded and place.group and place.nodes and self._settings.snapshot_cost:
             exchange = PartExchange(self._memory, place.nodes, place.group)
         self._exchanges = exchange is not None
-        self._stepped = saved.stepped or OptimizerOnlyParameters(saved.optimizer)
-        self._snapshots = Snapshots(self._memory, saved, self._stepped, exchange)
+        self._optimizer_only = saved.optimizer_only or OptimizerOnlyParameters(saved.optimizer)
+        self._snapshots = Snapshots(self._memory, saved, self._optimizer_only, exchange)
         self._loadable = False
-        "Whether the state has been found to be what a restart can load."
+        "True once the state is known to be loadable by a restart."
         self._ledger = Ledger(place.group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(-math.inf if attempt.metadata.tier in AHEAD_OF_STORAGE else None)
         self._committer: CheckpointCommitter | None = None
         self._previous: CheckpointCommitter | None = None
-        "This process's committer of an earlier group."
+        "Committer of this process in an earlier group."
         self._await_sums: Callable[[], None] | None = None
-        "Waits until the collectives on the device have ended (`outlive`)."
+        "Function that waits until the collectives on the device have ended (`continue_commits`)."
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(saved.model)
         if place.rank == 0 or self._sharded:
-            order = CommitOrder(place.group if self._sharded else None)
+            coordinator = CommitCoordinator(place.group if self._sharded else None)
             ledger = self._ledger if place.rank == 0 else None
             self._committer = CheckpointCommitter(
-                run, attempt, self._settings, self._writer(order), order, journals, ledger
+                run, attempt, self._settings, self._writer(coordinator), coordinator, journals, ledger
             )
 
-    def outlive(
+    def continue_commits(
         self,
         previous: CheckpointCommitter | None,
         attempts: list[Attempt],
         committed: float | None,
         await_sums: Callable[[], None],
     ) -> None:
-        """Continue the commits of a process that outlives its groups; call this before the first `save`.
+        """Continue the commits of a process that outlives its groups. Call this before the first `save`.
 
         `previous` is the committer that began this process's newest commit, or None if there was no commit. `attempts`
-        are all of the run so far, with the current one as the last. `committed` is the time at which storage got its
-        newest checkpoint, in seconds since the epoch, or None if that is not known. `await_sums` returns when the
-        collectives on the device have ended, and raises if they were broken off.
+        are all attempts of the run so far, the current one included. `committed` is the time at which storage received
+        its newest checkpoint, in seconds since the epoch, or None if it is unknown. `await_sums` returns when the
+        collectives on the device have ended, and raises an error if they were aborted.
         """
         self._await_sums = await_sums
         self._previous = previous
@@ -118,44 +121,44 @@ class CheckpointManager:
         commits = list[float]()
         if previous and not previous.stop_if_overtaken(attempts):
             commits.append(previous.begun_at)
-        if committed is not None:  # by another process, if that was rank 0 in between
+        if committed is not None:  # maybe by another process, which was rank 0 since
             commits.append(time.monotonic() - max(0.0, time.time() - committed))
         if commits and self._attempt.metadata.tier in AHEAD_OF_STORAGE:
             self._timer = Timer(max(commits))
 
     def name_at(self, step: int) -> str:
-        """Return the name of a checkpoint of the state after `step`."""
+        """Return the name of a checkpoint after `step`."""
         return checkpoint_name(step, self._attempt.number, self._attempt.nonce)
 
     def begin_step(self, step: int, rows: torch.Tensor | None, step_rows: int) -> None:
-        """Tell the others which `rows`, int64 [B], this worker takes in the step to take, of all its `step_rows`."""
+        """Begin to tell the other workers which `rows`, int64 [B], this worker takes in a step of `step_rows` rows."""
         first, last = share(step_rows, self._place.world_size, 0)
         self._ledger.begin_exchange(step, rows, last - first)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
-        """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it.
+        """Record in memory that `step` was taken. `rows`, int64 [B], are the ids that this worker consumed in it.
 
-        Raises `SettingsError`, after the first step, for a state that could not be loaded again. If commits have failed
-        for good, raises their error here too, because some loops never call `wait_for_copy`.
+        Raises `SettingsError` after the first step if a restart could not load the state. Also raises the error that
+        ended all commits, because some loops never call `wait_for_copy`.
         """
         if self._committer:
             self._committer.raise_if_failed()
-        if not self._loadable:  # the optimizer's state is there from the first step on
+        if not self._loadable:  # the optimizer has its state from the first step on
             refuse_unloadable(self._saved.state(), self._settings.task)
             self._loadable = True
             self._snapshots.reserve()
-        self._stepped.after_step()
+        self._optimizer_only.after_step()
         self._ledger.add_step(step, rows)
         self._memory.heartbeat(self._attempt.number, step)
 
     def due(self, step: int, step_s: float) -> StepActions:
-        """Return what is to be saved after `step`, which took `step_s` seconds, reports and commands left aside."""
+        """Return what to save after `step`, which took `step_s` seconds without reports and commands."""
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
-            # What must be copied at once is known from the second step on: until then, that would be everything.
+            # Before the second step it is unknown which tensors must be copied at once, so that would be all of them.
             copy=self.in_memory
-            and self._stepped.ids is not None
+            and self._optimizer_only.ids is not None
             and self._interval.due(step, step_s, self._snapshots.costs),
             busy=busy,
             next_in=self._interval.left(step) if self.in_memory else MAX_STEPS_BETWEEN,
@@ -170,16 +173,16 @@ class CheckpointManager:
         to_storage: bool = True,
         needed: bool = False,
     ) -> None:
-        """Begin to copy the state at `step` to memory; with `to_storage` it becomes a checkpoint.
+        """Begin to copy the state at `step` to memory. With `to_storage` the copy becomes a checkpoint.
 
         `evaluated` is False if an epoch ends here without an evaluation. A copy for storage, or one that is `needed`,
-        waits for the previous copy; any other copy is skipped while the previous one is under way. Call `wait_for_copy`
-        before parameters change.
+        waits for the previous copy; any other copy is skipped while the previous one is in progress. Call
+        `wait_for_copy` before parameters change.
         """
-        began = time.thread_time()  # waiting for slower workers is no cost: the next gradients would
+        began = time.thread_time()  # waiting for slower workers costs nothing: the next gradients would wait, too
         if self._place.group and self._settings.snapshot_cost:
             sync_buffers(self._saved.model)
-            # An aborted NCCL collective leaves arbitrary values in buffers, but their copy would be marked as complete.
+            # An aborted NCCL collective leaves arbitrary values in buffers, yet their copy would be marked as complete.
             if self._await_sums and next(self._saved.model.buffers(), None) is not None:
                 self._await_sums()
         windows = self._ledger.gather(step)
@@ -195,27 +198,27 @@ class CheckpointManager:
             committer.commit(snapshot)
 
     def wait_for_copy(self) -> None:
-        """Return when parameters may change; raises the error that ended commits for good, if there was one.
+        """Block until parameters may change. Raises the error that ended all commits, if there was one.
 
-        Call it with the gradients of the next optimizer step.
+        Call this when the gradients of the next optimizer step are known.
         """
         self._ledger.wait_for_exchange()
         self._snapshots.wait_for_copy()
-        self._stepped.before_step()
+        self._optimizer_only.before_step()
         if self._committer:
             self._committer.raise_if_failed()
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until the newest snapshot is committed and return whether it is; raises like `wait_for_copy`."""
+        """Wait until the newest snapshot is committed, and return True if it is. Raises errors like `wait_for_copy`."""
         return self._committer.drain(timeout_s) if self._committer else True
 
     def close(self, *, finished: bool) -> None:
-        """Wait, on all workers, until the newest copy in memory is complete.
+        """Wait until the newest copy in memory is complete on all workers.
 
-        When the run has `finished`, wait for its commit too and remove the copies; the next group needs them otherwise.
+        If the run has `finished`, wait for its commit too, and remove the copies. Otherwise the next group needs them.
         """
         group = self._place.group
-        if finished:  # other ranks may wait long for rank 0, which writes the model as one file in the end
+        if finished:  # other ranks may wait long for rank 0, which finally writes the model as one file
             run_on_all_ranks(group, self._committer.close if self._committer else lambda: None)
         self._snapshots.wait_until_complete()
         if group:
@@ -223,37 +226,38 @@ class CheckpointManager:
         if finished:
             self._memory.remove()
 
-    def hand_on(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows of consumed rows up to `step` that the next group is to write, once no copy is under way.
+    def leave_group(self, step: int) -> list[tuple[Any, ...]]:
+        """Abandon the commits that have not begun, and return the windows of consumed rows for the next group to write.
 
-        The group has ended, and this process has not: nothing here waits for the others, nor for storage.
+        The windows end at `step`. This waits for the copy in progress, but not for other workers or storage, because
+        the group has ended while this process continues.
         """
         self._snapshots.wait_until_complete()
         if self._committer:
             self._committer.abandon()
-        return self._ledger.hand_on(step)
+        return self._ledger.unwritten_windows(step)
 
     @property
     def committer(self) -> CheckpointCommitter | None:
-        """The committer that began this process's newest commit, in this group or in an earlier one."""
+        """Committer that began this process's newest commit, in this group or in an earlier one."""
         own = self._committer
         return own if own and own.begun_at > -math.inf else self._previous
 
     @property
     def newest(self) -> Checkpoint | None:
-        """The last checkpoint committed by this worker."""
+        """Newest checkpoint that this worker has committed."""
         newest = self._committer.newest if self._committer else None
         return newest.checkpoint if newest else None
 
     @property
     def commit_s(self) -> float | None:
-        """Seconds that its commit took."""
+        """Duration of that checkpoint's commit in seconds."""
         newest = self._committer.newest if self._committer else None
         return newest.seconds if newest else None
 
     @property
     def save_every_s(self) -> float:
-        """Seconds between checkpoints: fewer than CHECKPOINT_EVERY_S once a commit no longer fits into the notice."""
+        """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if a commit takes longer than a notice leaves."""
         every_s = self._settings.checkpoint_every_s
         late = exceeds_notice(self.commit_s, self._settings.notice_s)
         return min(every_s, self.commit_s or every_s) if late else every_s
@@ -265,33 +269,37 @@ class CheckpointManager:
 
     @property
     def in_memory(self) -> bool:
-        """Whether copies outlive this process."""
+        """True if copies outlive this process."""
         return self._memory.shared
 
     @property
     def interval_steps(self) -> int:
-        """Steps between two copies in memory; 0 without copies, or before their cost is known."""
+        """Steps between two copies in memory, or 0 without copies or before their cost is known."""
         return self._interval.every if self.in_memory and self._interval.cost else 0
 
     @property
     def memory_summary(self) -> str:
-        """How often the state is copied to memory, and what it costs; empty until that has been measured."""
+        """Text on how often the state is copied to memory and what that costs.
+
+        Empty until the cost has been measured.
+        """
         if not self.in_memory or len(self._snapshots.costs) < COPIES_MEASURED:
             return ""
-        size, interval = self._snapshots.size, self._interval
+        size = self._snapshots.size
+        interval = self._interval
         every = "step" if interval.every == 1 else f"{interval.every} steps"
         return f"every {every}, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
 
-    def _writer(self, order: CommitOrder) -> SnapshotWriter:
-        """Make the writer of a checkpoint's files."""
-        saved, safetensors = self._saved, self._settings.weights == "safetensors"
+    def _writer(self, coordinator: CommitCoordinator) -> SnapshotWriter:
+        saved = self._saved
+        safetensors = self._settings.weights == "safetensors"
         if not self._sharded:
-            return WholeState(self._run, safetensors, saved.more_files)
+            return WholeStateWriter(self._run, safetensors, saved.more_files)
         names = parameter_names(saved.model, saved.optimizer)
-        return ShardWriter(self._run, self._place, names, self._settings, order, saved.more_files)
+        return ShardWriter(self._run, self._place, names, self._settings, coordinator, saved.more_files)
 
     def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
-        """Make the manifest of a checkpoint, its files not known yet."""
+        """Return the manifest of a checkpoint, without its files, which are not known yet."""
         per_epoch = self._plan.steps.per_epoch
         return Checkpoint(
             name=checkpoint_name(step, self._attempt.number, self._attempt.nonce),
@@ -306,44 +314,45 @@ class CheckpointManager:
         )
 
     def _extra_state(self, manifest: Checkpoint) -> dict[str, Any]:
-        """Tell where a checkpoint comes from, beside what its manifest has."""
+        """Return what `extra_state.pt` stores beside the manifest: where the checkpoint comes from."""
         return {
             "step": manifest.step,
             "epoch": manifest.epoch,
-            # The loader's position and the generators' states are functions of these and the step.
+            # The loader's position and the generators' states follow from these and the step.
             "loader": {"name": self._settings.loader, **dataclasses.asdict(self._plan.steps)},
             "rng": {"seed": self._settings.seed, "step": manifest.step},
             "settings": self._settings.environment(),
-            # What the task builds its model for (EmptySource): with it, prediction needs nothing but the checkpoint.
+            # The task builds its model for this data (EmptySource), so prediction needs nothing but the checkpoint.
             "data": ModelData.of(self._plan.source).record(),
             "versions": versions(),
         }
 
 
 class SnapshotInterval:
-    """The shortest interval, in steps, at which snapshots cost at most a given share of the steps' time."""
+    """Shortest interval between snapshots, in steps, at which they cost at most a given fraction of the steps' time."""
 
-    def __init__(self, share: float, start: int) -> None:
-        """A `share` of 0 turns snapshots off; the first interval begins at step `start`."""
-        self._share = share
+    def __init__(self, fraction: float, start: int) -> None:
+        """A `fraction` of 0 turns snapshots off. The first interval begins at step `start`."""
+        self._fraction = fraction
         self._last = start
         self._times: deque[float] = deque(maxlen=20)
         self.every = 1
         "Steps between two snapshots."
         self.cost = 0.0
-        "Share of the time that they cost."
+        "Fraction of the time that snapshots cost."
 
     def due(self, step: int, step_s: float, costs: deque[float]) -> bool:
-        """Return whether a snapshot is due at `step`, which took `step_s` seconds; True begins the next interval.
+        """Return True if a snapshot is due after `step`, which took `step_s` seconds, and begin the next interval.
 
         `costs` are the seconds that the last snapshots cost.
         """
-        if not self._share:
+        if not self._fraction:
             return False
         self._times.append(step_s)
         if costs:
-            cost, usual = median(costs), median(self._times)
-            self.every = max(1, math.ceil(cost / (self._share * usual)))
+            cost = median(costs)
+            usual = median(self._times)
+            self.every = max(1, math.ceil(cost / (self._fraction * usual)))
             self.cost = cost / (self.every * usual)
         if self.left(step) > 0:
             return False
@@ -351,18 +360,21 @@ class SnapshotInterval:
         return True
 
     def left(self, step: int) -> int:
-        """Count the steps after `step` until a snapshot is due; at most 0 when it is."""
+        """Return the number of steps from `step` to the next snapshot; 0 or less if it is due."""
         return self._last + self.every - step
 
 
 def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:
-    """Return whether a commit of `commit_s` seconds takes longer than a notice leaves; False if either is unknown."""
+    """Return True if a commit of `commit_s` seconds takes longer than a notice of `notice_s` seconds leaves.
+
+    Returns False if either is unknown.
+    """
     return bool(commit_s and notice_s and commit_s + NOTICE_MARGIN_S > notice_s)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that the numbers of a run may depend on."""
-    import ray  # here, as reading a checkpoint needs no Ray
+    """Return the versions of the packages on which a run's numbers may depend."""
+    import ray  # imported late, because reading a checkpoint needs no Ray
 
     return {
         "python": platform.python_version(),

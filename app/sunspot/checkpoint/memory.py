@@ -1,4 +1,4 @@
-"""Copies of the training state that this process makes in its node's shared memory (memory_files.py)."""
+"""Makes copies of the training state in the node's shared memory, whose files memory_files.py describes."""
 
 import contextlib
 import itertools
@@ -35,22 +35,23 @@ from sunspot.run.objects import with_checksum
 log = logging.getLogger(__name__)
 
 MAX_SLOTS = 4
-"""The newest complete copy, the one being made, and where copies are uploaded, that one and the one waiting for it."""
+"""Largest number of slots: for the newest complete copy, the copy being made, the copy being uploaded, and the copy
+that waits for its upload."""
 
-MEMORY_SHARE = 0.5
-"""Part of the free shared memory that a node's first two slots may take: Ray's object store lies there too."""
+MEMORY_FRACTION = 0.5
+"""Fraction of the free shared memory that a node's first two slots may take: Ray's object store lies there too."""
 
 RETRY_S = 60.0
-"""Time until room for copies is looked for again, after there was none."""
+"""Seconds until the process looks for room again, after there was no room for copies."""
 
-GOES_BACK = "after a loss, the run goes back to the newest there is, or to storage"
+FALLBACK = "after a loss, the run goes back to the newest copy that exists, or to storage"
 
 Changed = Callable[[], Collection[int]]
-"""Returns the tensors that are known to have changed while they were copied."""
+"""Function that returns the tensors known to have changed while they were copied."""
 
 
 class Use(Enum):
-    """A reason why a slot is not free."""
+    """Reason why a slot is not free."""
 
     SEALING = "its copy is being made, or marked as complete"
     UPLOADING = "the commit thread reads it"
@@ -58,10 +59,11 @@ class Use(Enum):
 
 
 class Slot:
-    """Room for one copy: a file in shared memory, or memory of this process alone."""
+    """Memory for one copy: a file in shared memory, or memory private to this process."""
 
     def __init__(self, size: int, file: Path | None) -> None:
-        self.size, self.file = size, file
+        self.size = size
+        self.file = file
         self.uses: set[Use] = set()
         if file is None:
             self.map = mmap.mmap(-1, max(1, size))
@@ -73,7 +75,10 @@ class Slot:
         self._pinned = False
 
     def pin(self) -> str:
-        """Lock its pages, once, so that a GPU copies into them without the CPU; returns why CUDA refuses."""
+        """Lock the slot's pages, once, so that a GPU copies into them without the CPU.
+
+        Return why CUDA refused, or ''.
+        """
         if self._pinned:
             return ""
         self._pinned = True
@@ -82,22 +87,23 @@ class Slot:
         refusal = cudart.cudaHostRegister(address, self.size, 0)
         if not int(refusal):
             return ""
-        with contextlib.suppress(RuntimeError):  # CUDA would blame the next kernel for it
+        with contextlib.suppress(RuntimeError):  # otherwise CUDA reports the error for the next kernel
             torch.zeros(1, device="cuda")
         return str(cudart.cudaGetErrorString(refusal))
 
     def unmark(self) -> None:
-        """Remove its marker: its content is about to change."""
+        """Remove the slot's marker, because its content is about to change."""
         if self.file:
             self.file.with_suffix(".json").unlink(missing_ok=True)
 
     def mark(
         self, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple, part: int = 0, parts: int = 0
     ) -> tuple[MemorySnapshot | None, str]:
-        """Write the sidecar of its copy, which is complete, and then the marker; also returns why it could not be.
+        """Write the sidecar of the slot's complete copy, and then its marker.
 
-        A slot without a file has no marker. What has `changed` while it was copied is asked for after the checksum: a
-        change that was under way at the end of the copy has been counted by then.
+        Returns the copy as its marker describes it, or None and the reason if it could not be marked. A slot without a
+        file has no marker. `changed` is called after the checksum, because by then it has also counted a change that
+        was still running when the copy ended.
         """
         if not self.file:
             return None, ""
@@ -115,7 +121,7 @@ class Slot:
             parts=parts,
         )
         if changed():
-            return None, "weights changed while they were copied, and not by the optimizer"
+            return None, "weights changed while they were copied, but not by the optimizer"
         try:
             self._write_marker(snapshot, sidecar)
         except OSError as error:
@@ -123,7 +129,10 @@ class Slot:
         return snapshot, ""
 
     def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
-        """Mark what came from another worker's slot; returns whether it is what that worker marked."""
+        """Mark a copy that came from another worker's slot.
+
+        Return False if its checksums do not match, or if the marker cannot be written.
+        """
         if self._crc32() != snapshot.crc32 or zlib.crc32(sidecar) != snapshot.sidecar_crc32:
             return False
         try:
@@ -144,60 +153,67 @@ class Slot:
 
 
 class NodeMemory:
-    """This process's slots in the shared memory of its node, for the run at `location`.
+    """Slots of this process in the shared memory of its node, for the run at `location`.
 
-    Without a directory there (`location` None, or no room), slots are private to the process, and nothing outlives it.
+    If `location` is None, or there is no room for a directory, slots are private to the process, and no copy outlives
+    it.
     """
 
-    def __init__(self, location: str | None, told: bool = True) -> None:
-        """What holds for one process of a node holds for all: one is enough to be `told` of as a warning."""
-        self._level = logging.WARNING if told else logging.INFO
+    def __init__(self, location: str | None, warns: bool = True) -> None:
+        """Lock a directory for this run, and find the copies that the previous process left there.
+
+        Problems are logged as warnings if this process `warns`. One process per node is enough, because all of them
+        have the same problems.
+        """
+        self._level = logging.WARNING if warns else logging.INFO
         self._slots: list[Slot] = []
         self._copies = 2
-        "How many copies of this size the node has to have room for, of all its processes."
+        "Number of copies of this size, of all processes together, for which the node must have room."
         self._inherited: set[Path] = set()
-        "The copies of the process before, kept until there is a newer one."
+        "Files of the previous process's copies, kept until there is a newer copy."
         self._making: Future[str] | None = None
-        "The slot that is being made; its result is why it could not be."
-        self._failing = self._unpinned = False
-        "Whether the user has been told that copies cannot be kept, and that they are not pinned."
+        "Future of the slot that is being made. Its result is why there is no room, or an empty string."
+        self._failing = False
+        "True if the newest log message says that copies cannot be kept."
+        self._unpinned = False
+        "True once the log says that copies are not pinned."
         self._paused_until = -math.inf
-        "When copies may be made again, by the monotonic clock."
+        "Time from which copies may be made again, in seconds of the monotonic clock."
         self.directory: Path | None = None
         try:
             if location:
                 self.directory, self._lock = lock_directory(location)
                 self._inherited = keep_newest(self.directory)
         except OSError as error:
-            self._tell(f"no copies in shared memory: {error}")
+            self._log(f"no copies in shared memory: {error}")
         self._heartbeat = self._open_heartbeat()
 
     @property
     def shared(self) -> bool:
-        """Whether copies are made that outlive this process."""
+        """True while this process makes copies that outlive it."""
         return self.directory is not None and time.monotonic() >= self._paused_until
 
     @property
     def newest(self) -> Slot | None:
-        """The slot with the newest complete copy."""
+        """Slot with the newest complete copy, or None."""
         return next((slot for slot in self._slots if Use.NEWEST in slot.uses), None)
 
     def heartbeat(self, attempt: int, step: int) -> None:
-        """Record that `step` was taken: a write to memory, which outlives the process."""
+        """Record that `step` was taken, in memory that outlives the process."""
         if self._heartbeat is not None:
             HEARTBEAT.pack_into(self._heartbeat, 0, attempt, step, time.time())
 
     # Slots, in the training thread.
 
     def expect_copies(self, count: int) -> None:
-        """Make no slots unless the node has room for so many copies of the size."""
+        """Make slots only if the node has room for `count` copies of their size."""
         self._copies = count
 
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
-        """Return a slot of `size` bytes that is not in use; None when there is none, unless it is `needed`.
+        """Return a free slot of `size` bytes, or None if all are in use.
 
-        Then another one is made meanwhile (`reserve`), and so it is when none will be free after this copy. One that is
-        needed, and not there yet, is made at once.
+        A slot that is `needed` is made at once if no slot is free. Another slot is made in the background (`reserve`)
+        if no slot is free now, or will be after this copy.
         """
         if self._making:
             if not needed and not self._making.done():
@@ -214,7 +230,10 @@ class NodeMemory:
         return slot
 
     def reserve(self, size: int, device: torch.device | None) -> None:
-        """Make a slot in a thread: its memory, pinned for copies from `device`, takes a second for each GB."""
+        """Make a slot in a thread.
+
+        This takes a second per GB, because its memory is pinned for copies from `device`.
+        """
         if self.shared and not self._making:
             self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
 
@@ -226,8 +245,10 @@ class NodeMemory:
         return None
 
     def _drop_unused(self, size: int) -> None:
-        """Remove slots that no copy goes to any more: of another size, as a state may grow, and private ones once there
-        is room for others.
+        """Remove the slots that no copy will use again.
+
+        These are slots of another size, because a state may grow, and private slots once there is room in shared
+        memory.
         """
         kept = []
         for slot in self._slots:
@@ -238,15 +259,15 @@ class NodeMemory:
         self._slots = kept
 
     def _make_slot(self, size: int, device: torch.device | None) -> str:
-        """Add a slot in shared memory, unless there are enough; returns why there is no room."""
+        """Add a slot in shared memory unless there are enough. Return why there is no room, or an empty string."""
         if not self.directory or not self.shared or len(self._slots) >= MAX_SLOTS:
             return ""
         try:
             if not any(slot.file and slot.size == size for slot in self._slots):
                 room = room_for_copies(self.directory)
-                if self._copies * size > MEMORY_SHARE * room:
-                    what = f"{self._copies} of {size / 1e6:.0f} MB"
-                    return f"{what} take more than half of the {room / 1e6:.0f} MB that are free"
+                if self._copies * size > MEMORY_FRACTION * room:
+                    copies = f"{self._copies} of {size / 1e6:.0f} MB"
+                    return f"{copies} take more than half of the {room / 1e6:.0f} MB that are free"
             slot = self._add(size, self._free_file("slot", self._slots))
         except OSError as error:
             return str(error.strerror or error)
@@ -255,11 +276,11 @@ class NodeMemory:
         return ""
 
     def pin(self, slot: Slot, device: torch.device) -> None:
-        """Lock a slot's pages for copies from `device`, as far as CUDA lets us."""
+        """Lock a slot's pages for copies from `device`, if CUDA allows it."""
         with torch.cuda.device(device):
             refusal = slot.pin()
         if refusal and not self._unpinned:
-            self._tell(f"copies of the state go to memory that is not pinned, and take longer: {refusal}")
+            self._log(f"copies of the state take longer, because their memory is not pinned: {refusal}")
             self._unpinned = True
 
     def _add(self, size: int, file: Path | None) -> Slot:
@@ -272,16 +293,19 @@ class NodeMemory:
             self.pause(problem)
 
     def _free_file(self, kind: str, slots: Sequence[Slot]) -> Path:
-        """Return a file that neither these slots nor the copies of the process before have."""
+        """Return a file name that neither these slots nor the previous process's copies use."""
         assert self.directory
         taken = {slot.file for slot in slots} | self._inherited
         files = (self.directory / f"{kind}-{number}.data" for number in itertools.count())
         return next(file for file in files if file not in taken)
 
-    # Complete copies, in the thread that seals them.
+    # Complete copies, in the seal thread.
 
     def make_peer_slot(self, size: int, others: Sequence[Slot]) -> Slot:
-        """Make room for the part of a worker on another node, beside `others`; raises `OSError` without room."""
+        """Make a slot for the part of a worker on another node, beside `others`.
+
+        Raises `OSError` if there is no room.
+        """
         if not self.shared:
             raise OSError("no shared memory")
         return Slot(size, self._free_file("peer", others))
@@ -289,30 +313,31 @@ class NodeMemory:
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
         """Mark the copy in `slot` as complete, and as the newest.
 
-        The one before stays the newest without room for the mark, or when something has `changed` meanwhile.
+        The previous copy stays the newest if there is no room for the marker, or if tensors have `changed` during the
+        copy.
         """
         try:
             snapshot, problem = slot.mark(manifest, sidecar, changed)
             if snapshot or problem:
-                self.settle(slot, manifest.step, problem)
+                self.finish_copy(slot, manifest.step, problem)
         finally:
             slot.uses.discard(Use.SEALING)
 
-    def settle(self, slot: Slot, step: int, problem: str) -> None:
-        """Have the copy in `slot` be the newest, unless there is a `problem`."""
+    def finish_copy(self, slot: Slot, step: int, problem: str) -> None:
+        """Make the copy in `slot` the newest, or log the `problem` if there is one."""
         if problem:
             if not self._failing:
                 self._failing = True
-                self._tell(
+                self._log(
                     f"the copy at step {step} is not kept in shared memory: {problem}; "
-                    "until one is, a loss takes the run back to the copy or the checkpoint before"
+                    "until a copy is kept, a loss takes the run back to the previous copy or checkpoint"
                 )
             return
         first = not self.newest
         for other in list(self._slots):
             other.uses.discard(Use.NEWEST)
         slot.uses.add(Use.NEWEST)
-        with contextlib.suppress(OSError):  # what stays is removed later
+        with contextlib.suppress(OSError):  # files that stay are removed later
             for file in self._inherited:
                 remove_copy(file)
             self._inherited = set()
@@ -320,57 +345,60 @@ class NodeMemory:
             remove_others(self.directory)
         if self._failing:
             self._failing = False
-            self._tell(f"copies in shared memory go on at step {step}")
+            self._log(f"copies in shared memory continue at step {step}")
 
     def pause(self, why: str) -> None:
-        """Make no copies that outlive this process for RETRY_S; those there are stay."""
+        """Make no copies that outlive this process for RETRY_S seconds. Existing copies stay."""
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True
-            self._tell(f"no copies in shared memory until there is room: {why}; {GOES_BACK}")
+            self._log(f"no copies in shared memory until there is room: {why}; {FALLBACK}")
 
     def stop(self, why: str) -> None:
-        """Make no more copies that outlive this process; those there are stay."""
+        """Make no more copies that outlive this process. Existing copies stay."""
         if self.shared:
-            self._tell(f"no more copies in shared memory: {why}; {GOES_BACK}")
+            self._log(f"no more copies in shared memory: {why}; {FALLBACK}")
         self._paused_until = math.inf
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove the parts that there are, but for those of this checkpoint, which stay until there is a newer copy."""
+        """Remove all parts except those of `checkpoint`, which stay until there is a newer copy."""
         slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
-            file, wanted = Path(held.file), held.checkpoint == checkpoint
-            if slot := slots.get(file) if held.parts else None:
-                if wanted:
-                    slot.uses.add(Use.NEWEST)
-                else:
-                    slot.uses.discard(Use.NEWEST)
-                    slot.unmark()
-            elif held.parts and wanted:
+            if not held.parts:
+                continue
+            file = Path(held.file)
+            wanted = held.checkpoint == checkpoint
+            slot = slots.get(file)
+            if slot and wanted:
+                slot.uses.add(Use.NEWEST)
+            elif slot:
+                slot.uses.discard(Use.NEWEST)
+                slot.unmark()
+            elif wanted:
                 self._inherited.add(file)
-            elif held.parts:
+            else:
                 remove_copy(file)
                 self._inherited.discard(file)
 
     def remove(self) -> None:
-        """Remove this process's copies: nobody will resume from them."""
+        """Remove this process's copies, because no process will resume from them."""
         if self._making:
             wait([self._making])
         if self.directory:
             shutil.rmtree(self.directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process of the run is still there
+            with contextlib.suppress(OSError):  # another process of the run still has a directory
                 self.directory.parent.rmdir()
 
     def _open_heartbeat(self) -> mmap.mmap | None:
         if not self.directory:
             return None
         try:
-            with (self.directory / "heartbeat").open("a+b") as file:  # the last process's stays until the first step
-                os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # as for a slot
+            with (self.directory / "heartbeat").open("a+b") as file:  # keeps the old one until the first step
+                os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # reserves the page, as for a slot
                 return mmap.mmap(file.fileno(), HEARTBEAT.size)
         except OSError as error:
-            self._tell(f"steps are not recorded in shared memory, so a receipt may count too few lost ones: {error}")
+            self._log(f"steps are not recorded in shared memory, so a receipt may count too few lost steps: {error}")
             return None
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         log.log(self._level, text)

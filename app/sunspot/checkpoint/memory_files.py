@@ -1,11 +1,11 @@
-"""The files of copies of the training state in a node's shared memory, which outlive the process that made them.
+"""Files for copies of the training state in a node's shared memory, which outlive the process that made them.
 
-Each process of a run has a directory of its own, which it locks while it lives. The next process on the node takes a
-directory that nobody locks, and finds there what the one before has left:
+Each process of a run has its own directory, which it locks until it exits. The next process on the node takes a
+directory that is not locked, and finds there the files of the previous process:
 
-    slot-0.data      the tensors of a copy, one after the other; or peer-0.data, of another node's part (replicas.py)
-    slot-0.sidecar   what else belongs to the state (`Sidecar`)
-    slot-0.json      the marker, written last: a copy counts only with it and the checksums in it
+    slot-0.data      the tensors of a copy, one after the other; peer-0.data has another node's part (replicas.py)
+    slot-0.sidecar   the rest of the state (`Sidecar`)
+    slot-0.json      the marker, written last: a copy only counts if it has a marker whose checksums match
     heartbeat        the last step that the process has taken
 """
 
@@ -37,13 +37,13 @@ from sunspot.shared_pages import Pages, map_pages
 log = logging.getLogger(__name__)
 
 MAX_PROCESSES = 64
-"""Processes of a run on one node, those included that are just ending."""
+"""Largest number of processes of a run on one node, including processes that are just exiting."""
 
 STALE_S = 24 * 3600
-"""Age at which copies of other runs are removed."""
+"""Seconds after which copies of other runs are removed."""
 
 HEARTBEAT = struct.Struct("<qqd")
-"""Attempt, step, seconds since the epoch."""
+"""Format of a heartbeat: attempt, step, seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -53,87 +53,87 @@ class MemorySnapshot:
     attempt: Count
     step: Count
     evaluated: bool
-    "Whether an epoch that ends at this step has been evaluated."
+    "False if an epoch ends at this step that has not been evaluated."
     time: Moment
-    "When the step had been taken, in seconds since the epoch."
+    "Time at which the step had been taken, in seconds since the epoch."
     size: Count
     crc32: Count
-    "Checksum of the tensors' bytes: the same on every node that holds this step."
+    "Checksum of the tensors' bytes, which is the same on every node that has this step."
     file: str
     nonce: str
-    "The attempt's (`Attempt.nonce`)."
+    "Nonce of the attempt (`Attempt.nonce`)."
     sidecar_crc32: Count = 0
     part: Count = 0
-    "The rank whose part of the state it is."
+    "Rank whose part of the state it is."
     parts: Count = 0
-    "How many parts make up the state; 0: it is the whole state."
+    "Number of parts of the state, or 0 if the copy is the whole state."
 
     @property
     def checkpoint(self) -> str:
-        """The name of the checkpoint that it is a copy of, whether or not that was committed."""
+        """Name of the checkpoint with the same state, even if that was never committed."""
         return checkpoint_name(self.step, self.attempt, self.nonce)
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What lies beside the tensors of a copy, and what a restart needs of it."""
+    """The data beside the tensors of a copy that a restart needs."""
 
     structure: Any
-    "The state, with tensors on the meta device (without memory) in the places of its own."
+    "State with each tensor replaced by an empty one on the meta device."
     manifest_fields: dict[str, Any]
-    "The fields of the checkpoint's manifest (`Checkpoint`), but for its files."
+    "Fields of the checkpoint's manifest (`Checkpoint`), except its files."
     places: list[Any]
-    "For each tensor, where it lies in the whole one (`Place`); None: it is whole."
+    "Position of each tensor in the whole tensor (`Place`), or None if it is whole."
     ledger: list[Any]
     "Windows of consumed rows that were not in storage yet (`LedgerWindow`)."
     names: list[str]
-    "The names of the optimizer's parameters (`parameter_names`), for a part of a state."
+    "Names of the optimizer's parameters (`parameter_names`); empty unless the copy is a part of a state."
 
     def to_bytes(self) -> bytes:
-        """Serialize it."""
+        """Serialize the sidecar."""
         file = io.BytesIO()
         torch.save(vars(self), file)
         return file.getvalue()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Sidecar":
-        """Return what `to_bytes` serialized; raises `DamageError` for anything else."""
+        """Return the sidecar that `to_bytes` serialized. Raises `DamageError` for anything else."""
         try:
             return cls(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
-        except Exception as error:  # torch raises of all kinds
+        except Exception as error:  # torch raises errors of any class
             raise DamageError("its sidecar cannot be read") from error
 
 
 class LoadedSnapshot(NamedTuple):
-    """A copy that was read from this node's shared memory, and checked."""
+    """A copy that was read from this node's shared memory and verified."""
 
-    held: MemorySnapshot
+    snapshot: MemorySnapshot
     sidecar: Sidecar
     pages: Pages
 
     @property
     def data(self) -> torch.Tensor:
-        """Its tensors' bytes, uint8 [size]; who changes them changes a copy of its own."""
-        return map_pages(self.pages.path, self.held.size)
+        """Bytes of its tensors, uint8 [size]. Each caller gets a private mapping, so it may change them."""
+        return map_pages(self.pages.path, self.snapshot.size)
 
 
-# ------------------------------------------------------------------------------------- what processes before have left
+# ------------------------------------------------------------------------------------ copies of previous processes
 
 
 def find_snapshot(location: str) -> LoadedSnapshot | None:
-    """Read the newest good copy of the run's whole state on this node."""
+    """Read the newest intact copy of the run's whole state on this node, or return None."""
     found = [snapshot for snapshot in _list_all(location) if not snapshot.parts]
-    loaded = (read_if_good(snapshot) for snapshot in sorted(found, key=_position, reverse=True))
+    loaded = (read_if_intact(snapshot) for snapshot in sorted(found, key=_position, reverse=True))
     return next(filter(None, loaded), None)
 
 
 def find_parts(location: str) -> tuple[MemorySnapshot, ...]:
-    """List the copies on this node of the parts of states, as their markers describe them."""
+    """List the copies on this node of parts of states, as their markers describe them."""
     return tuple(snapshot for snapshot in _list_all(location) if snapshot.parts)
 
 
 def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
-    """List the last step of each process of the run on this node: attempt, step, seconds since the epoch."""
+    """List the heartbeats of the run's processes on this node: attempt, step, seconds since the epoch."""
     heartbeats = []
     for file in [directory / "heartbeat" for directory in _list_processes(location)]:
         with contextlib.suppress(OSError, struct.error):
@@ -143,31 +143,31 @@ def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
     return heartbeats
 
 
-def read_if_good(held: MemorySnapshot) -> LoadedSnapshot | None:
-    """Read and check a copy; None and a warning when it is damaged, or was replaced meanwhile."""
+def read_if_intact(snapshot: MemorySnapshot) -> LoadedSnapshot | None:
+    """Read and verify a copy. Return None, with a warning, if it is damaged or has been replaced since."""
     try:
-        with open(held.file, "rb") as file:
-            if os.fstat(file.fileno()).st_size < held.size:
-                raise DamageError("it is cut off")
-            pages = Pages(held.size)
-            data = map_pages(pages.path, held.size, shared=True)
+        with open(snapshot.file, "rb") as file:
+            if os.fstat(file.fileno()).st_size < snapshot.size:
+                raise DamageError("it is truncated")
+            pages = Pages(snapshot.size)
+            data = map_pages(pages.path, snapshot.size, shared=True)
             file.readinto(as_bytes(data))
-        sidecar = Path(held.file).with_suffix(".sidecar").read_bytes()
-        if zlib.crc32(as_bytes(data)) != held.crc32 or zlib.crc32(sidecar) != held.sidecar_crc32:
-            raise DamageError("its bytes are not those that were marked")
-        return LoadedSnapshot(held, Sidecar.from_bytes(sidecar), pages)
+        sidecar = Path(snapshot.file).with_suffix(".sidecar").read_bytes()
+        if zlib.crc32(as_bytes(data)) != snapshot.crc32 or zlib.crc32(sidecar) != snapshot.sidecar_crc32:
+            raise DamageError("its bytes do not match its marker's checksums")
+        return LoadedSnapshot(snapshot, Sidecar.from_bytes(sidecar), pages)
     except (OSError, ValueError, DamageError) as error:
-        warn_once(log, f"the copy in shared memory {held.file} cannot be used: {error}; left out")
+        warn_once(log, f"the copy in shared memory {snapshot.file} cannot be used: {error}; it is skipped")
         return None
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:
-    """View a uint8 tensor's bytes."""
+    """Return a view of a uint8 tensor's bytes."""
     return memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that an array is a buffer
 
 
 def list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
-    """Yield the complete copies in a directory; those just being replaced are skipped."""
+    """Yield the complete copies in a directory, and skip those that are just being replaced."""
     for marker in directory.glob("*.json"):
         try:
             snapshot: MemorySnapshot = parse_verified(MemorySnapshot, marker.read_bytes(), str(marker))
@@ -176,7 +176,7 @@ def list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
         except OSError:
             continue
         except DamageError as error:
-            warn_once(log, f"{error}; left out")
+            warn_once(log, f"{error}; it is skipped")
         else:
             yield snapshot
 
@@ -186,14 +186,14 @@ def _list_all(location: str) -> list[MemorySnapshot]:
 
 
 def _position(snapshot: MemorySnapshot) -> tuple[int, int]:
-    """Sort key: a larger one is a newer copy."""
+    """Return a sort key that is larger for newer copies."""
     return snapshot.attempt, snapshot.step
 
 
 def keep_newest(directory: Path) -> set[Path]:
-    """Remove all but the newest complete copy that the process before left, and return what is left.
+    """Remove all complete copies of the previous process except the newest, and return the files that are left.
 
-    Of parts two stay: the newest that all workers have may be the one before.
+    Two copies of a part stay, because the newest copy that all workers have may be the second newest here.
     """
     found = sorted(list_snapshots(directory), key=_position, reverse=True)
     steps = sorted({_position(held) for held in found if held.parts}, reverse=True)[:2]
@@ -206,7 +206,7 @@ def keep_newest(directory: Path) -> set[Path]:
 
 
 def remove_copy(file: Path) -> None:
-    """Remove a slot with what stands beside it, the marker first."""
+    """Remove the files of a slot, its marker first."""
     for suffix in (".json", ".sidecar", ".data"):
         file.with_suffix(suffix).unlink(missing_ok=True)
 
@@ -215,9 +215,9 @@ def remove_copy(file: Path) -> None:
 
 
 def lock_directory(location: str) -> tuple[Path, IO[str]]:
-    """Lock the run's first directory that no living process has locked; returns it, and what keeps it locked.
+    """Lock the run's first directory that no other process has locked. Return it, and the open file that locks it.
 
-    Raises `OSError` when there is no shared memory.
+    Raises `OSError` if there is no shared memory.
     """
     root = node_memory_directory(location, SHARED_MEMORY)
     make_private_folder(SHARED_MEMORY)
@@ -231,7 +231,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
             lock.close()
         else:
             return directory, lock
-    raise OSError(f"{MAX_PROCESSES} processes of the run are on this node")
+    raise OSError(f"{MAX_PROCESSES} other processes of the run use this node's shared memory, which is the limit")
 
 
 def _list_processes(location: str) -> list[Path]:
@@ -241,22 +241,23 @@ def _list_processes(location: str) -> list[Path]:
 
 
 def room_for_copies(own: Path) -> int:
-    """Count the bytes that the run's copies on this node may take, given a process's own directory.
+    """Return the number of bytes that the run's copies on this node may take, given a process's own directory.
 
-    What is free may still be written to shared memory, which counts as the container's, and copies that are there make
-    way for new ones: whether there is room does not depend on whether there was before.
+    This is the space of the copies that exist now, which make way for new ones, and what is free. Shared memory counts
+    as the container's memory, so no more is free than the container's limit leaves.
     """
-    free, left = shutil.disk_usage(SHARED_MEMORY).free, memory_left()
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    left = memory_left()
     taken = 0
     for file in own.parent.glob("*/*.data"):
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # just removed
             taken += file.stat().st_size
     return taken + (free if left is None else min(free, left))
 
 
 def remove_others(own: Path) -> None:
-    """Remove the directories of processes that are gone: of this run, and of others after STALE_S."""
-    with contextlib.suppress(OSError):  # another process removes the same; what stays is removed later
+    """Remove the directories of processes that have exited: those of this run, and others after STALE_S seconds."""
+    with contextlib.suppress(OSError):  # another process may remove the same; the rest is removed later
         for directory in own.parent.iterdir():
             _remove_if_free(directory)
         for run in own.parent.parent.iterdir():
@@ -268,7 +269,7 @@ def remove_others(own: Path) -> None:
 
 
 def _remove_if_free(directory: Path) -> None:
-    """Remove a directory whose process is gone."""
+    """Remove a directory if its process has exited."""
     with contextlib.suppress(OSError), (directory / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory)

@@ -1,22 +1,23 @@
-"""Checkpoints in parts (PARALLEL=fsdp): each rank writes the part it holds, and rank 0 commits all of them.
+"""Checkpoints in parts (PARALLEL=fsdp): each rank writes its part, and rank 0 commits all parts together.
 
-The files are those of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
+The files have the format of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
 `FileSystemReader`:
 
     __0_0.distcp __0_1.distcp   rank 0's part of the model, and of the optimizer's state: tensors, one after the other
-    part-00000.json             where each tensor lies in them; written once they are verified to be there
-    .metadata                   the same for all ranks, for torch; not read here, as it is a pickle
-    extra_state.pt              as under DDP, and the optimizer's plain values, under `state`
-    model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, in
-                                its place, safetensors, which all ranks write, and weights-00000.json
+    part-00000.json             rank 0's index: the position of each tensor in these files, written after they were
+                                verified
+    .metadata                   the indexes of all ranks, for torch; not read here, because it is a pickle
+    extra_state.pt              as under DDP, plus the optimizer's plain values, under `state`
+    model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, all
+                                ranks write safetensors files and weights-00000.json instead
 
-Rank 0 writes the tensors that are not cut (buffers, the optimizer's step counts).
+Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's step counts).
 
-Ranks learn only from storage what the others have written: a rank that dies leaves a directory without a manifest, and
-no other rank waiting in a collective call. All ranks commit the same snapshots: those that rank 0 begins
-(`CommitOrder` in commit.py).
+Rank 0 finds out from storage alone what the other ranks have written. So a rank that dies leaves a directory without a
+manifest, but no rank that waits for it in a collective call. All ranks commit the snapshots that rank 0 begins
+(`CommitCoordinator` in commit.py).
 
-What only they need of torch is imported where it is used, as it takes seconds at the start of every process.
+Parts of torch that only checkpoints in parts need are imported in functions, because their import takes seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sunspot.background import map_parallel
-from sunspot.checkpoint.commit import CommitOrder
+from sunspot.checkpoint.commit import CommitCoordinator
 from sunspot.checkpoint.files import (
     Files,
     load_state,
@@ -63,22 +64,26 @@ from sunspot.storage.limits import WARN_AFTER_S, refuse_if_given_up
 log = logging.getLogger(__name__)
 
 KINDS = ("model", "optimizer")
-"""The files of a part, in the order of their numbers: prediction does not read the optimizer's."""
+"""Kinds of files of a part, in the order of their numbers. They are separate because prediction only reads the
+model."""
 
 WEIGHTS = "weights-{:05d}.json"
-"""Lists the safetensors files that one rank has written, once they have arrived."""
+"""Name of the file that lists the safetensors files of one rank, written after these were verified."""
 
 METADATA = ".metadata"
 
 PEER_TIMEOUT_S = 60.0
-"""How much longer than STORAGE_TIMEOUT_S rank 0 waits for parts: a rank whose storage fails reports that first."""
+"""Seconds beyond STORAGE_TIMEOUT_S that rank 0 waits for parts, so that a rank whose storage fails reports it first."""
 
 POLL_EVERY_S = 0.5
-"""Time between two listings while rank 0 waits for parts as large as its own."""
+"""Seconds between two listings while rank 0 waits for the other parts."""
 
 
 class ShardWriter:
-    """Writes one rank's part of each snapshot, in the commit thread; rank 0 also writes the files common to all."""
+    """Writes one rank's part of each snapshot, in the commit thread.
+
+    Rank 0 also writes the files that all ranks share.
+    """
 
     def __init__(
         self,
@@ -86,21 +91,28 @@ class ShardWriter:
         worker: WorkerPlace,
         names: list[str],
         settings: Settings,
-        order: CommitOrder,
+        coordinator: CommitCoordinator,
         more_files: MoreFiles | None = None,
     ) -> None:
-        """`names` are the parameters', in the optimizer's order (`parameter_names`); the last one has `more_files`."""
-        self._run, self._order, self._names, self._more_files = run, order, names, more_files
-        self._rank, self._world_size = worker.rank, worker.world_size
+        """`names` are the parameters' names in the optimizer's order (`parameter_names`).
+
+        Only a finished run's last checkpoint has `more_files`.
+        """
+        self._run = run
+        self._coordinator = coordinator
+        self._names = names
+        self._more_files = more_files
+        self._rank = worker.rank
+        self._world_size = worker.world_size
         self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0
-        "Seconds that its own part took: the others', on slower connections, may take as long again."
+        "Seconds that this rank's part took. Parts of other ranks, on slower connections, may take twice as long."
         self._written: list[str] = []
-        "What is in storage of the newest checkpoint: a retry does not write it again."
+        "Keys of the indexes of the newest checkpoint that are in storage, which a retry does not write again."
 
     def files(self, snapshot: Snapshot) -> Files:
-        """Write this rank's part; on rank 0, wait for the others' and return the files of all."""
+        """Write this rank's part. On rank 0, wait for the other parts, and return the files of all ranks."""
         name = snapshot.manifest.name
         safetensors = self._safetensors and snapshot.manifest.finished
         self._write_once(name, INDEX, lambda: self.write_part(snapshot))
@@ -114,11 +126,14 @@ class ShardWriter:
 
     def write_part(self, snapshot: Snapshot) -> dict[str, Any]:
         """Write this rank's part of the tensors, and return its index."""
-        name, files, pieces = snapshot.manifest.name, Files(), list[Piece]()
+        name = snapshot.manifest.name
+        files = Files()
+        pieces = list[Piece]()
         tensors = zip(keys_of(snapshot.state, self._names), tensors_in(snapshot.state), snapshot.places, strict=True)
-        # What is not cut comes first: every rank reads that of rank 0, in one piece.
+        # Tensors that are not sharded come first, because every rank reads those of rank 0, in one request.
         in_order = sorted(tensors, key=lambda item: item[2] is not None)
-        # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
+        # Rank 0 writes the tensors that are not sharded. The last ranks have no part of a tensor with fewer rows than
+        # there are ranks.
         mine = [
             (key, tensor, place) for key, tensor, place in in_order if self._rank == 0 or (place and tensor.numel())
         ]
@@ -130,7 +145,8 @@ class ShardWriter:
                     if key.startswith(f"{kind}."):
                         content = io.BytesIO()
                         torch.save(tensor, content)
-                        data, extent = content.getbuffer(), extent_of(key, tensor, place)
+                        data = content.getbuffer()
+                        extent = extent_of(key, tensor, place)
                         pieces.append(Piece(*extent, file, writer.size, len(data), zlib.crc32(data)))
                         writer.write(data)
 
@@ -138,11 +154,16 @@ class ShardWriter:
         return {"files": files, "tensors": [piece._asdict() for piece in pieces]}
 
     def write_weights(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Write this rank's share of the whole model as safetensors, out of all ranks' parts; returns its index."""
-        run, name, written = self._run, snapshot.manifest.name, Files()
+        """Write some of the model's safetensors files, from the parts of all ranks, and return their index.
+
+        Each rank writes other files.
+        """
+        run = self._run
+        name = snapshot.manifest.name
+        written = Files()
         whole = whole_model(read_indexes(run, name, 1)[1])
         mine = list(plan_shards(whole).items())[self._rank :: self._world_size]
-        if mine:  # there may be more ranks than files: only those that write one read what all ranks have
+        if mine:  # a rank without a file reads nothing
             files, pieces = read_indexes(run, name, self._world_size)
         for file, tensors in mine:
             into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
@@ -152,11 +173,13 @@ class ShardWriter:
         return {"files": written}
 
     def write_common(self, snapshot: Snapshot) -> Files:
-        """Write the files common to all ranks, once all theirs are there; returns the files of the whole checkpoint.
+        """Write the files that all ranks share, after all parts, and return the files of the whole checkpoint.
 
-        A finished run's last checkpoint has the whole model as one file, unless all ranks have written it.
+        A finished run's last checkpoint has the whole model as one file, unless all ranks have written it as
+        safetensors.
         """
-        run, name = self._run, snapshot.manifest.name
+        run = self._run
+        name = snapshot.manifest.name
         files, pieces = read_indexes(run, name, self._world_size)
         metadata = make_metadata(pieces)
         files[METADATA] = upload(run, name, METADATA, lambda writer: pickle.dump(metadata, writer))  # type: ignore[arg-type]
@@ -169,7 +192,7 @@ class ShardWriter:
             model: Any = whole_model(pieces)
             files |= read_indexes(run, name, self._world_size, WEIGHTS)[0] | upload_index(run, name, model)
         else:
-            model = load_whole(run, replace(snapshot.manifest, files=files), Contents(pieces, outline["model"]))
+            model = load_whole(run, replace(snapshot.manifest, files=files), ShardedContents(pieces, outline["model"]))
             files["model.pt"] = upload_state(run, name, "model.pt", model)
         if self._more_files:
             more = self._more_files(model)
@@ -177,7 +200,8 @@ class ShardWriter:
         return files
 
     def _write_once(self, name: str, index: str, write: Callable[[], dict[str, Any]]) -> None:
-        """Write files, then the `index` of them, which tells that they are in storage; unless an earlier try has."""
+        """Write files and then their `index`, which marks them as complete, unless an earlier try has already done
+        so."""
         own = self._run.key("checkpoints", name, index.format(self._rank))
         if own not in self._written:
             began = time.monotonic()
@@ -186,16 +210,16 @@ class ShardWriter:
             self._written = [own, *self._written[:1]]
 
     def _wait_for_parts(self, name: str) -> None:
-        """Return once all ranks have written their parts: rank 0 looks for them, and tells the others."""
+        """Wait until all ranks have written their parts. Rank 0 looks for them and informs the others."""
         if self._rank == 0:
             self._wait_for_indexes(name, INDEX)
-            self._order.tell_written(name)
+            self._coordinator.announce_written(name)
         else:
-            told = "rank 0 has not seen the parts of all ranks"
-            self._wait(name, lambda: "" if self._order.is_written(name) else told)
+            missing = "rank 0 has not seen the parts of all ranks"
+            self._wait(name, lambda: "" if self._coordinator.is_written(name) else missing)
 
     def _wait_for_indexes(self, name: str, index: str) -> None:
-        """Return once all ranks have written their index."""
+        """Wait until all ranks have written their index."""
 
         def find_missing() -> str:
             entries = self._run.storage.list(self._run.key("checkpoints", name))
@@ -206,8 +230,10 @@ class ShardWriter:
         self._wait(name, find_missing)
 
     def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
-        """Return once nothing is missing of a checkpoint; raises `RuntimeError` when that takes too long."""
-        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
+        """Wait until no part of a checkpoint is missing. Raises `RuntimeError` if that takes too long."""
+        began = time.monotonic()
+        limit_s = self._timeout_s + self._took_s
+        warned = False
         while missing := find_missing():
             refuse_if_given_up(name)
             waited = time.monotonic() - began
@@ -221,16 +247,16 @@ class ShardWriter:
 
 
 def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
-    """Make the model's tensors, whole, without memory (meta); in the order of rank 0's part, which has of each."""
+    """Return the model's whole tensors on the meta device, in the order of rank 0's part, which has a piece of each."""
     return {
         piece.name.removeprefix("model."): piece.allocate("meta") for piece in pieces if piece.name.startswith("model.")
     }
 
 
 def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tuple[Files, list[Piece]]:
-    """Read the ranks' indexes of an uncommitted checkpoint: the files in them, with these, and the pieces.
+    """Read the ranks' indexes of an uncommitted checkpoint. Return all files, the indexes included, and all pieces.
 
-    Raises `DamageError` for a file that has changed since.
+    Raises `DamageError` if a file has been changed since it was written.
     """
     folder = run.key("checkpoints", name)
     listed = {entry.key.removeprefix(f"{folder}/"): entry for entry in run.storage.list(folder)}
@@ -253,33 +279,42 @@ def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tu
 
 
 def is_sharded(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint was written in parts."""
+    """Return True if a checkpoint was written in parts."""
     return INDEX.format(0) in checkpoint.files
 
 
-class Contents(NamedTuple):
-    """What a checkpoint in parts holds."""
+class ShardedContents(NamedTuple):
+    """The pieces of a checkpoint in parts, and the state that they make up."""
 
     pieces: list[Piece]
     outline: Any
-    "The state, with the names of its tensors in their places."
+    "State with each tensor replaced by its name."
 
 
-def read_contents(run: Run, checkpoint: Checkpoint) -> Contents:
-    """Read what a checkpoint in parts holds: a request for each rank that wrote it. Raises `DamageError`."""
-    return Contents(read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"])
+def read_contents(run: Run, checkpoint: Checkpoint) -> ShardedContents:
+    """Read the contents of a checkpoint in parts, with one request per rank that wrote it.
+
+    Raises `DamageError` if a file does not match the manifest.
+    """
+    return ShardedContents(read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"])
 
 
-def load_model(run: Run, checkpoint: Checkpoint, contents: Contents | None = None) -> Any:
-    """Load the model's whole state_dict, on the CPU, from `model.pt` or from parts; raises `DamageError`."""
+def load_model(run: Run, checkpoint: Checkpoint, contents: ShardedContents | None = None) -> Any:
+    """Load the model's whole state_dict on the CPU, from `model.pt` or from parts.
+
+    Raises `DamageError` if a file does not match the manifest.
+    """
     if "model.pt" in checkpoint.files:
         return load_state(run, checkpoint, "model.pt")
     pieces, outline = contents or read_contents(run, checkpoint)
-    return load_whole(run, checkpoint, Contents(pieces, outline["model"]))
+    return load_whole(run, checkpoint, ShardedContents(pieces, outline["model"]))
 
 
-def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
-    """Load the state that the outline describes, with whole tensors on the CPU; raises `DamageError`."""
+def load_whole(run: Run, checkpoint: Checkpoint, contents: ShardedContents) -> Any:
+    """Load the state that the outline describes, with whole tensors on the CPU.
+
+    Raises `DamageError` if a file does not match its index.
+    """
     named = {name for _, name in leaves_of(contents.outline)}
     wanted = [piece for piece in contents.pieces if piece.name in named]
     tensors = {piece.name: piece.allocate() for piece in wanted}
@@ -288,24 +323,28 @@ def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
 
 
 def load_parts(
-    run: Run, checkpoint: Checkpoint, contents: Contents, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    run: Run,
+    checkpoint: Checkpoint,
+    contents: ShardedContents,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Read this rank's part of a sharded model and its optimizer, however many ranks wrote the checkpoint.
+    """Load this rank's part of a sharded model and its optimizer. Any number of ranks may have written the checkpoint.
 
-    Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
+    Raises `DamageError` if a file does not match its index, and `ConflictError` if the checkpoint is of another model.
     """
     read = functools.partial(read_into, run, checkpoint, contents.pieces)
     load_pieces(contents, checkpoint.name, model, optimizer, read)
 
 
 def load_pieces(
-    contents: Contents,
+    contents: ShardedContents,
     name: str,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     read: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
-    """Load this rank's part of the state called `name`, of which `read` fills tensors by their names."""
+    """Load this rank's part of the checkpoint called `name`. `read` fills the given tensors by their names."""
     pieces, outline = contents
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parameters = parameters_of(optimizer)

@@ -1,6 +1,6 @@
-"""The pieces of tensors in a checkpoint's parts: where each lies, its checksum, and reading only those that are needed.
+"""Pieces of tensors in a checkpoint's parts: their positions and checksums, and how to read only the needed ones.
 
-What only they need of torch is imported where it is used, as it takes seconds at the start of every process.
+Parts of torch that only checkpoints in parts need are imported in functions, because their import takes seconds.
 """
 
 from __future__ import annotations
@@ -27,46 +27,48 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
 INDEX = "part-{:05d}.json"
+"""Name of the index of one rank's part."""
 
 REQUEST_BYTES = 64 << 20
-"""Bytes that one request reads, if it needs as much; a larger one gains nothing."""
+"""Largest number of bytes that one request reads, unless a piece is larger. Larger requests would not be faster."""
 
 REQUESTS_AT_ONCE = 4
-"""Requests of one rank: there may be eight to a node."""
+"""Number of requests that one rank sends at once. A node may have eight ranks."""
 
 
 class Piece(NamedTuple):
-    """A piece of one tensor in a file, as the part's index lists it."""
+    """A piece of one tensor in a file, as listed in the index of its part."""
 
     name: str
     dtype: str
     shape: list[int]
-    "The whole tensor's."
+    "Shape of the whole tensor."
     offset: list[int]
-    "Where the piece begins in the tensor."
+    "Index of the piece's first element in the whole tensor."
     lengths: list[int]
-    "The piece's, in each dimension."
+    "Length of the piece in each dimension."
     file: str
     begin: int
-    "Where its bytes begin in the file, as `torch.save` wrote them."
+    "Position in the file of its first byte, as written by `torch.save`."
     size: int
     crc32: int
-    "The checksum of these bytes."
+    "Checksum of these bytes."
 
     def allocate(self, device: str = "cpu") -> torch.Tensor:
-        """Make the whole tensor, without its values."""
+        """Allocate the whole tensor, without setting its values."""
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
 
 def extent_of(name: str, part: torch.Tensor, place: Place | None) -> tuple[str, str, list[int], list[int], list[int]]:
-    """Return the fields of a piece up to its file, for a part of a tensor at `place`; None: it is the whole one."""
+    """Return the first fields of a `Piece`, up to its lengths, for a tensor's part at `place`, or for a whole
+    tensor."""
     shape, offset = place or (part.shape, (0,) * part.ndim)
     return name, str(part.dtype).removeprefix("torch."), list(shape), list(offset), list(part.shape)
 
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
-    """Make the metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # torch's own reader wants it in .metadata
+    """Return the metadata that torch.distributed.checkpoint reads. Raises `DamageError` if a piece is missing."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # torch's own reader expects it in .metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -89,25 +91,26 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
 
 
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
-    """Read all pieces of a checkpoint, by rank. Raises `DamageError` for an index that Sunspot did not write."""
+    """Read the list of a checkpoint's pieces, by rank. Raises `DamageError` for an index that Sunspot did not write."""
     indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
     try:
         contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
         return [Piece(**piece) for content in contents for piece in content["tensors"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         place = run.storage.locate(run.key("checkpoints", checkpoint.name))
-        raise DamageError(f"{place}: the indexes of its parts cannot be used: {type(error).__name__}") from error
+        raise DamageError(f"{place}: the indexes of its parts cannot be read: {type(error).__name__}") from error
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
-    """Fill tensors (whole ones and DTensors) by name; torch's planner finds the pieces that cover them.
+    """Fill tensors, whole ones or DTensors, by name. torch's planner finds the pieces that cover them.
 
-    Only bytes that were checked are loaded; no others are read, but for small gaps.
+    Only verified bytes are loaded. Apart from small gaps, no other bytes are read.
     """
-    reads = Reads(pieces, into)
+    plan = ReadPlan(pieces, into)
 
     def load(adjacent: list[Piece]) -> None:
-        key, at = run.key("checkpoints", checkpoint.name, adjacent[0].file), adjacent[0].begin
+        key = run.key("checkpoints", checkpoint.name, adjacent[0].file)
+        at = adjacent[0].begin
         with run.storage.open(key, at) as stream:
             for piece in adjacent:
                 stream.read(piece.begin - at)
@@ -117,15 +120,15 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
                     where = run.storage.locate(key)
                     raise DamageError(f"{where}: {piece.name} in it does not match the index of its part")
                 try:
-                    reads.put(piece, unpack(io.BytesIO(data)))
+                    plan.copy_piece(piece, unpack(io.BytesIO(data)))
                 except ValueError as error:
                     raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it is {error}") from error
 
-    map_parallel(load, group_adjacent(reads.wanted), REQUESTS_AT_ONCE)
+    map_parallel(load, group_adjacent(plan.wanted), REQUESTS_AT_ONCE)
 
 
-class Reads:
-    """What has to be read to fill tensors."""
+class ReadPlan:
+    """Plan for filling tensors: the pieces to read, and the elements to copy from each."""
 
     def __init__(self, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -139,10 +142,10 @@ class Reads:
             self._items.setdefault((piece.file, piece.begin), []).append(item)
         wanted = (piece for piece in pieces if (piece.file, piece.begin) in self._items)
         self.wanted = sorted(wanted, key=lambda piece: (piece.file, piece.begin))
-        "The pieces, by their places in the files."
+        "Pieces to read, in their order in the files."
 
-    def put(self, piece: Piece, content: torch.Tensor) -> None:
-        """Copy what is needed of a piece that was read."""
+    def copy_piece(self, piece: Piece, content: torch.Tensor) -> None:
+        """Copy the needed elements of a piece, whose `content` was read, into the tensors."""
         for item in self._items[piece.file, piece.begin]:
             tensor = content
             for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -151,7 +154,10 @@ class Reads:
 
 
 def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Group pieces, sorted by their places, that one request each reads: REQUEST_BYTES, or one larger piece."""
+    """Group pieces, sorted by their positions, so that one request reads each group of at most REQUEST_BYTES.
+
+    A larger piece is a group of its own.
+    """
     groups: list[list[Piece]] = []
     for piece in pieces:
         group = groups[-1] if groups else []

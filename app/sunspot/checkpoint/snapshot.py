@@ -1,11 +1,13 @@
-"""Copies of the training state, taken behind the training.
+"""Copies the training state while training continues.
 
-What only the optimizer changes stays as it is during forward and backward, so it is copied meanwhile, and only the next
-optimizer step waits (`wait_for_copy`). Anything else in the model may change in the very next forward pass (batch
-norm's averages, a teacher that follows the weights), and is copied at once. What turns out to have changed while it was
-copied has torn that copy, which is dropped, and is copied at once from then on.
+Tensors that only the optimizer changes stay the same during forward and backward. They are copied during that time, and
+only the next optimizer step waits for the copy (`wait_for_copy`). Any other tensor of the model may change in the very
+next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. If a tensor
+changes while it is copied, that copy is torn and dropped, and the tensor is copied at once from then on. Code that
+changes parameters must therefore call `wait_for_copy` first. In train/run.py, `TrainingRun` does so for torch's
+optimizers by a hook, and loops that change parameters in another way have to tell it.
 
-A GPU copies in a stream of its own. The training's stream waits for that, and no thread: the CPU goes on filling it.
+A GPU copies in a separate stream. Only the training stream waits for it; the CPU keeps queueing work without waiting.
 """
 
 import functools
@@ -29,16 +31,16 @@ from sunspot.parallel.sharding import Place, find_places, parameters_of, part_of
 from sunspot.run.checkpoints import Checkpoint
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
-"""Target and source of each copy."""
+"""Target and source tensor of each copy."""
 
 MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
-"""Returns what else a task wants in its checkpoints, by the names of the files, given the model's state_dict."""
+"""Function that returns a task's additional files for a checkpoint, by name, given the model's state_dict."""
 
 
 class ChangeWatch:
-    """Tells which tensors are changed in place while they are copied, except through `.data`.
+    """Finds the tensors that are changed in place while they are copied. Misses changes made through `.data`.
 
-    It reads the count of changes by which autograd finds them (`_version`), as torch has no public name for it.
+    It reads autograd's own version counter (`_version`), for which torch has no public name.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -46,12 +48,12 @@ class ChangeWatch:
         self._final: set[int] | None = None
 
     def changed(self) -> set[int]:
-        """Return the `id` of each tensor that has changed before the watch ended; from any thread."""
+        """Return the `id` of each tensor that changed before the watch ended. May be called from any thread."""
         so_far = {id(tensor) for tensor, version in self._versions if tensor._version != version}
-        return so_far if self._final is None else self._final  # after the end, the optimizer changes them
+        return so_far if self._final is None else self._final  # after that, the optimizer changes them
 
     def end(self) -> set[int]:
-        """End the watch, and return what has changed."""
+        """End the watch, and return the `id` of each changed tensor."""
         self._final = self.changed()
         self._versions = []
         return self._final
@@ -59,22 +61,22 @@ class ChangeWatch:
 
 @dataclass(frozen=True)
 class SavedObjects:
-    """The objects whose state is saved, while training goes on to change them."""
+    """Objects whose state is saved while training continues to change them."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None = None
-    "Saved in the place of the weights."
+    "Average that is saved in place of the weights."
     more_files: MoreFiles | None = None
-    stepped: "OptimizerOnlyParameters | None" = None
-    "The parameters that only the optimizer changes, as this process found in earlier groups."
+    optimizer_only: "OptimizerOnlyParameters | None" = None
+    "Parameters that only the optimizer changes, as this process found out in earlier groups."
 
     def state(self) -> dict[str, Any]:
-        """Return the state_dicts of `model` and `optimizer`, with the very tensors that are trained."""
+        """Return the state_dicts of `model` and `optimizer`, which contain the trained tensors themselves."""
         return {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
 
     def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state as a checkpoint has it: with the average, if there is one, for the weights."""
+        """Return the state as checkpoints store it: with the average, if there is one, in place of the weights."""
         return self.average.exchange(state) if self.average else state
 
 
@@ -83,29 +85,31 @@ class Snapshot:
     """A copy of the state at one step, in host memory."""
 
     manifest: Checkpoint
-    "Without its files, which are not written yet."
+    "Manifest without its files, which are not written yet."
     extra_state: dict[str, Any]
     state: dict[str, Any]
-    "`model` and `optimizer`: state_dicts whose tensors lie in the slot."
+    "State_dicts of `model` and `optimizer`, whose tensors lie in the slot."
     slot: Slot
     copied: Future[bool]
     watch: ChangeWatch
     places: list[Place | None]
-    "For each tensor of the model, then of the optimizer (`tensors_in`): under fsdp, where in the whole tensor it lies."
+    "Position of each tensor of `state` (`tensors_in`) in its whole tensor under FSDP, or None if it is whole."
 
     @property
     def torn(self) -> bool:
-        """Whether something is known to have changed while it was copied; an operation counts once it has ended."""
+        """True if a tensor is known to have changed while it was copied. An operation only counts once it has ended."""
         return bool(self.watch.changed())
 
     def release(self) -> None:
-        """Let the slot be used again: the commit thread no longer needs it."""
+        """Free the slot, because the commit thread no longer needs it."""
         self.slot.uses.discard(Use.UPLOADING)
 
 
 class OptimizerOnlyParameters:
-    """The parameters that nothing but optimizer steps changes: in the second step, they get a gradient and its forward
-    pass leaves them alone, even through `.data`.
+    """Finds the parameters that only optimizer steps change.
+
+    These are the parameters that get a gradient in the second step and that the second step's forward pass does not
+    change, even through `.data`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -113,22 +117,27 @@ class OptimizerOnlyParameters:
         self._after_first: list[tuple[int, torch.Tensor]] = []
         "Each parameter's `_fingerprint` after the first step."
         self.ids: set[int] | None = None
-        "Their `id`; None: not known yet."
+        "The `id` of each such parameter, or None before the second step."
         self.moved = set[int]()
-        "The `id` of each parameter that the second step changed before the optimizer did, without PyTorch counting it."
+        """The `id` of each parameter that the second step changed without PyTorch counting it, before the optimizer's
+        step."""
 
     def begin_group(self) -> None:
-        """Forget the values after the first step if they were not compared yet, as they may now be another worker's."""
+        """Forget the values after the first step unless they have been compared: the state may be another worker's
+        now."""
         if self.ids is None:
             self._after_first = []
 
     def after_step(self) -> None:
-        """Note the parameters' values; call it after each optimizer step."""
+        """Record the parameters' values. Call this after each optimizer step."""
         if not self._after_first:
             self._after_first = [_fingerprint(parameter) for parameter in self._parameters]
 
     def before_step(self) -> None:
-        """Compare them; call it before each optimizer step, with its gradients."""
+        """Compare the parameters with their recorded values.
+
+        Call this before each optimizer step, when it has gradients.
+        """
         if self.ids is None and self._after_first and any(p.grad is not None for p in self._parameters):
             now = map(_fingerprint, self._parameters)
             pairs = list(zip(self._parameters, self._after_first, now, strict=True))
@@ -138,9 +147,9 @@ class OptimizerOnlyParameters:
 
 
 def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return PyTorch's count of a parameter's changes in place, and the sum of its bits, without waiting for a device.
+    """Return a parameter's in-place version counter and a checksum of its bits, without waiting for the device.
 
-    The count misses changes through `.data`, and the sum those that leave it as it was.
+    The counter misses changes made through `.data`. The checksum misses changes that happen to leave it unchanged.
     """
     return parameter._version, sum_of_bits(part_of(parameter.detach()))
 
@@ -152,27 +161,30 @@ class Snapshots:
         self,
         memory: NodeMemory,
         saved: SavedObjects,
-        stepped: OptimizerOnlyParameters,
+        optimizer_only: OptimizerOnlyParameters,
         exchange: PartExchange | None = None,
     ) -> None:
-        """Of a state in parts, `exchange` has them kept on two nodes."""
-        self._memory, self._saved, self._stepped, self._exchange = memory, saved, stepped, exchange
+        """`exchange` keeps each part on two nodes if the state is in parts."""
+        self._memory = memory
+        self._saved = saved
+        self._optimizer_only = optimizer_only
+        self._exchange = exchange
         self._names = parameter_names(saved.model, saved.optimizer) if exchange else []
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[torch.cuda.Event | None] | None = None
-        "The copy that the training has to wait for; its result is the end of a GPU's copies."
+        "Copy that training must wait for. Its result is the event at the end of a GPU's copies, or None."
         self._watch = ChangeWatch(())
-        "The newest copy's."
+        "Watch of the newest copy."
         self._unsteady: set[int] = set()
-        "The `id` of each tensor that has torn a copy."
+        "The `id` of each tensor that has ever changed during a copy."
         self._queue_wait: QueueWait | None = None
         self._sealing: Future[None] | None = None
         self.spent_s = 0.0
         "Seconds of training that all snapshots so far have cost."
         self._charged_s = 0.0
-        "Those of all but the newest."
+        "The same without the newest snapshot."
         self.size = 0
-        "Bytes of a snapshot."
+        "Size of a snapshot in bytes."
         self.costs: deque[float] = deque(maxlen=5)
         "Seconds of training that each of the last snapshots cost."
 
@@ -181,43 +193,44 @@ class Snapshots:
     def take(
         self, manifest: Checkpoint, ledger: list[Any], extra_state: dict[str, Any] | None, *, needed: bool
     ) -> Snapshot | None:
-        """Begin to copy the state; call `wait_for_copy` before parameters change.
+        """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
-        `ledger` lies beside it in memory. With `extra_state` the snapshot is for storage, and its slot is kept until it
-        is released. Returns None when the copy is not `needed` and no slot is free, or the copy before is not sealed
-        yet.
+        `ledger` is stored beside the copy in memory. With `extra_state` the snapshot is for storage, and its slot stays
+        in use until the snapshot is released. Returns None if the copy is not `needed`, and no slot is free or the
+        previous copy is not sealed yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()
         if needed:
-            self.wait_until_complete()  # then a slot is free
+            self.wait_until_complete()  # after that, a slot is free
         elif self._sealing and not self._sealing.done():
             if self._exchange:
-                self._exchange.all_copy(False)
+                self._exchange.agree_to_copy(False)
             return None
         self._add_up_costs()
 
-        # What to copy, and where to: all workers of a state in parts, or none.
+        # Find the tensors to copy and a slot. If the state is in parts, either all workers copy or none.
         source = self._saved.state()
-        changing = {id(tensor) for tensor in tensors_in(source["model"])} - (self._stepped.ids or set())
+        changing = {id(tensor) for tensor in tensors_in(source["model"])} - (self._optimizer_only.ids or set())
         changing |= self._unsteady
         source = self._saved.with_average(source)
         structure, device = self._outline(source)
         slot = self._memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
-        agreed = self._exchange.all_copy(slot is not None) if self._exchange else True
-        began += time.perf_counter() - asked  # waiting for slower workers is no cost: the next gradients would
+        agreed = self._exchange.agree_to_copy(slot is not None) if self._exchange else True
+        began += time.perf_counter() - asked  # not a cost: the gradients would wait, too
         if slot is None or not agreed:
             return None
-        state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
+        state = in_buffer(structure, slot.map)
+        places = find_places(tensors_in(source))
 
-        # What may change in the next forward pass is copied now, and the rest in the copy thread.
+        # Copy the tensors that the next forward pass may change now, and the others in the copy thread.
         later: Pairs = []
         watched: list[torch.Tensor] = []
         for target, tensor in zip(tensors_in(state), tensors_in(source), strict=True):
             part = part_of(tensor.detach())
             if id(tensor) in changing:
-                target.copy_(part, non_blocking=True)  # before whatever comes later in a GPU's queue
+                target.copy_(part, non_blocking=True)  # before all later work in a GPU's queue
             else:
                 later.append((target, part))
                 watched.append(tensor)
@@ -227,22 +240,25 @@ class Snapshots:
         self._watch = ChangeWatch(watched)
         self._copying = self._copies.submit(self._copy, later, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
-        if mark:  # a slot that was made at once is not pinned; nobody waits for that
+        if mark:  # a slot that was made at once is not pinned yet; no thread waits for that
             self._copies.submit(self._memory.pin, slot, mark.device)
         snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
 
-        # Once it is copied, it is marked in memory as complete.
         if self._memory.shared:
-            slot.uses.add(Use.SEALING)
-            fields = {name: value for name, value in asdict(manifest).items() if name != "files"}
-            plain_places = [place and tuple(place) for place in places]
-            sidecar = Sidecar(structure, fields, plain_places, ledger, self._names)
-            self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
+            self._begin_sealing(snapshot, structure, ledger)
         self.spent_s += time.perf_counter() - began
         return snapshot
 
+    def _begin_sealing(self, snapshot: Snapshot, structure: Any, ledger: list[Any]) -> None:
+        """Start the thread that marks the copy in memory as complete, once all tensors are copied."""
+        snapshot.slot.uses.add(Use.SEALING)
+        fields = {name: value for name, value in asdict(snapshot.manifest).items() if name != "files"}
+        places = [place and tuple(place) for place in snapshot.places]
+        sidecar = Sidecar(structure, fields, places, ledger, self._names)
+        self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
+
     def reserve(self) -> None:
-        """Begin to make room for the first copy, which then does not have to wait for it."""
+        """Begin to make a slot for the first copy, so that the copy does not have to wait for it."""
         _, device = self._outline(self._saved.with_average(self._saved.state()))
         self._memory.reserve(self.size, device)
 
@@ -251,16 +267,17 @@ class Snapshots:
         self.spent_s += seconds
 
     def wait_for_copy(self) -> None:
-        """Return when the state may change: by this thread, or by what it puts into the GPU's queue from now on."""
+        """Block until this thread may change the state, directly or by work that it adds to the GPU's queue."""
         if self._copying:
             began = time.perf_counter()
             end = self._copying.result()
-            self._copying, self._queue_wait = None, QueueWait(end) if end else None
+            self._copying = None
+            self._queue_wait = QueueWait(end) if end else None
             self._unsteady |= self._watch.end()
             self.spent_s += time.perf_counter() - began
 
     def wait_until_complete(self) -> None:
-        """Return when the newest copy is complete, in memory."""
+        """Block until the newest copy in memory is complete."""
         if self._sealing:
             self._sealing.result()
 
@@ -273,9 +290,9 @@ class Snapshots:
             self._charged_s = self.spent_s
 
     def _outline(self, source: dict[str, Any]) -> tuple[Any, torch.device | None]:
-        """Return the state to copy without its values, and the GPU that it is on, if any."""
+        """Return the state to copy with tensors on the meta device, and the GPU that the state is on, if any."""
         structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
-        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
+        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of any tensor
         return structure, next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
 
     # In the copy thread.
@@ -298,20 +315,24 @@ class Snapshots:
             self.spent_s += self._exchange.cost_s
 
     def _charge_thread(self, before: float, on_cpu: bool) -> None:
-        """On a CPU, this thread's work slows the threads that train; beside a GPU it is free."""
-        if on_cpu:
+        """Add this thread's work since `before` to the cost of snapshots. It costs nothing if a GPU trains."""
+        if on_cpu:  # then the training threads are slower
             self.spent_s += (time.thread_time() - before) / torch.get_num_threads()
 
 
 def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:
-    """Return when all is copied, and whether a CPU did it; until then, the tensors of `source` are kept."""
-    if end := copying.result():
+    """Block until everything is copied, and return True if the CPU copied it. Keeps `source` alive until then."""
+    end = copying.result()
+    if end:
         end.synchronize()
     return end is None
 
 
 def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
-    """Mark the point in the GPU's current stream at which the state is the one to copy; None without a GPU."""
+    """Record an event in the GPU's current stream, after which the state is the one to copy.
+
+    Return None without a GPU.
+    """
     if device is None:
         return None
     mark = torch.cuda.Event()
@@ -320,9 +341,10 @@ def mark_queue(device: torch.device | None) -> torch.cuda.Event | None:
 
 
 def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
-    """Copy, or with a `mark` have the GPU copy what is there at that point; returns the end of the GPU's copies.
+    """Copy each source to its target now, or on the GPU after the event `mark`.
 
-    The sources must be kept until that end: memory that is free is given to other tensors.
+    Returns an event that completes when the GPU has finished, or None without a `mark`. Keep the sources alive until
+    then, because freed memory is reused for other tensors.
     """
     if mark is None:
         for target, source in pairs:
@@ -340,22 +362,23 @@ def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all copies from a GPU: one for all, as each keeps memory of its own for what it lays out."""
+    """Return the only stream for copies from a GPU: each stream keeps memory of its own for the tensors it lays out."""
     return torch.cuda.Stream(device)
 
 
 class QueueWait:
-    """A wait of the training's stream for copies."""
+    """Makes the training stream wait for copies, and measures how long it waited."""
 
     def __init__(self, end: torch.cuda.Event) -> None:
-        """Have the current stream wait for the `end` of the copies, and not the CPU."""
+        """Make the current stream wait for the event `end`. The CPU does not wait."""
         stream = torch.cuda.current_stream(end.device)
-        self._end, self._reached = end, torch.cuda.Event(enable_timing=True)
+        self._end = end
+        self._reached = torch.cuda.Event(enable_timing=True)
         self._reached.record(stream)
         stream.wait_event(end)
 
     @property
     def seconds(self) -> float:
-        """How long the GPU stood still for the copies; returns once these have ended."""
+        """Seconds that the GPU waited for the copies. Reading it blocks until the copies have ended."""
         self._end.synchronize()
         return max(0.0, self._reached.elapsed_time(self._end) / 1000) if self._reached.query() else 0.0

@@ -1,6 +1,6 @@
-"""The tensors of a training state: in their fixed order, by their names, and as they lie in one buffer.
+"""Tensors of a training state: in a fixed order, in one buffer, and by name.
 
-Names are `model.NAME` and `optimizer.state.NAME OF THE PARAMETER.NAME`.
+Names have the form `model.NAME` or `optimizer.state.PARAMETER.NAME`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +11,14 @@ import torch
 from sunspot.parallel.sharding import parameters_of
 
 ALIGNMENT = 64
-"""Each tensor begins at a multiple of so many bytes, where any dtype can be viewed."""
+"""Multiple of bytes at which each tensor begins in a buffer, so that any dtype can be viewed there."""
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same nested dicts, lists and tuples, with `change(item)` for all else in them, in a fixed order."""
+    """Return the same nested dicts, lists and tuples with every other item replaced by `change(item)`.
+
+    The order of the calls is fixed.
+    """
     if isinstance(value, Mapping):
         return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -24,12 +27,12 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Do the same for tensors alone."""
+    """Return the same nested structure with every tensor replaced by `change(tensor)`."""
     return map_leaves(value, lambda item: change(item) if isinstance(item, torch.Tensor) else item)
 
 
 def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield what `map_leaves` changes, in its order, each after the keys that lead to it."""
+    """Yield the keys and the item for each item that `map_leaves` changes, in the same order."""
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -40,7 +43,7 @@ def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List every tensor, in the order of `map_tensors`."""
+    """Return every tensor in a structure, in the order of `map_tensors`."""
     return [item for _, item in leaves_of(value) if isinstance(item, torch.Tensor)]
 
 
@@ -48,22 +51,26 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def size_of(structure: Any) -> int:
-    """Count the bytes of a buffer that holds these tensors."""
+    """Return the bytes of a buffer for all tensors in `structure`."""
     return sum(padded(tensor) for tensor in tensors_in(structure))
 
 
 def padded(tensor: torch.Tensor) -> int:
-    """Count the bytes that a tensor takes in a buffer."""
+    """Return the bytes that a tensor takes in a buffer."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def in_buffer(structure: Any, buffer: Any) -> Any:
-    """Return `structure` with tensors of the same shapes and dtypes that lie in `buffer`, each with its own storage."""
+    """Return `structure` with its tensors replaced by tensors in `buffer` that have the same shapes and dtypes.
+
+    Each of them has its own storage.
+    """
     offset = 0
 
     def place(like: torch.Tensor) -> torch.Tensor:
         nonlocal offset
-        begin, offset = offset, offset + padded(like)
+        begin = offset
+        offset += padded(like)
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=begin).view(like.shape)
@@ -75,13 +82,13 @@ def in_buffer(structure: Any, buffer: Any) -> Any:
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """List the names of the optimizer's parameters, in the order in which its state_dict numbers them."""
+    """Return the names of the optimizer's parameters, in the order in which its state_dict numbers them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for parameter in parameters_of(optimizer)]
 
 
 def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
-    """List the name of each tensor of `model` and `optimizer`, in the order of `tensors_in`."""
+    """Return the name of each tensor of `model` and `optimizer`, in the order of `tensors_in`."""
     keys = []
     for path in [path for path, item in leaves_of(state) if isinstance(item, torch.Tensor)]:
         if path[:2] == ("optimizer", "state"):
@@ -97,5 +104,5 @@ def make_outline(state: Mapping[str, Any], names: list[str]) -> Any:
 
 
 def fill(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state that `make_outline` was given, with these tensors."""
+    """Return the state whose outline is `outline`, with these tensors by name."""
     return map_leaves(outline, lambda item: tensors.get(item, item) if isinstance(item, str) else item)

@@ -157,7 +157,7 @@ def agree_on_start(
         if not settings.snapshot_cost:
             return inventories
         found = run_on_all_ranks(group, lambda: find_snapshot(location) if state.reads else None)  # which reads it
-        held = found.held if found else None
+        held = found.snapshot if found else None
         parts_here = find_parts(location) if state.reads and settings.parallel == "fsdp" else ()
         return gather_objects(inventory._replace(snapshot=held, parts=parts_here), group)
 
@@ -187,7 +187,7 @@ def begin_attempt(
     def on_rank_0(act: Callable[[], Result]) -> Result | None:
         def act_as_owner() -> Result | None:
             with contextlib.suppress(SupersededError):
-                return retry_storage(act, limit_s, "beginning an attempt")
+                return retry_storage(limit_s, "beginning an attempt", act)
             return None
 
         return broadcast_from_rank0(group, act_as_owner)
@@ -199,7 +199,7 @@ def begin_attempt(
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
         read = readers.checkpoint or functools.partial(find_faults, run)
-        return retry_storage(lambda: read(checkpoint), limit_s, "reading a checkpoint")
+        return retry_storage(limit_s, "reading a checkpoint", read, checkpoint)
 
     if start := on_rank_0(lambda: claim_in_place(claimant, settings, inventories)):
         return start

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sunspot.checkpoint.files import read_weights
 from sunspot.checkpoint.memory_files import as_bytes
-from sunspot.checkpoint.parts import Contents, is_sharded, load_model, load_parts, load_whole, read_contents
+from sunspot.checkpoint.parts import ShardedContents, is_sharded, load_model, load_parts, load_whole, read_contents
 from sunspot.checkpoint.snapshot import SavedObjects
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
 from sunspot.elastic.claim import LocalState, StartPoint
@@ -135,7 +135,7 @@ def _load_sharded(
     """Load a checkpoint in parts, on every rank; rank 0 alone reads what they hold, a request for each part."""
 
     def patiently(read: Callable[[], Any]) -> Any:
-        return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint")
+        return retry_storage(settings.storage_timeout_s, "reading a checkpoint", read)
 
     contents = broadcast_from_rank0(group, lambda: patiently(lambda: read_contents(run, checkpoint)))
 
@@ -174,11 +174,11 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
     when it was replaced while they read it.
     """
     limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
-    chosen = broadcast_from_rank0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what))
-    return run_on_all_ranks(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what))
+    chosen = broadcast_from_rank0(group, lambda: retry_storage(limit_s, what, choose_init, settings))
+    return run_on_all_ranks(group, lambda: retry_storage(limit_s, what, load_init, settings, chosen))
 
 
-def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
+def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None] | str:
     """Find what INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file.
 
     With a checkpoint that is in parts only comes what they hold.
@@ -198,7 +198,7 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
     return checkpoint, None if "model.pt" in checkpoint.files else read_contents(other, checkpoint)
 
 
-def load_init(settings: Settings, chosen: tuple[Checkpoint, Contents | None] | str) -> Any:
+def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | None] | str) -> Any:
     """Load the state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
     wanted, content = settings.init_from, bytearray()
     replaced = f"SUNSPOT_INIT_FROM={wanted}: was replaced while it was read; start again, from what is not written to"

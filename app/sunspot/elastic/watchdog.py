@@ -122,8 +122,7 @@ class Watchdog:
     def claimed(self, attempt: Attempt) -> None:
         """Record the attempt that the group has claimed: from here on, its first step is expected."""
         with contextlib.suppress(SunspotError):
-            dumps = functools.partial(upload_dumps, self._run, attempt.number, self._on_hang)
-            with_deadline(REPORT_S, "recording an earlier hang", dumps)
+            with_deadline(REPORT_S, "recording an earlier hang", upload_dumps, self._run, attempt.number, self._on_hang)
         self.step = attempt.step
         self.heartbeat()
         self._attempt = attempt.number

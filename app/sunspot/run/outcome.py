@@ -58,14 +58,12 @@ def recorded_outcome(
     driver whenever its head is lost, without a limit.
     """
     run = claimant.run
-    known, before, status = with_deadline(RECORD_S, "writing the status", lambda: _begin(claimant, newest))
+    known, before, status = with_deadline(RECORD_S, "writing the status", _begin, claimant, newest)
     begun = status.begun
 
     def fail(state: RunState, reason: str, error: BaseException) -> bool:
         with suppress(StorageError):
-            if with_deadline(
-                RECORD_S, "reading the status", lambda: _changed_nothing(run, begun, before, known, error)
-            ):
+            if with_deadline(RECORD_S, "reading the status", _changed_nothing, run, begun, before, known, error):
                 status.withdraw()
                 return False
         return status.end(state, reason)
@@ -92,7 +90,7 @@ def recorded_outcome(
         if fail(RunState.FAILED, shorten(error), error):
             failure = describe_failure(error, 0, None, begun.step)
             with suppress(StorageError):
-                with_deadline(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
+                with_deadline(RECORD_S, "writing how the run failed", record_failure, run, failure)
         raise
     status.end(status.state, status.reason)
 

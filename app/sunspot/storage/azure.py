@@ -1,6 +1,6 @@
-"""A container of Azure Blob Storage as storage.
+"""Storage in a container of Azure Blob Storage.
 
-An upload in parts is blocks of the blob, which one request makes its content.
+The parts of an upload are blocks of the blob. One request at the end makes them the blob's content.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from azure.storage.blob import BlobBlock, BlobServiceClient, ExponentialRetry
 
 from sunspot.errors import NotFoundError, RefusedStorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import Entry, Unfinished
-from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
+from sunspot.storage.base import Entry, UnfinishedWrite
+from sunspot.storage.bucket import Bucket, ByteRange, ListingPage, Part, PartUpload, is_below
 from sunspot.storage.limits import record_progress
 
 
 class AzureStorage(Bucket):
-    """A prefix of a container, through Azure's client.
+    """A prefix in a container, through Azure's client.
 
-    The account and its credentials: AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY
-    or, without a key, the identity that `DefaultAzureCredential` finds.
+    The account and its credentials come from AZURE_STORAGE_CONNECTION_STRING, or from AZURE_STORAGE_ACCOUNT and
+    AZURE_STORAGE_KEY. Without a key, the identity that `DefaultAzureCredential` finds is used.
     """
 
     SCHEME = "az"
@@ -49,7 +49,7 @@ class AzureStorage(Bucket):
     MISSING = "BlobNotFound"
     VERSIONS_FIX = "switch versioning and soft delete of blobs off for this storage account, or keep them for a day"
     VERSIONS_RIGHT = "Microsoft.Storage/storageAccounts/blobServices/read"
-    UNFINISHED_FIX = UNFINISHED_RIGHT = ""  # Azure always removes them
+    UNFINISHED_FIX = UNFINISHED_RIGHT = ""  # Azure always removes unfinished uploads
     FAILURES = (exceptions.AzureError, OSError, ValueError)
 
     def __init__(self, storage_path: str) -> None:
@@ -57,9 +57,9 @@ class AzureStorage(Bucket):
         self._service = _azure_client(storage_path)
         self._container = self._service.get_container_client(self.bucket)
 
-    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
         condition = {"etag": version, "match_condition": MatchConditions.IfNotModified} if version else {}
-        with self._errors("read", key, gives_s=0):
+        with self._request("read", key, gives_s=0):
             try:
                 answer = self._container.download_blob(self._full(key), offset=begin, length=size, **condition)
                 body = answer.readall()
@@ -69,7 +69,7 @@ class AzureStorage(Bucket):
                 raise
         record_progress(len(body))
         total = int(answer.properties.content_range.rpartition("/")[2])
-        return Range(body, total, answer.properties.etag)
+        return ByteRange(body, total, answer.properties.etag)
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         self._container.upload_blob(self._full(key), bytes(data), overwrite=True, validate_content="md5")
@@ -84,13 +84,13 @@ class AzureStorage(Bucket):
     def _begin_upload(self, key: str) -> BlockUpload:
         return BlockUpload(self, key)
 
-    def _list_pages(self, prefix: str) -> Iterator[Page]:
+    def _list_pages(self, prefix: str) -> Iterator[ListingPage]:
         pages = self._list_blobs(prefix).by_page()
         for page in pages:
             entries = [
                 Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag) for blob in page
             ]
-            yield Page(entries, bool(pages.continuation_token))
+            yield ListingPage(entries, bool(pages.continuation_token))
 
     def _list_blobs(self, prefix: str, **options: Any) -> Any:
         def note_clock(answer: Any) -> None:
@@ -102,26 +102,29 @@ class AzureStorage(Bucket):
         found = self._container.walk_blobs(name_starts_with=prefix, delimiter="/")
         return [each.name for each in found if each.name.endswith("/")]
 
-    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+    def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         found = []
-        with self._errors("list the unfinished uploads of", prefix):
-            whole = {blob.name for blob in self._list_blobs(self._full(prefix))}
-            both = self._list_blobs(self._full(prefix), include=["uncommittedblobs"])
-            for name in [blob.name for blob in both if blob.name not in whole]:
-                key, blob = self._relative(name), self._container.get_blob_client(name)
-                if is_below(key, prefix) and (blocks := blob.get_block_list("uncommitted")[1]):
-                    token = max(block.id.rpartition("-")[0] for block in blocks)  # the latest: it begins with the time
-                    found.append(Unfinished(key, sum(block.size for block in blocks), float(token[:10]), token))
+        with self._request("list the unfinished uploads of", prefix):
+            committed = {blob.name for blob in self._list_blobs(self._full(prefix))}
+            blobs = self._list_blobs(self._full(prefix), include=["uncommittedblobs"])
+            for name in [blob.name for blob in blobs if blob.name not in committed]:
+                key = self._relative(name)
+                if not is_below(key, prefix):
+                    continue
+                blocks = self._container.get_blob_client(name).get_block_list("uncommitted")[1]
+                if blocks:
+                    token = max(block.id.rpartition("-")[0] for block in blocks)  # the newest; it begins with the time
+                    found.append(UnfinishedWrite(key, sum(block.size for block in blocks), float(token[:10]), token))
         return sorted(found)
 
-    def discard(self, unfinished: Unfinished) -> None:
+    def discard(self, unfinished: UnfinishedWrite) -> None:
         BlockUpload(self, unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
-        quoted = f'"{version}"'  # listings leave the quotes out
+        quoted = f'"{version}"'  # listings omit the quotes
         condition = {"etag": quoted, "match_condition": MatchConditions.IfNotModified} if version else {}
         changed = contextlib.suppress(exceptions.ResourceModifiedError)
-        with contextlib.suppress(NotFoundError), self._errors("delete", key), changed:
+        with contextlib.suppress(NotFoundError), self._request("delete", key), changed:
             self._container.delete_blob(self._full(key), **condition)
 
     def keeps_versions(self) -> bool | None:
@@ -137,7 +140,7 @@ class AzureStorage(Bucket):
         return str(getattr(code, "value", code))
 
     def _text(self, error: Exception) -> str:
-        return shorten(Exception(str(error).partition("\n")[0]))  # after it, numbers of the request and XML
+        return shorten(Exception(str(error).partition("\n")[0]))  # the lines after it are request numbers and XML
 
 
 def _azure_client(url: str) -> Any:
@@ -157,7 +160,7 @@ def _azure_client(url: str) -> Any:
             return BlobServiceClient.from_connection_string(connection, **options)
         if not account:
             raise RefusedStorageError(
-                f"{url}: which storage account is not known; set AZURE_STORAGE_ACCOUNT, or "
+                f"{url}: the storage account is not known; set AZURE_STORAGE_ACCOUNT, or "
                 "AZURE_STORAGE_CONNECTION_STRING"
             )
         credential = os.environ.get("AZURE_STORAGE_KEY") or DefaultAzureCredential()
@@ -172,35 +175,36 @@ def _azure_client(url: str) -> Any:
 class BlockUpload(PartUpload):
     """An upload in parts.
 
-    Blocks belong to a blob and not to an upload: of two writers of one blob, the first to complete takes away the
-    blocks of the other, which then fails. Checkpoints have names of their own, so that only happens to tries of one.
+    Blocks belong to a blob and not to an upload. If two writers upload the same blob, the first to complete it removes
+    the blocks of the other, which then fails. Every checkpoint has its own name, so this only happens between two tries
+    to write the same checkpoint.
     """
 
     def __init__(self, storage: AzureStorage, key: str, token: str = "") -> None:
-        """`token` tells its blocks from those of other uploads of the blob."""
+        """`token` distinguishes its blocks from those of other uploads of the blob; by default it is a new one."""
         super().__init__(storage, key)
         self._blob = storage._container.get_blob_client(storage._full(key))
-        self._token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # `list_unfinished`
+        self._token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # `list_unfinished` reads the time
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
-        with self._errors():
+        with self._request():
             self._blob.stage_block(self._block(number), bytes(body), validate_content="md5")
         return Part(number, "")
 
     def complete(self, parts: Sequence[Part], size: int) -> bool:
-        with self._errors():
+        with self._request():
             try:
                 self._blob.commit_block_list([BlobBlock(block_id=self._block(part.number)) for part in sorted(parts)])
             except exceptions.HttpResponseError as error:
-                # An earlier try may have succeeded and its answer been lost: then no block is left, but the blob is.
+                # An earlier try may have succeeded although its answer was lost: then the blob is there without blocks.
                 if error.error_code != "InvalidBlockList" or self._blob.get_blob_properties().size != size:
                     raise
         return True
 
     def abort(self) -> None:
-        # Only a blob's end, or a week, frees the blocks of one that was never committed.
+        # Blocks that were never committed are only freed with their blob, or after a week.
         committed = (exceptions.ResourceExistsError, exceptions.ResourceModifiedError, exceptions.ResourceNotFoundError)
-        with self._errors(), contextlib.suppress(*committed):
+        with self._request(), contextlib.suppress(*committed):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
             self._blob.delete_blob(etag=empty["etag"], match_condition=MatchConditions.IfNotModified)
 

@@ -1,7 +1,7 @@
-"""A Google Cloud Storage bucket as storage.
+"""Storage in a Google Cloud Storage bucket.
 
-An upload in parts is objects of their own, which the service joins to one without a copy. Its other ways do not serve:
-a resumable upload is one stream, and multipart uploads belong to the API for S3's clients.
+The parts of an upload are objects of their own, which the service joins into one without copying. Its other kinds of
+upload do not help: a resumable upload is a single stream, and multipart uploads belong to the API for S3's clients.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from requests.adapters import HTTPAdapter
 from sunspot.background import map_parallel
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import Entry, Unfinished
-from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range
+from sunspot.storage.base import Entry, UnfinishedWrite
+from sunspot.storage.bucket import Bucket, ByteRange, ListingPage, Part, PartUpload
 from sunspot.storage.limits import record_progress
 
 LISTED_AT_ONCE = 1000
-"""Objects on a page of a listing, the most that the service allows."""
+"""Objects on one page of a listing, the largest number that the service allows."""
 
 JOINED_AT_ONCE = 32
-"""Objects that the service joins by one request, at most (Cloud Storage's documentation, "Composite objects")."""
+"""Largest number of objects that the service joins in one request (its documentation, "Composite objects")."""
 
 PART_SUFFIX = ".part"
-"""Ends the name of a part's object, so that a lifecycle rule finds what a killed writer left."""
+"""End of the name of a part's object, by which a lifecycle rule finds the parts that a killed writer left."""
 
 PART_OBJECT = re.compile(r"\.(?P<token>[0-9a-f]{32})\.\d-\d{5}\.part$")
-"""The end of a part's name: the upload, how often it was joined, its number."""
+"""End of a part's name: the upload's token, the level in the tree of joined parts, and the part's number."""
 
 
 class GoogleStorage(Bucket):
-    """A prefix of a bucket, through Google's client: credentials are Application Default Credentials.
+    """A prefix in a bucket, through Google's client, with Application Default Credentials.
 
-    Not by the service's S3-compatible API, which ignores `If-None-Match: *`.
+    The service's S3-compatible API is no alternative, because it ignores `If-None-Match: *`.
     """
 
     SCHEME = "gs"
@@ -82,16 +82,16 @@ class GoogleStorage(Bucket):
 
     @functools.cached_property
     def _limits(self) -> dict[str, Any]:
-        """How long each request may take, and how long it is tried again."""
+        """Time limits of each request and of its retries."""
         return {
             "timeout": (bucket.CONNECT_TIMEOUT_S, bucket.READ_TIMEOUT_S),
             "retry": retry.DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
         }
 
-    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
         blob = self._bucket.blob(self._full(key), generation=version or None)
-        content = _Counted()
-        with self._errors("read", key, gives_s=0):
+        content = _CountedBytes()
+        with self._request("read", key, gives_s=0):
             try:
                 blob.download_to_file(
                     content, start=begin, end=begin + size - 1, raw_download=True, checksum=None, **self._limits
@@ -105,10 +105,10 @@ class GoogleStorage(Bucket):
                     ) from error
                 raise
             body, total = content.getvalue(), begin + content.tell()
-            if len(body) == size and not version:  # there is more, perhaps
+            if len(body) == size and not version:  # the object may be longer than that
                 blob.reload(**self._limits)
                 total = blob.size
-        return Range(body, total, str(blob.generation))
+        return ByteRange(body, total, str(blob.generation))
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         put(self._bucket.blob(self._full(key)), data, self._limits)
@@ -123,14 +123,14 @@ class GoogleStorage(Bucket):
     def _begin_upload(self, key: str) -> ComposedUpload:
         return ComposedUpload(self, key)
 
-    def _list_pages(self, prefix: str) -> Iterator[Page]:
+    def _list_pages(self, prefix: str) -> Iterator[ListingPage]:
         listing = self._bucket.list_blobs(prefix=prefix, page_size=LISTED_AT_ONCE, **self._limits)
         for page in listing.pages:
             entries = [
                 Entry(self._relative(blob.name), blob.size, blob.updated.timestamp(), str(blob.generation))
                 for blob in page
             ]
-            yield Page(entries, bool(listing.next_page_token))
+            yield ListingPage(entries, bool(listing.next_page_token))
 
     def _list_prefixes(self, prefix: str) -> Iterable[str]:
         listing = self._bucket.list_blobs(prefix=prefix, delimiter="/", page_size=LISTED_AT_ONCE, **self._limits)
@@ -141,34 +141,35 @@ class GoogleStorage(Bucket):
     def list(self, prefix: str) -> list[Entry]:
         return [entry for entry in super().list(prefix) if not PART_OBJECT.search(entry.key)]
 
-    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
-        # A listing of `run/model.pt` would not show `run/model.pt.TOKEN...`.
+    def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
+        # A listing of `run/model.pt` does not contain `run/model.pt.TOKEN...`.
         uploads = defaultdict[tuple[str, str], list[Entry]](list)
         for entry in super().list(prefix):
-            if match := PART_OBJECT.search(entry.key):
+            match = PART_OBJECT.search(entry.key)
+            if match:
                 uploads[entry.key[: match.start()], match["token"]].append(entry)
         return sorted(
-            Unfinished(key, sum(part.size for part in found), max(part.modified for part in found), token)
+            UnfinishedWrite(key, sum(part.size for part in found), max(part.modified for part in found), token)
             for (key, token), found in uploads.items()
         )
 
-    def discard(self, unfinished: Unfinished) -> None:
+    def discard(self, unfinished: UnfinishedWrite) -> None:
         ComposedUpload(self, unfinished.key, unfinished.token).abort()
 
     def delete(self, key: str, version: str = "") -> None:
         condition = {"if_generation_match": int(version)} if version else {}
-        with contextlib.suppress(NotFoundError), self._errors("delete", key), contextlib.suppress(PreconditionFailed):
+        with contextlib.suppress(NotFoundError), self._request("delete", key), contextlib.suppress(PreconditionFailed):
             self._bucket.blob(self._full(key)).delete(**condition, **self._limits)
 
     def keeps_versions(self) -> bool | None:
-        with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask
+        with contextlib.suppress(*self.FAILURES):  # this identity may lack the permission
             self._bucket.reload(**self._limits)
             kept_s = self._bucket.soft_delete_policy.retention_duration_seconds
             return bool(self._bucket.versioning_enabled or kept_s)
         return None
 
     def drops_unfinished(self) -> bool | None:
-        with contextlib.suppress(*self.FAILURES):  # it may not be permitted to ask
+        with contextlib.suppress(*self.FAILURES):  # this identity may lack the permission
             self._bucket.reload(**self._limits)
             return any(
                 rule["action"]["type"] == "Delete"
@@ -179,13 +180,14 @@ class GoogleStorage(Bucket):
         return None
 
     def _code(self, error: Any) -> str:
-        # A missing bucket is a 404, too: only the text, which has the URL, tells them apart.
-        name, said = type(getattr(error, "cause", None) or error).__name__, str(error)
-        return self.MISSING if name == "NotFound" and "/o/" in said and "bucket does not exist" not in said else name
+        # A missing bucket is a 404 too, and only the text, which contains the URL, distinguishes it from an object.
+        name = type(getattr(error, "cause", None) or error).__name__
+        text = str(error)
+        return self.MISSING if name == "NotFound" and "/o/" in text and "bucket does not exist" not in text else name
 
 
-class _Counted(io.BytesIO):
-    """Bytes that arrive, which the deadline hears of."""
+class _CountedBytes(io.BytesIO):
+    """A buffer for a download, which reports the bytes that arrive as progress."""
 
     def write(self, data: Any) -> int:
         record_progress(len(data))
@@ -195,7 +197,7 @@ class _Counted(io.BytesIO):
 def _google_client(url: str) -> Any:
     try:
         client = storage.Client()
-        # Private, and yet Google's own advice for more than ten connections (google-cloud-storage 3.17).
+        # A private attribute, but Google's own advice for more than ten connections (google-cloud-storage 3.17).
         client._http.mount("https://", HTTPAdapter(pool_maxsize=bucket.CONNECTIONS))
         client._http.mount("http://", HTTPAdapter(pool_maxsize=bucket.CONNECTIONS))
     except (GoogleAuthError, OSError, ValueError) as error:
@@ -208,16 +210,18 @@ def _google_client(url: str) -> Any:
 
 
 class ComposedUpload(PartUpload):
-    """An upload in parts."""
+    """An upload in parts, which are objects until they are joined into one."""
 
     def __init__(self, storage: GoogleStorage, key: str, token: str = "") -> None:
-        """`token` tells its parts from those of other uploads of the object."""
+        """`token` distinguishes its parts from those of other uploads of the object; by default it is a new one."""
         super().__init__(storage, key)
-        self._bucket, self._name, self._limits = storage._bucket, storage._full(key), storage._limits
+        self._bucket = storage._bucket
+        self._name = storage._full(key)
+        self._limits = storage._limits
         self._token = token or uuid.uuid4().hex
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
-        with self._errors():
+        with self._request():
             generation = put(self._bucket.blob(self._part_name(0, number)), body, self._limits)
         return Part(number, generation)
 
@@ -230,20 +234,22 @@ class ComposedUpload(PartUpload):
             names = [self._part_name(level, number) for number in range(len(groups))]
             sources = map_parallel(lambda group: (group[0], self._join(*group)), list(zip(names, groups, strict=True)))
         self._join(self._name, sources, size)
-        with contextlib.suppress(StorageError):  # they are listed as unfinished, and go with the checkpoint
+        with contextlib.suppress(
+            StorageError
+        ):  # parts that stay are listed as unfinished, and deleted with the checkpoint
             self.abort()
         return True
 
     def _join(self, name: str, sources: Sequence[tuple[str, str]], size: int | None = None) -> str:
-        """Make one object of several, by their names and generations; returns its generation."""
+        """Join objects, given by their names and generations, into one, and return its generation."""
         blob = self._bucket.blob(name)
         blobs = [self._bucket.blob(source, generation=int(generation)) for source, generation in sources]
-        with self._errors():
+        with self._request():
             blob.content_type = "application/octet-stream"
             blob.compose(blobs, if_source_generation_match=[source.generation for source in blobs], **self._limits)
         if size is not None and blob.size != size:
             raise StorageError(
-                f"gs://{self._bucket.name}/{name}: has {blob.size} bytes of {size} after its parts were joined"
+                f"gs://{self._bucket.name}/{name}: has {blob.size} bytes instead of {size} after its parts were joined"
             )
         return str(blob.generation)
 
@@ -252,7 +258,7 @@ class ComposedUpload(PartUpload):
             with contextlib.suppress(NotFound):
                 blob.delete(**self._limits)
 
-        with self._errors():
+        with self._request():
             map_parallel(delete, list(self._bucket.list_blobs(prefix=f"{self._name}.{self._token}.", **self._limits)))
 
     def _part_name(self, level: int, number: int) -> str:
@@ -260,10 +266,10 @@ class ComposedUpload(PartUpload):
 
 
 def put(blob: Any, body: bytes | bytearray, limits: dict[str, Any], **condition: int) -> str:
-    """Write an object and return its generation; raises `ValueError` when other bytes arrived than were sent."""
+    """Write an object and return its generation. Raises `ValueError` if the service received other bytes."""
     checksum = base64.b64encode(Checksum(bytes(body)).digest()).decode()
-    told = {"content_type": "application/octet-stream", "checksum": "crc32c", "crc32c_checksum_value": checksum}
-    blob.upload_from_file(io.BytesIO(body), size=len(body), **told, **condition, **limits)
+    options = {"content_type": "application/octet-stream", "checksum": "crc32c", "crc32c_checksum_value": checksum}
+    blob.upload_from_file(io.BytesIO(body), size=len(body), **options, **condition, **limits)
     if blob.crc32c != checksum:
-        raise ValueError(f"the service has got bytes of CRC-32C {blob.crc32c} for {checksum}")
+        raise ValueError(f"the service received bytes with CRC-32C {blob.crc32c} instead of {checksum}")
     return str(blob.generation)

@@ -1,7 +1,17 @@
-"""How long work on storage may take, and how often it is tried again.
+"""Deadlines for work on storage, and retries while storage fails.
 
-A thread that hangs can only be left behind. So work with a deadline runs in a daemon thread, which keeps no process
-from ending, and once its time is over it begins no further operation: what it was about to publish is not published.
+There are two ways to wait for storage, and both name the work for their messages:
+
+    with_deadline(limit_s, what, work, *arguments)   calls `work` once, and gives it up if storage stops answering
+    retry_storage(limit_s, what, work, *arguments)   also calls `work` again while it raises `StorageError`
+
+The unit that is timed and retried is the caller's work, not a single request. Most work reads before it writes (who
+owns the run, which attempt is the newest), so a retry has to read again. Streams cannot be retried inside storage
+either, because the caller has already used their first bytes.
+
+A thread that hangs cannot be stopped. So the work runs in a daemon thread, which does not keep the process from
+exiting. Once the work is given up, none of its further operations begins (`operation`), and nothing that it was about
+to publish is published (`refuse_if_given_up`).
 """
 
 import contextlib
@@ -11,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from sunspot.background import start_thread
 from sunspot.errors import StorageError
@@ -19,54 +29,58 @@ from sunspot.errors import StorageError
 log = logging.getLogger(__name__)
 
 MIN_RATE = 100_000
-"""Bytes a second: the rate at which bytes that were moved give back time."""
+"""Slowest transfer that counts as progress, in bytes per second."""
 
 OPERATION_S = 10.0
-"""Seconds that each answer gives back, whatever its size."""
+"""Seconds that each answer from storage adds to a deadline, whatever the answer's size."""
 
 WARN_AFTER_S = 30.0
-"""Seconds without progress after which the user is told what is waited for."""
+"""Seconds without progress before a warning tells the user what the process is waiting for."""
 
 BACKOFF_S = (1, 2, 4, 8, 16, 30)
 """Pauses between tries; the last one repeats until the limit."""
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class ProgressDeadline:
-    """The time that work on storage may take: `limit_s` seconds, some given back by progress.
+    """Deadline for work on storage: `limit_s` seconds, extended by progress.
 
-    An answer gives back OPERATION_S and a byte 1 / MIN_RATE seconds, up to `limit_s` in all. So work ends `limit_s`
-    after storage has stopped, and in any case within `limit_s`, OPERATION_S for each of its operations and the time
-    that its bytes take at MIN_RATE.
+    Each answer adds OPERATION_S seconds and each byte 1 / MIN_RATE seconds, but the time left never exceeds `limit_s`.
+    So work ends at most `limit_s` after storage has stopped. Altogether it takes at most `limit_s`, plus OPERATION_S
+    for each operation, plus the time that its bytes take at MIN_RATE.
     """
 
     def __init__(self, limit_s: float, what: str) -> None:
-        """`what` is done by the work, for messages."""
-        self._limit_s, self._what = limit_s, what
+        """`what` describes the work in messages, as in "reading the run"."""
+        self._limit_s = limit_s
+        self._what = what
         self._progress = time.monotonic()
-        "When there was progress."
+        "Time of the newest progress, by the monotonic clock."
         self._ends = self._progress + limit_s
         self._running: dict[object, str] = {}
-        "The objects of the operations in progress, the oldest first."
+        "Objects of the operations in progress, the oldest operation first."
         self._lock = threading.Lock()
         self.passed = False
-        "Whether the work was given up."
+        "True once the work has been given up."
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns or raises. Raises `StorageError`, naming the object, once its time is over."""
+        """Return the result of `work`. Raises `StorageError`, which names the object, once the deadline has passed."""
 
         def marked_work() -> Result:
-            CURRENT.set(self)
+            CURRENT_DEADLINE.set(self)
             return work()
 
-        done, warned = start_thread(marked_work, "storage"), False
+        done = start_thread(marked_work, "storage")
+        warned = False
         try:
             while not wait([done], min(max(0.01, self._ends - time.monotonic()), WARN_AFTER_S / 4)).done:
                 now = time.monotonic()
                 with self._lock:
                     where = next(iter(self._running.values()), self._what)
-                    left_s, silent_s = self._ends - now, now - self._progress
+                    left_s = self._ends - now
+                    silent_s = now - self._progress
                 silent = f"{where}: no answer from storage for {silent_s:.0f} s"
                 if left_s <= 0:
                     slow = f"{where}: storage moves less than {MIN_RATE / 1000:.0f} kB/s"
@@ -81,7 +95,7 @@ class ProgressDeadline:
 
     @contextlib.contextmanager
     def operation(self, where: str, gives_s: float) -> Iterator[None]:
-        """An operation on the object at `where`, whose answer gives back so much."""
+        """Track an operation on the object at `where`, whose answer adds `gives_s` seconds to the deadline."""
         this = object()
         with self._lock:
             self._running[this] = where
@@ -93,60 +107,78 @@ class ProgressDeadline:
             self.give_back(gives_s)
 
     def give_back(self, seconds: float) -> None:
-        """There was progress, unless `seconds` is 0."""
+        """Record progress that adds `seconds` to the deadline. Zero seconds are no progress."""
         if seconds:
             with self._lock:
                 self._progress = time.monotonic()
                 self._ends = min(self._progress + self._limit_s, self._ends + seconds)
 
 
-def with_deadline(limit_s: float, what: str, work: Callable[[], Result]) -> Result:
-    """What `work` returns or raises, with a `ProgressDeadline`."""
-    return ProgressDeadline(limit_s, what).run(work)
+def with_deadline(
+    limit_s: float,
+    what: str,
+    work: Callable[Arguments, Result],
+    *arguments: Arguments.args,
+    **named: Arguments.kwargs,
+) -> Result:
+    """Return the result of `work(*arguments)`, which runs under a `ProgressDeadline` in a thread of its own.
+
+    `what` describes the work in messages. Raises `StorageError` once the deadline has passed.
+    """
+    return ProgressDeadline(limit_s, what).run(lambda: work(*arguments, **named))
 
 
-CURRENT: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=None)
-"""The deadline of the work that this thread is part of."""
+CURRENT_DEADLINE: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=None)
+"""Deadline of the work that the current thread is part of.
+
+It is a context variable because the operations of one piece of work are spread over many calls and threads
+(`start_thread` copies the context): as a parameter, it would run through every function between `with_deadline` and a
+backend's requests.
+"""
 
 
 def operation(where: str, gives_s: float = OPERATION_S) -> contextlib.AbstractContextManager[None]:
-    """An operation on the object at `where`, for the deadline of the work that it is part of, if there is one.
+    """Track an operation on the object at `where`, whose answer moves the deadline of the current work by `gives_s`.
 
-    `gives_s` is 0 for one whose bytes `record_progress` counts. Raises `StorageError` when the work was given up.
+    Pass 0 if `record_progress` counts the operation's bytes. Raises `StorageError` if the work was given up.
     """
     refuse_if_given_up(where)
-    deadline = CURRENT.get()
+    deadline = CURRENT_DEADLINE.get()
     return deadline.operation(where, gives_s) if deadline else contextlib.nullcontext()
 
 
 def record_progress(size: int) -> None:
-    """So many bytes were read or written."""
-    if deadline := CURRENT.get():
+    """Record that `size` bytes were read or written."""
+    deadline = CURRENT_DEADLINE.get()
+    if deadline:
         deadline.give_back(size / MIN_RATE)
 
 
 def refuse_if_given_up(where: str) -> None:
-    """Raise `StorageError` when the work that this thread is part of was given up: call before publishing an object."""
-    deadline = CURRENT.get()
+    """Raise `StorageError` if the work that the current thread is part of was given up.
+
+    Call this right before an object is published.
+    """
+    deadline = CURRENT_DEADLINE.get()
     if deadline and deadline.passed:
-        raise StorageError(f"{where}: not begun, as the work that it is part of was given up")
+        raise StorageError(f"{where}: not started, because the work that it is part of was given up")
 
 
 class RetryWindow:
-    """Storage that fails: since when, how many tries have met it, and whether there should be another."""
+    """Time during which work on storage is retried: begins with the first failure and ends after a limit."""
 
     def __init__(self) -> None:
         self.tries = 0
-        "That have failed."
+        "Number of tries that have failed."
         self.over = False
-        "Whether it has lasted as long as it may, or the last try made no progress for so long."
+        "True once tries have failed for the whole limit, or once the last try made no progress for that long."
         self._since = 0.0
         self._deadline: ProgressDeadline | None = None
         "Deadline of the newest try."
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted; 0 before a try has failed."""
+        """Seconds since the first failure; 0 before a try has failed."""
         return time.monotonic() - self._since if self.tries else 0.0
 
     @property
@@ -154,13 +186,14 @@ class RetryWindow:
         """Seconds to wait before the next try."""
         return pause_after(self.tries - 1)
 
-    def attempt(self, work: Callable[[], Result], limit_s: float, what: str) -> Result:
-        """What `work` returns or raises, in a thread of its own; an error counts as a failed try.
+    def attempt(self, limit_s: float, what: str, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, which runs in a thread of its own. An error counts as a failed try.
 
-        It may last `limit_s`; the last try gets a tenth of that at least. Raises `StorageError` when time is over.
+        The try gets what is left of `limit_s`, but at least a tenth of it. Raises `StorageError` once its time is over.
         """
         began = time.monotonic()
-        deadline = self._deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
+        deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
+        self._deadline = deadline
         try:
             return deadline.run(work)
         except Exception:
@@ -171,20 +204,27 @@ class RetryWindow:
             raise
 
     def give_up(self) -> None:
-        """Make the try that is under way begin no further operation on storage. May be called from any thread."""
+        """Keep the try in progress from starting further operations on storage. May be called from any thread."""
         if self._deadline:
             self._deadline.passed = True
 
 
-def retry_storage(act: Callable[[], Result], limit_s: float, what: str) -> Result:
-    """The result of `act`, retried while storage fails, in a thread of its own.
+def retry_storage(
+    limit_s: float,
+    what: str,
+    work: Callable[Arguments, Result],
+    *arguments: Arguments.args,
+    **named: Arguments.kwargs,
+) -> Result:
+    """Return the result of `work(*arguments)`, which is called again while it raises `StorageError`.
 
-    Raises `StorageError` when storage has failed for `limit_s` seconds, or makes no progress for so long.
+    It runs in a thread of its own; `what` describes it in messages. Raises `StorageError` once storage has failed, or
+    made no progress, for `limit_s` seconds.
     """
     window = RetryWindow()
     while True:
         try:
-            return window.attempt(act, limit_s, what)
+            return window.attempt(limit_s, what, lambda: work(*arguments, **named))
         except StorageError as error:
             if window.over:
                 raise StorageError(
@@ -196,5 +236,5 @@ def retry_storage(act: Callable[[], Result], limit_s: float, what: str) -> Resul
 
 
 def pause_after(tries: int) -> float:
-    """Seconds to wait after that many tries, counted from 0."""
+    """Return the seconds to wait after a try; `tries` counts the tries before it, from 0."""
     return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]

@@ -1,4 +1,4 @@
-"""A directory as storage, local or NFS."""
+"""Storage in a directory, local or on NFS."""
 
 from __future__ import annotations
 
@@ -24,44 +24,54 @@ from sunspot.errors import (
     StorageError,
     shorten,
 )
-from sunspot.storage.base import CHUNK, RACE_TRIES, Entry, LeaveOut, Storage, Unfinished, Writer, completed
+from sunspot.storage.base import (
+    CHUNK,
+    RACE_TRIES,
+    Entry,
+    OnUnreadable,
+    Storage,
+    UnfinishedWrite,
+    Writer,
+    complete_or_abort,
+)
 from sunspot.storage.limits import OPERATION_S, operation, record_progress, refuse_if_given_up
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
-"""A file that is not yet, or never became, the object named by the group."""
-
+"""Name of a file that is not yet an object, or never became one; the group is the object's name."""
 
 FoundFiles = list[tuple[str, os.stat_result]]
-"""Keys of files, each with the result of its `stat`."""
+"""Keys of files with the result of `stat` for each."""
 
 
 class LocalStorage(Storage):
-    """A directory. Safe on NFS: it relies only on rename and link, which are atomic there, and on `refresh`.
+    """A directory, which may be on NFS: rename and link are atomic there, and `refresh` drops what a client has cached.
 
-    The storage path itself may be a link, and links within it are followed. No key leads out of it. Otherwise anybody
-    who can write to one run's folder could make a reader show, or a deletion remove, any file of the reader's user. The
-    place of a file is checked after it was opened, so that changing a link in between has no effect.
+    The storage path itself may be a link, and links within it are followed, but no key leads out of it. Otherwise
+    anybody who can write to one run's folder could make a reader show, or a deletion remove, any file that the reader's
+    user can access. A file's location is checked after the file was opened, so changing a link in between has no
+    effect.
     """
 
     def __init__(self, storage_path: str, follow_links: bool = False) -> None:
-        """`follow_links` has the meaning that it has for `open_storage`."""
-        self.root, self._follow_links = local_path(storage_path), follow_links
+        """`follow_links` means the same as in `open_storage`."""
+        self.root = local_path(storage_path)
+        self._follow_links = follow_links
         self._real_root: str | None = None
-        "The storage path without links. It is None before the first operation, because finding it takes one."
+        "Storage path with all links resolved, or None before the first operation, because resolving it takes one."
 
     def locate(self, key: str) -> str:
         return str(self.root / key)
 
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
-        with _os_errors(self.locate(key), reading=True):
+        with _os_operation(self.locate(key), reading=True):
             source = io.FileIO(self.root / key, opener=self._open_file)
             source.seek(offset)
         with io.BufferedReader(_LocalReader(source), CHUNK) as stream:
             yield stream
 
     def write(self, key: str, data: bytes) -> None:
-        with completed(_LocalWriter(self, key)) as writer:
+        with complete_or_abort(_LocalWriter(self, key)) as writer:
             writer.write(data)
 
     def create(self, key: str, data: bytes) -> bool:
@@ -74,42 +84,42 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
-        with completed(_LocalWriter(self, key)) as writer:
+        with complete_or_abort(_LocalWriter(self, key)) as writer:
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
         return [*self.list_readable(prefix, None)]
 
-    def list_readable(self, prefix: str, leave_out: LeaveOut | None) -> Sequence[Entry]:
+    def list_readable(self, prefix: str, on_unreadable: OnUnreadable | None) -> Sequence[Entry]:
         return sorted(
             Entry(key, stat.st_size, stat.st_mtime, _version_of(stat))
-            for key, stat in self._files(prefix, leave_out)
+            for key, stat in self._files(prefix, on_unreadable)
             if not TEMPORARY.fullmatch(_split(key)[1])
         )
 
     def list_folders(self) -> Sequence[str]:
-        with _os_errors(self.locate("")), contextlib.suppress(FileNotFoundError), os.scandir(self.root) as found:
+        with _os_operation(self.locate("")), contextlib.suppress(FileNotFoundError), os.scandir(self.root) as found:
             return sorted(each.name for each in found if each.is_dir())
         return []
 
-    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+    def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
         found = []
         for key, stat in self._files(prefix):
             folder, name = _split(key)
             match = TEMPORARY.fullmatch(name)
             if match:
-                found.append(Unfinished(_join(folder, match[1]), stat.st_size, stat.st_mtime, key))
+                found.append(UnfinishedWrite(_join(folder, match[1]), stat.st_size, stat.st_mtime, key))
         return sorted(found)
 
-    def discard(self, unfinished: Unfinished) -> None:
+    def discard(self, unfinished: UnfinishedWrite) -> None:
         folder, name = _split(unfinished.token)
         location = self.locate(unfinished.token)
-        with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(folder) as descriptor:
+        with _os_operation(location), contextlib.suppress(FileNotFoundError), self.enter(folder) as descriptor:
             os.unlink(name, dir_fd=descriptor)
 
     def delete(self, key: str, version: str = "") -> None:
         folder, name = _split(key)
-        with _os_errors(self.locate(key)), contextlib.suppress(FileNotFoundError):
+        with _os_operation(self.locate(key)), contextlib.suppress(FileNotFoundError):
             with self.enter(folder) as descriptor:
                 if version and _version_of(self._stat(descriptor, key)) != version:
                     return
@@ -140,17 +150,17 @@ class LocalStorage(Storage):
     def exists(self, key: str) -> bool:
         folder, _ = _split(key)
         absent = (FileNotFoundError, NotADirectoryError)
-        with _os_errors(self.locate(key)), contextlib.suppress(*absent), self.enter(folder) as descriptor:
+        with _os_operation(self.locate(key)), contextlib.suppress(*absent), self.enter(folder) as descriptor:
             mode = self._stat(descriptor, key).st_mode
-            return S_ISREG(mode) or S_ISLNK(mode)  # a link out of the storage path is there, though nobody may read it
+            return S_ISREG(mode) or S_ISLNK(mode)  # a link out of the storage path exists, though it may not be read
         return False
 
     def refresh(self, prefix: str) -> None:
-        # NFS clients cache a directory's names, and that a name is absent, for up to a minute. A change of their own
-        # brings the directory's version with the server's answer, and drops what was cached under an older one.
+        # An NFS client caches for up to a minute which names a directory has and lacks. When the client itself changes
+        # the directory, the server's answer brings the directory's new version, and the client drops the older cache.
         location = self.locate(prefix)
         # The folder is gone if the run was deleted.
-        with _os_errors(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
+        with _os_operation(location), contextlib.suppress(FileNotFoundError), self.enter(prefix) as descriptor:
             name = _temporary_name("refresh")
             probe = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=descriptor)
             self.ahead_s = os.fstat(probe).st_mtime - time.time()
@@ -159,9 +169,9 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def enter(self, folder: str, create: bool = False) -> Iterator[int]:
-        """Open a folder by its key, for operations on names in it (`dir_fd`); `create` makes it if it does not exist.
+        """Open a folder by its key, for operations on names in it (`dir_fd`). `create` makes it if it does not exist.
 
-        Raises `OutsideStorageError` if the folder lies outside of the storage path, and `OSError`.
+        Raises `OutsideStorageError` if the folder lies outside the storage path, and `OSError` if it cannot be opened.
         """
         path = self.root / folder
         try:
@@ -186,21 +196,21 @@ class LocalStorage(Storage):
             os.mkdir(name, dir_fd=descriptor)
 
     def _require_inside(self, descriptor: int, path: Path) -> None:
-        place = _place_of(descriptor)
-        if not self._is_inside(place):
+        real = _resolve(descriptor)
+        if not self._is_inside(real):
             self._real_root = _real_path(self.root)  # the storage path may have been created or moved since
-        if not self._is_inside(place):
+        if not self._is_inside(real):
             raise OutsideStorageError(
-                f"{path} is or passes a link to {place}, outside of the storage path {self.root}, and is not followed: "
+                f"{path} is or passes a link to {real}, outside of the storage path {self.root}, and is not followed: "
                 "put the files themselves there, or mount their folder there"
             )
 
-    def _is_inside(self, place: str) -> bool:
-        known = self._real_root is not None and f"{place}/".startswith(f"{self._real_root.rstrip('/')}/")
-        return known or self._follow_links
+    def _is_inside(self, real: str) -> bool:
+        inside = self._real_root is not None and f"{real}/".startswith(f"{self._real_root.rstrip('/')}/")
+        return inside or self._follow_links
 
     def _open_file(self, path: str, flags: int) -> int:
-        """Open a regular file for reading. A FIFO would never answer, and a device would never end."""
+        """Open a regular file for reading. Anything else is refused: a FIFO may never answer, a device never end."""
         descriptor = os.open(path, flags | os.O_NONBLOCK)
         try:
             if not S_ISREG(os.fstat(descriptor).st_mode):
@@ -212,7 +222,7 @@ class LocalStorage(Storage):
         return descriptor
 
     def _stat(self, folder: int, key: str) -> os.stat_result:
-        """Return the `stat` result of a key in its open folder; a link out of the storage path is not followed."""
+        """Return the `stat` result of a key in its open folder, without following a link out of the storage path."""
         name = _split(key)[1]
         own = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not S_ISLNK(own.st_mode):
@@ -221,21 +231,21 @@ class LocalStorage(Storage):
         inside = S_ISDIR(target.st_mode) or self._is_inside(os.path.realpath(self.root / key))
         return target if inside else own
 
-    def _files(self, prefix: str, leave_out: LeaveOut | None = None) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield every file below a prefix. A folder that cannot be read is an error, or its files would seem absent."""
+    def _files(self, prefix: str, on_unreadable: OnUnreadable | None = None) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield every file below a prefix. Raise an error for an unreadable folder, or its files would seem absent."""
         top = prefix.rstrip("/")
 
         def refuse(key: str, error: StorageError) -> None:
-            if leave_out is None or key == top:
+            if on_unreadable is None or key == top:
                 raise error
-            leave_out(key, error)
+            on_unreadable(key, error)
 
         folders = [top]
         while folders:
             folder = folders.pop()
             files: FoundFiles = []
             try:
-                with _os_errors(self.locate(folder)):
+                with _os_operation(self.locate(folder)):
                     files, below = self._scan(folder, refuse)
                     folders += below
             except StorageError as error:
@@ -243,7 +253,7 @@ class LocalStorage(Storage):
             yield from files
 
     def _scan(self, folder: str, refuse: Callable[[str, StorageError], None]) -> tuple[FoundFiles, Sequence[str]]:
-        """Return the files and the folders in a folder. If the key is that of a file, return this file."""
+        """Return the files and the folders in a folder. If the key names a file, return this file."""
         files: FoundFiles = []
         folders = []
         try:
@@ -262,7 +272,7 @@ class LocalStorage(Storage):
                         continue
                     if not S_ISDIR(stat.st_mode):
                         files.append((key, stat))
-        except FileNotFoundError:  # nothing written there yet, or deleted since it was seen
+        except FileNotFoundError:  # nothing has been written there yet, or the folder was just deleted
             return [], []
         except NotADirectoryError:
             with self.enter(_split(folder)[0]) as descriptor:
@@ -281,7 +291,7 @@ class _LocalReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with _os_errors(str(self._source.name), reading=True, gives_s=0):
+        with _os_operation(str(self._source.name), reading=True, gives_s=0):
             size = self._source.readinto(memoryview(buffer)[:CHUNK])
         record_progress(size)
         return size
@@ -292,14 +302,18 @@ class _LocalReader(io.RawIOBase):
 
 
 class _LocalWriter(Writer):
-    """Writes beside the object, and replaces it at the end: a second try never touches what a first one published."""
+    """Writes a temporary file beside the object, and replaces the object by it at the end.
+
+    So a second try never touches an object that the first one published.
+    """
 
     def __init__(self, storage: LocalStorage, key: str) -> None:
         super().__init__()
-        self._storage, self._location = storage, storage.locate(key)
+        self._storage = storage
+        self._location = storage.locate(key)
         self._folder, self._name = _split(key)
         self._temporary = _temporary_name(self._name)
-        with _os_errors(self._location):
+        with _os_operation(self._location):
             self._sink = self._open_temporary()
 
     def _open_temporary(self) -> BinaryIO:
@@ -314,23 +328,23 @@ class _LocalWriter(Writer):
             return open(self._temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o666, dir_fd=folder))
 
     def _store(self, view: memoryview) -> None:
-        with _os_errors(self._location, gives_s=0):
+        with _os_operation(self._location, gives_s=0):
             self._sink.write(view)
 
     def complete(self) -> None:
-        with _os_errors(self._location), self._storage.enter(self._folder) as folder:
+        with _os_operation(self._location), self._storage.enter(self._folder) as folder:
             self._end()
             os.replace(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)  # the new name survives a power loss
 
     def complete_new(self) -> bool:
-        """Publish what was written if there is no such object, and return True if it was published."""
-        with _os_errors(self._location), self._storage.enter(self._folder) as folder:
+        """Publish the object unless it exists already, and return True if it was published."""
+        with _os_operation(self._location), self._storage.enter(self._folder) as folder:
             self._end()
             try:
                 os.link(self._temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
-                # NFS also raises this when the server made the link and its answer was lost.
+                # NFS also raises this error if the server made the link and its answer was lost.
                 if os.stat(self._temporary, dir_fd=folder).st_nlink == 1:
                     return False
             os.fsync(folder)
@@ -358,7 +372,7 @@ def _temporary_name(name: str) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Return the folder of a key, and the key's name in this folder."""
+    """Return a key's folder and its name in this folder."""
     folder, _, name = key.rpartition("/")
     return folder, name
 
@@ -367,8 +381,8 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _place_of(descriptor: int) -> str:
-    """Return the path, without links, of an open file; a link that is changed later does not alter it."""
+def _resolve(descriptor: int) -> str:
+    """Return the path of an open file with all links resolved, even if a link has been changed since."""
     if sys.platform == "darwin":
         return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
     return os.readlink(f"/proc/self/fd/{descriptor}")
@@ -377,13 +391,13 @@ def _place_of(descriptor: int) -> str:
 def _real_path(path: Path) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return _place_of(descriptor)
+        return _resolve(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _remove_link(name: str, folder: int) -> None:
-    """Remove a link to a folder, or a dangling link, because no listing shows them."""
+    """Remove a link that leads to a folder or to nothing, because no listing shows it."""
     if S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         with contextlib.suppress(OSError):
             if S_ISREG(os.stat(name, dir_fd=folder).st_mode):
@@ -392,23 +406,24 @@ def _remove_link(name: str, folder: int) -> None:
 
 
 def local_path(path: str) -> Path:
-    """A local path made absolute, `~` and `~user` included; raises `SettingsError` for what can be none."""
+    """Return a local path made absolute, with `~` and `~user` expanded. Raises `SettingsError` for an invalid path."""
     try:
         if "\0" in path:
-            raise ValueError("there is a NUL in it")
+            raise ValueError("it contains a NUL")
         os.fsencode(path)
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
         raise SettingsError(f"{path}: {shorten(error)}; write the path without '~'") from error
     except ValueError as error:
-        raise SettingsError(f"{path}: no path: {shorten(error)}; give one of letters") from error
+        raise SettingsError(f"{path}: not a path: {shorten(error)}; use a valid path") from error
 
 
 @contextlib.contextmanager
-def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
-    """An operation whose `OSError` becomes a `StorageError`; `gives_s` as in `operation`.
+def _os_operation(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
+    """Track an operation like `limits.operation`, and turn its `OSError` into a `StorageError`.
 
-    For calls of this module alone: a caller's `FileNotFoundError` would pass for a missing object.
+    Use this only around this module's own calls, because a caller's `FileNotFoundError` would look like a missing
+    object.
     """
     try:
         with operation(location, gives_s):
@@ -422,6 +437,6 @@ def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_
 def _as_storage_error(error: OSError, location: str) -> StorageError:
     fix = "check that SUNSPOT_STORAGE_PATH can be read and written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = "free space: `sunspot checkpoints gc RUN` shows what of a run is of no use"
+        fix = "free space: `sunspot checkpoints gc RUN` shows which files of a run are no longer needed"
     kind = RefusedStorageError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
     return kind(f"{location}: {error.strerror or shorten(error)}; {fix}")

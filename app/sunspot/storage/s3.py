@@ -1,4 +1,4 @@
-"""An S3 bucket as storage, and multipart uploads to it."""
+"""Storage in an S3 bucket, with multipart uploads."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from urllib3.exceptions import HTTPError
 from sunspot.background import map_parallel, start_thread
 from sunspot.errors import NotFoundError, RefusedStorageError, StorageError, shorten
 from sunspot.storage import bucket
-from sunspot.storage.base import CHUNK, Entry, Unfinished
-from sunspot.storage.bucket import Bucket, Page, Part, PartUpload, Range, is_below
+from sunspot.storage.base import CHUNK, Entry, UnfinishedWrite
+from sunspot.storage.bucket import Bucket, ByteRange, ListingPage, Part, PartUpload, is_below
 from sunspot.storage.limits import record_progress
 
 DELETED_AT_ONCE = 1000
-"""Objects that S3 deletes in one request, at most."""
+"""Largest number of objects that S3 deletes in one request."""
 
-NO_PART = 10_000
-"""The number of a part that no object has, but those near 5 TiB: what is sent under it never becomes part of one."""
+PROBE_PART = 10_000
+"""Number under which a damaged part is sent as a test. It is beyond the parts of any object, except one near 5 TiB."""
 
 WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
-"""S3's error codes for a part that does not match the checksum sent along, and MinIO's."""
+"""Error codes of S3 and MinIO for a part that does not match the checksum sent with it."""
 
-
-EXPIRED = "sign in again, for example with `aws sso login`, or renew AWS_SESSION_TOKEN and its keys"
+EXPIRED_FIX = "sign in again, for example with `aws sso login`, or renew AWS_SESSION_TOKEN and its keys"
 
 EXPIRED_CODES = (
     *("ExpiredToken", "ExpiredTokenException", "InvalidToken", "RequestExpired", "TokenRefreshRequired"),
     *("SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
 )
-"""Codes of S3, and classes of botocore, for credentials that were valid once."""
+"""Codes of S3, and exception classes of botocore, for credentials that have expired."""
 
 
 class S3Storage(Bucket):
-    """A prefix of a bucket, through boto3: endpoint, region and credentials come from the usual AWS environment."""
+    """A prefix in a bucket, through boto3, with endpoint, region and credentials from the usual AWS environment."""
 
     SCHEME = "s3"
     FIXES: ClassVar[dict[str, str]] = {
@@ -57,7 +56,7 @@ class S3Storage(Bucket):
         "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod's service "
         "account a role",
         "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        **dict.fromkeys(EXPIRED_CODES, EXPIRED),
+        **dict.fromkeys(EXPIRED_CODES, EXPIRED_FIX),
         "PreconditionFailed": "it was replaced while it was read; try again",
         "RequestTimeTooSkewed": "set this machine's clock by NTP",
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
@@ -79,28 +78,32 @@ class S3Storage(Bucket):
 
     @functools.cached_property
     def _transfers(self) -> Any:
-        """A client for what is large, whose checksum is signed in place of a SHA-256: at 0.3 GB/s without the CPU's
-        help, that would cost more than everything else."""
+        """A client for large objects, which does not sign a SHA-256 of the content.
+
+        At 0.3 GB/s on a CPU without SHA instructions, that hash would cost more than everything else. The signature
+        covers the part's own checksum instead.
+        """
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
 
-    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+    def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
         part = {"Range": f"bytes={begin}-{begin + size - 1}"} | ({"IfMatch": version} if version else {})
-        with self._errors("read", key):
+        with self._request("read", key):
             try:
                 answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **part)
             except ClientError as error:
                 if begin == 0 and error.response["Error"]["Code"] == "InvalidRange":
                     return None
                 raise
-            body, filled = bytearray(answer["ContentLength"]), 0
+            body = bytearray(answer["ContentLength"])
+            filled = 0
             with contextlib.closing(answer["Body"]) as source:
                 while got := source.readinto(memoryview(body)[filled : filled + CHUNK]):
                     record_progress(got)
                     filled += got
             if filled != len(body):
                 raise StorageError(f"{self.locate(key)}: cannot read: cut off after {filled} of {len(body)} bytes")
-            total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # none: it is all there
-            return Range(body, total, _etag_of(answer))
+            total = int(answer.get("ContentRange", "0").rpartition("/")[2])  # without it, the body is the whole object
+            return ByteRange(body, total, _etag_of(answer))
 
     def _put(self, key: str, data: bytes | bytearray) -> None:
         client = self._transfers if len(data) > CHUNK else self._client
@@ -118,58 +121,60 @@ class S3Storage(Bucket):
     def _begin_upload(self, key: str) -> MultipartUpload:
         return MultipartUpload(self, key)
 
-    def _list_pages(self, prefix: str) -> Iterator[Page]:
+    def _list_pages(self, prefix: str) -> Iterator[ListingPage]:
         for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
             self._note_clock(page["ResponseMetadata"]["HTTPHeaders"].get("date"))
-            yield Page([self._entry(item) for item in page.get("Contents", ())], page.get("IsTruncated", False))
+            yield ListingPage([self._entry(item) for item in page.get("Contents", ())], page.get("IsTruncated", False))
 
     def _entry(self, item: dict[str, Any]) -> Entry:
-        written, etag = item["LastModified"].timestamp(), _etag_of(item).strip('"')
+        written = item["LastModified"].timestamp()
+        etag = _etag_of(item).strip('"')
         return Entry(self._relative(item["Key"]), item["Size"], written, f"{etag}-{written:.0f}")
 
     def _list_prefixes(self, prefix: str) -> Iterable[str]:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/")
         return [found["Prefix"] for page in pages for found in page.get("CommonPrefixes", ())]
 
-    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
-        with self._errors("list the unfinished uploads of", prefix):
+    def list_unfinished(self, prefix: str) -> Sequence[UnfinishedWrite]:
+        with self._request("list the unfinished uploads of", prefix):
             uploads = self._list_all("list_multipart_uploads", "Uploads", Prefix=self._full(prefix))
+        keys = [(self._relative(upload["Key"]), upload) for upload in uploads]
         return sorted(
-            Unfinished(key, *self._so_far(key, upload), upload["UploadId"])
-            for upload in uploads
-            if is_below(key := self._relative(upload["Key"]), prefix)
+            UnfinishedWrite(key, *self._measure_upload(key, upload), upload["UploadId"])
+            for key, upload in keys
+            if is_below(key, prefix)
         )
 
-    def _so_far(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
-        """Bytes of an upload's parts, and when it was started or got its last part."""
+    def _measure_upload(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
+        """Return the bytes of an upload's parts, and the time of its newest part or else of its start."""
         parts: list[dict[str, Any]] = []
-        with self._errors("list the parts of", key), self._unless_upload_is_gone():
+        with self._request("list the parts of", key), self._ignore_gone_upload():
             parts = self._list_all("list_parts", "Parts", Key=upload["Key"], UploadId=upload["UploadId"])
         times = [upload["Initiated"], *(part["LastModified"] for part in parts)]
         return sum(part["Size"] for part in parts), max(times).timestamp()
 
-    def _list_all(self, request: str, what: str, **of: str) -> list[dict[str, Any]]:
-        pages = self._client.get_paginator(request).paginate(Bucket=self.bucket, **of)
-        return [item for page in pages for item in page.get(what, ())]
+    def _list_all(self, request: str, field: str, **parameters: str) -> list[dict[str, Any]]:
+        pages = self._client.get_paginator(request).paginate(Bucket=self.bucket, **parameters)
+        return [item for page in pages for item in page.get(field, ())]
 
-    def _unless_upload_is_gone(self) -> contextlib.AbstractContextManager[None]:
-        """Ignore an upload completed or aborted meanwhile, by its writer or the bucket's lifecycle rules."""
+    def _ignore_gone_upload(self) -> contextlib.AbstractContextManager[None]:
+        """Ignore the error if the upload has since been completed or aborted, by its writer or a lifecycle rule."""
         return contextlib.suppress(self._client.exceptions.NoSuchUpload)
 
-    def discard(self, unfinished: Unfinished) -> None:
-        with self._errors("abort the upload of", unfinished.key), self._unless_upload_is_gone():
+    def discard(self, unfinished: UnfinishedWrite) -> None:
+        with self._request("abort the upload of", unfinished.key), self._ignore_gone_upload():
             key = self._full(unfinished.key)
             self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=unfinished.token)
 
     def delete(self, key: str, version: str = "") -> None:
         condition = {"IfMatch": version.rpartition("-")[0]} if version else {}
-        # S3 answers 204 when there is nothing, others NoSuchKey.
-        with contextlib.suppress(NotFoundError), self._errors("delete", key):
+        # For a missing object S3 answers 204, and others answer NoSuchKey.
+        with contextlib.suppress(NotFoundError), self._request("delete", key):
             try:
                 self._client.delete_object(Bucket=self.bucket, Key=self._full(key), **condition)
             except ClientError as error:
                 code = self._code(error)
-                if version and code == "NotImplemented":  # some servers refuse the condition
+                if version and code == "NotImplemented":  # some servers do not support the condition
                     self.delete(key)
                 elif code != "PreconditionFailed":
                     raise
@@ -179,19 +184,19 @@ class S3Storage(Bucket):
             map_parallel(self.delete, self._delete_batch(keys[first : first + DELETED_AT_ONCE]))
 
     def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
-        """Delete up to DELETED_AT_ONCE objects in one request; returns those left to delete one by one."""
+        """Delete up to DELETED_AT_ONCE objects in one request. Return the keys that have to be deleted one by one."""
         full = {self._full(key): key for key in keys}
-        with self._errors("delete", keys[0]):
+        with self._request("delete", keys[0]):
             try:
                 objects = [{"Key": key} for key in full]
                 answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True})
-            except ClientError:  # some servers lack this request, or want another checksum
+            except ClientError:  # some servers lack this request or require another checksum
                 return keys
         return [full[refused["Key"]] for refused in answer.get("Errors", ())]
 
     def keeps_versions(self) -> bool | None:
         try:
-            # Also when suspended: existing versions stay.
+            # There is also a status if versioning is suspended; existing versions stay then.
             return "Status" in self._client.get_bucket_versioning(Bucket=self.bucket)
         except (ClientError, BotoCoreError):
             return None
@@ -206,7 +211,7 @@ class S3Storage(Bucket):
         return any(
             rule["Status"] == "Enabled"
             and "AbortIncompleteMultipartUpload" in rule
-            # Rules without a filter have the older form.
+            # Rules of the older form have a prefix instead of a filter.
             and self._full("").startswith(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
             for rule in rules
         )
@@ -216,15 +221,16 @@ class S3Storage(Bucket):
 
     def _fix(self, code: str) -> str:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-            if (value := os.environ.get(name, "")) != value.strip():
-                return f"{name} has white space around it, as from a Secret made with `echo`; `echo -n` leaves it away"
+            value = os.environ.get(name, "")
+            if value != value.strip():
+                return f"{name} has white space around it, as from a Secret made with `echo`; use `echo -n`"
         return super()._fix(code)
 
 
 def _etag_of(answer: dict[str, Any]) -> str:
-    """Return by what the server tells versions of an object apart; raises `ValueError` when it names nothing."""
+    """Return the ETag, which identifies a version of an object. Raises `ValueError` if the answer has no ETag."""
     if "ETag" not in answer:
-        raise ValueError("the server sends no ETag, which S3 does: without it, versions cannot be told apart")
+        raise ValueError("the server sends no ETag, unlike S3; without it, versions cannot be distinguished")
     return str(answer["ETag"])
 
 
@@ -239,7 +245,7 @@ def _s3_client(url: str, **options: Any) -> Any:
                 read_timeout=bucket.READ_TIMEOUT_S,
                 retries={"mode": "standard", "total_max_attempts": bucket.REQUEST_TRIES},
                 s3={"addressing_style": "path", **options},
-                # In trailers they are AWS-only. Parts get theirs as a header, and what is read is compared with hashes.
+                # Checksums in trailers only work on AWS. Parts send theirs in a header; hashes check what is read.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 max_pool_connections=bucket.CONNECTIONS,
@@ -253,20 +259,21 @@ def _s3_client(url: str, **options: Any) -> Any:
 
 
 class MultipartUpload(PartUpload):
-    """A multipart upload."""
+    """A multipart upload, which begins when it is made."""
 
     def __init__(self, storage: S3Storage, key: str) -> None:
         super().__init__(storage, key)
-        self._client, self._object = storage._transfers, {"Bucket": storage.bucket, "Key": storage._full(key)}
-        with self._errors():
+        self._client = storage._transfers
+        self._object = {"Bucket": storage.bucket, "Key": storage._full(key)}
+        with self._request():
             upload = self._client.create_multipart_upload(**self._object, ChecksumAlgorithm="CRC32")
         self._upload = {**self._object, "UploadId": upload["UploadId"]}
         self._verifies = start_thread(self._refuses_damage, "storage-part")
-        "Whether the server refuses a part that does not match its checksum."
+        "True if the server refuses a part that does not match its checksum."
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         checksum = zlib.crc32(body)
-        with self._errors():
+        with self._request():
             etag = _etag_of(self._upload_part(number, body, checksum))
         return Part(number, etag, checksum)
 
@@ -274,12 +281,12 @@ class MultipartUpload(PartUpload):
         return self._client.upload_part(**self._upload, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum))
 
     def _refuses_damage(self) -> bool:
-        """Try a part that is not the one whose checksum comes with it, under a number that the object will not have."""
+        """Return True if the server refuses a part with a wrong checksum, sent under a number that the object lacks."""
         try:
-            self._upload_part(NO_PART, b"damaged", zlib.crc32(b"whole"))
+            self._upload_part(PROBE_PART, b"damaged", zlib.crc32(b"whole"))
         except ClientError as error:
             return error.response["Error"]["Code"] in WRONG_CHECKSUM
-        except BotoCoreError:  # then parts fail too, or what arrived is read back
+        except BotoCoreError:  # then the real parts fail too, or their bytes are read back
             pass
         return False
 
@@ -289,16 +296,16 @@ class MultipartUpload(PartUpload):
             {"PartNumber": number, "ETag": etag, "ChecksumCRC32": as_base64(checksum)}
             for number, etag, checksum in sorted(parts)
         ]
-        with self._errors():  # not begun when the upload was given up meanwhile
+        with self._request():  # raises an error if the upload has been given up
             try:
                 self._client.complete_multipart_upload(**self._upload, MultipartUpload={"Parts": listed})
             except self._client.exceptions.NoSuchUpload:
-                # An earlier try may have succeeded and its answer been lost: no upload is left, but the object is.
-                if not self._is_there(size):
+                # An earlier try may have succeeded although its answer was lost: then the object is there.
+                if not self._exists_with_size(size):
                     raise
         return verified
 
-    def _is_there(self, size: int) -> bool:
+    def _exists_with_size(self, size: int) -> bool:
         with contextlib.suppress(ClientError):
             return bool(self._client.head_object(**self._object)["ContentLength"] == size)
         return False
@@ -309,5 +316,5 @@ class MultipartUpload(PartUpload):
 
 
 def as_base64(checksum: int) -> str:
-    """A CRC-32 as S3 writes it."""
+    """Encode a CRC-32 as S3 does."""
     return base64.b64encode(checksum.to_bytes(4, "big")).decode()

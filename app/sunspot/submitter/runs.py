@@ -10,7 +10,7 @@ from sunspot.run import Run
 from sunspot.run.logs import list_streams
 from sunspot.run.overview import describe_absence
 from sunspot.storage import Storage, open_storage
-from sunspot.storage.base import Unfinished
+from sunspot.storage.base import UnfinishedWrite
 from sunspot.submitter.printing import warn
 
 
@@ -65,7 +65,7 @@ def streams_of(run: Run, rank: int | None) -> list[str]:
     return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
 
 
-def list_unfinished(run: Run) -> Sequence[Unfinished]:
+def list_unfinished(run: Run) -> Sequence[UnfinishedWrite]:
     """List the run's unfinished uploads; none, with a warning, where storage does not list them."""
     try:
         return run.storage.list_unfinished(run.name)

@@ -133,7 +133,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     if survivor:
         status = start.past.status
         committed = status.checkpoint_time if status else None
-        checkpoints.outlive(survivor.committer, [*start.before, attempt], committed, survivor.await_sums)
+        checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed, survivor.await_sums)
     reporter, gauges = None, None
     if journals:
         phases = Phases(**phases, loaded=time.time())

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from sunspot.code_archive import enter_code
@@ -48,9 +47,9 @@ def train_run(
     settings = with_absolute_paths(settings)
     run = open_run(settings.storage_path, settings.run_name)
     limit_s = settings.storage_timeout_s
-    with_deadline(limit_s, "proving the storage", lambda: prove(run.storage, run.name))
-    with_deadline(limit_s, "reading the run", lambda: refuse_if_deleted(run))
-    with_deadline(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
+    with_deadline(limit_s, "proving the storage", prove, run.storage, run.name)
+    with_deadline(limit_s, "reading the run", refuse_if_deleted, run)
+    with_deadline(limit_s, "reading the run", give_up_damaged, run, settings.environment())
     driver = new_driver()
     stop_request = stop_request or StopRequest()
 
@@ -111,7 +110,7 @@ def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
 def has_failed_for_good(claimant: Claimant) -> bool:
     """Return True if storage records an error that ended this job for good, so that a retry would not train."""
     with suppress(StorageError, DamageError):
-        return with_deadline(RECORD_S, "reading the run", lambda: fatal_error(claimant)) is not None
+        return with_deadline(RECORD_S, "reading the run", fatal_error, claimant) is not None
     return False
 
 
@@ -190,7 +189,7 @@ def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
 
     def report(_: Exception | None) -> None:
         try:
-            with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver))
+            with_deadline(RECORD_S, "writing the report", _write_report, run, driver)
         except Exception as trouble:  # how the run ended does not depend on its report
             log.warning(f"the report could not be written: {shorten(trouble)}")
 

@@ -217,7 +217,7 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
     first = nodes.index(nodes[place.rank]) == place.rank if survivor else context.get_local_rank() == 0
     if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
         return None
-    memory = (survivor and survivor.memory) or NodeMemory(run.location, told=first)
+    memory = (survivor and survivor.memory) or NodeMemory(run.location, warns=first)
     if survivor:
         survivor.memory = memory
     return memory

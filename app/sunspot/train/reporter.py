@@ -344,4 +344,4 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
 def show_claim(run: Run, status: Status) -> None:
     """Write the first status of a claimed attempt; the reporter retries what fails, and tidies older ones away."""
     with suppress(StorageError):
-        with_deadline(SHOW_CLAIM_S, "writing the status", lambda: write_status(run, status))
+        with_deadline(SHOW_CLAIM_S, "writing the status", write_status, run, status)

@@ -180,7 +180,7 @@ def read_end(
         fatal, run = fatal_error(claimant), claimant.run
         return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
 
-    return retry_storage(read, plan.settings.storage_timeout_s, "reading the end")
+    return retry_storage(plan.settings.storage_timeout_s, "reading the end", read)
 
 
 def has_ended(plan: Plan, claimant: Claimant) -> bool:

@@ -261,7 +261,7 @@ class Worker:
 
         Returns None if the process has only a part of the state (fsdp), or has begun a step that cannot be taken back.
         """
-        windows = self.checkpoints.hand_on(self.step)
+        windows = self.checkpoints.leave_group(self.step)
         if not self._undo or not self._undo.put_back():
             return None
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)

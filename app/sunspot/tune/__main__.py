@@ -15,5 +15,5 @@ if __name__ == "__main__":
     print_logs()
     CommandParser("sunspot.tune", DESCRIPTION, Settings.model_fields).parse()
     run_and_exit(
-        end_for_good(main), "interrupted: what the trials committed is safe; the same command goes on from there"
+        end_for_good(main), "interrupted: the trials' checkpoints are safe; the same command resumes the search"
     )

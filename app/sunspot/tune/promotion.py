@@ -1,4 +1,4 @@
-"""Makes the best trial's checkpoint the search's own: copied file by file, verified, the manifest last."""
+"""Makes the best trial's checkpoint the search's own: copies and verifies each file, and writes the manifest last."""
 
 import socket
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ from sunspot.run.checkpoints import (
 
 
 def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
-    """Take the search over, starting from the checkpoint `origin`, if any, until there is a better one.
+    """Take over the search with a new attempt, which keeps the checkpoint `origin` if the search has one.
 
-    Raises `SupersededError` if another process has taken it over since.
+    Raises `SupersededError` if another process has taken over the search.
     """
 
     def make(attempts: list[Attempt]) -> Attempt:
@@ -51,24 +51,27 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
             nonce=new_nonce(),
         )
 
-    return claim_next(run, make)[-1]  # it makes one for sure
+    return claim_next(run, make)[-1]  # `make` always returns an attempt
 
 
 def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
-    """Make the checkpoint `name` of `trial`, trained with `environment`, the only one of the search.
+    """Make the checkpoint `name` of `trial`, trained with `environment`, the only checkpoint of the search.
 
-    Idempotent, and safe to repeat after a kill. Raises `DamageError` if it does not match its manifest, `NotFoundError`
-    if it was deleted, `StorageError`, and `SupersededError` if another process has taken the search over.
+    This may be repeated, for example after the process was killed. Raises `DamageError` if the checkpoint does not
+    match its manifest, `NotFoundError` if it was deleted, `StorageError` if storage fails, and `SupersededError` if
+    another process has taken over the search.
     """
     wanted = read_manifest(trial, name)
     if wanted is None:
-        raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))}: deleted meanwhile")
+        raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))}: no longer there")
     if wanted.damage:
         raise DamageError(f"{name}: {wanted.damage}")
     current, _ = find_newest_good(run, read_attempts(run))
     if current and _content(current) == _content(wanted):
         return current
-    attempt = begin_attempt(run, owner, environment, None)  # from step 0: the better checkpoint may be an earlier one
+    attempt = begin_attempt(
+        run, owner, environment, None
+    )  # from step 0, because a better checkpoint may have fewer steps
     name = checkpoint_name(wanted.step, attempt.number, attempt.nonce)
     promoted = replace(wanted, name=name, attempt=attempt.number)
     files = {file: _copy(trial, wanted, run, promoted.name, file) for file in wanted.files}
@@ -86,8 +89,9 @@ def _content(checkpoint: Checkpoint) -> Any:
 
 
 def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
-    """Copy one file; returns its entry for the manifest."""
-    key, expected = trial.key("checkpoints", wanted.name, file), wanted.files[file]
+    """Copy one file, and return its entry for the manifest."""
+    key = trial.key("checkpoints", wanted.name, file)
+    expected = wanted.files[file]
     copied = upload(run, name, file, lambda writer: trial.storage.digest(key, writer.write))
     if (copied["size"], copied["sha256"]) != (expected["size"], expected["sha256"]):
         raise DamageError(f"{trial.storage.locate(key)}: does not match its manifest")

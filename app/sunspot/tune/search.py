@@ -1,6 +1,6 @@
 """`python -m sunspot.tune`: train a run for each of several settings, and keep the best one's checkpoint.
 
-A search is itself a run, with a status, logs, results and, at its end, one checkpoint. Its trials are runs beside it
+A search is itself a run, with a status, logs, results and, at its end, one checkpoint. Its trials are separate runs,
 called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search.
 """
 
@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from sunspot.background import Background, map_parallel
 from sunspot.code_archive import enter_code
@@ -51,7 +50,7 @@ def main() -> int:
         )
     refuse_unusable(search.settings)
 
-    # Imported late, as torch and Ray take seconds: a wrong setting is reported at once.
+    # Imported late, because torch and Ray take seconds, and a wrong setting is reported at once.
     from sunspot.plan import with_absolute_paths
     from sunspot.run.logs import shipped_driver_output
     from sunspot.run.outcome import recorded_outcome
@@ -76,7 +75,7 @@ def main() -> int:
         print(f"search {run.name} in {run.location}")
         for each in skipped:
             log.warning(f"skipped {each}")
-        # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
+        # A search has no checkpoint before its end, so its driver may start again for every trial.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(running.claimant, promoted, starts, running.stop_request) as outcome:
             outcome.state = train_and_promote(running, promoted)
@@ -85,18 +84,21 @@ def main() -> int:
 
 @dataclass
 class RunningSearch:
-    """A search, who trains the run that it is, and what has happened since."""
+    """A search with the process that runs it, and its progress so far."""
 
     search: Search
     claimant: Claimant
     errors: dict[int, str] = field(default_factory=dict)
-    "The error of each trial that has ended, by its number; empty if it had none."
+    "Error of each trial that has ended, by its number; empty for a trial without an error."
     promoted: str | None = None
-    "The run whose best checkpoint has become the search's."
+    "Name of the run whose best checkpoint has become the search's."
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     def end_trial(self, number: int, error: str) -> None:
-        """Note and print how a trial has ended; nothing is printed while storage fails, as the results have it too."""
+        """Record and print how a trial has ended.
+
+        Nothing is printed if storage fails; the results have the same line.
+        """
         self.errors[number] = error
         with suppress(StorageError):
             trial = self.read_trial(number)
@@ -106,7 +108,10 @@ class RunningSearch:
             print(visible(line), flush=True)
 
     def update_status(self, attempt: Attempt) -> None:
-        """Write how far the search is; raises `StorageError`, or `SupersededError` if another process has it."""
+        """Write the search's progress.
+
+        Raises `StorageError`, or `SupersededError` if another process has taken it over.
+        """
         run = self.claimant.run
         ensure_owner(run, attempt)
         status = read_status(run, self.claimant.driver)
@@ -115,27 +120,32 @@ class RunningSearch:
             write_status(run, replace(status, state=RunState.RUNNING, attempt=attempt.number, reason=reason))
 
     def read_trial(self, number: int) -> Trial:
-        """Read a trial's results from its run; raises `StorageError`."""
-        search, settings, error = self.search, self.search.settings, self.errors.get(number, "")
+        """Read a trial's results from its run. Raises `StorageError` if storage fails."""
+        search = self.search
+        settings = search.settings
+        error = self.errors.get(number, "")
         run = open_run(settings.storage_path, search.trials[number - 1].run_name)
         return read_trial(run, search.samples[number - 1], settings.checkpoint_metric, settings.checkpoint_order, error)
 
-    def read_results(self) -> SearchResults:
-        """Read the results of all trials from their runs; raises `StorageError`."""
+    def read_results(self) -> Results:
+        """Read the results of all trials from their runs. Raises `StorageError` if storage fails."""
         settings = self.search.settings
         trials = map_parallel(self.read_trial, range(1, settings.trials + 1))
         space = {dimension.name: dimension.text for dimension in self.search.dimensions}
         return SearchResults(settings.checkpoint_metric, settings.checkpoint_order, space, tuple(trials), self.promoted)
 
     def publish_results(self) -> None:
-        """Print the results as a table, and write them and the report into the run; a failure is only a warning."""
+        """Print the results as a table, and write the results and the report into the run.
+
+        A failure is only a warning.
+        """
         run = self.claimant.run
         try:
             results = self.read_results()
             for line in columns(list(_table(results))):
                 print(visible(line))
-            if not find_own_status(run, self.claimant.driver):
-                return  # another process has taken the search over while this one was frozen
+            if not own_status(run, self.claimant.driver):
+                return  # another process took over the search while this one was frozen
             write_results(run, results)
             run.storage.write(run.key(FILE), render_search(*read_search(run), link=f"../{{}}/{FILE}"))
             print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)
@@ -154,7 +164,7 @@ def _table(results: SearchResults) -> Iterator[list[str]]:
 
 
 def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> RunState:
-    """Train the trials that have not ended, and promote the best one's checkpoint."""
+    """Train the trials that have not ended, and promote the best trial's checkpoint."""
     import ray
 
     from sunspot.elastic.control import ControlChannel, open_control
@@ -183,10 +193,8 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
     stop_request = running.stop_request
     superseded: list[SupersededError] = []
     with ray_session():
-        at_once, trials, concurrency = await_nodes(
-            search.trials, lambda: (ray.cluster_resources(), len(reachable_nodes(ray.nodes())))
-        )
-        print_plan(search, concurrency)
+        allocation = await_nodes(search.trials, lambda: (ray.cluster_resources(), len(reachable_nodes(ray.nodes()))))
+        print_plan(search, allocation.reason)
         with open_control() as control, supervised(control, stop_request):
 
             def update() -> None:
@@ -198,8 +206,8 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
 
             with Background(STATUS_EVERY_S, update):
                 run_trials(
-                    Trials(trials, search.identity, owner, control),
-                    at_once,
+                    Trials(allocation.trials, search.identity, owner, control),
+                    allocation.at_once,
                     stopped=lambda: stop_request.asked or bool(superseded),
                     on_end=running.end_trial,
                 )
@@ -216,7 +224,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
 
 
 def print_plan(search: Search, concurrency: str) -> None:
-    """Print the dimensions, the metric, and how many trials train at once."""
+    """Print the dimensions, the metric, and the number of trials that train at once."""
     settings = search.settings
     metric = settings.checkpoint_metric
     goal = f"{'lowest' if settings.checkpoint_order == 'min' else 'highest'} {metric}"
@@ -224,11 +232,11 @@ def print_plan(search: Search, concurrency: str) -> None:
         print(f"  {dimension.name}: {dimension.text}")
     print(f"  trials: {settings.trials}, for the {goal}; {concurrency}", flush=True)
     if not metric.startswith(HELD_OUT):
-        log.warning(f"no rows are held out, and to rank trials by the {metric} of training rows rewards overfitting")
+        log.warning(f"no rows are held out; ranking trials by the {metric} of training rows rewards overfitting")
 
 
 def ranked_by_held_out(search: Search) -> Search:
-    """Have the metric of held-out rows rank the trials, if any are evaluated, as it ranks a run's checkpoints."""
+    """Return the search with its trials ranked by the metric of held-out rows, if there are such rows."""
     from sunspot.plan import make_plan
     from sunspot.tasks import load_task
 
@@ -241,22 +249,30 @@ def ranked_by_held_out(search: Search) -> Search:
 
 
 def promote_best(running: RunningSearch) -> None:
-    """Copy the best checkpoint of all trials into the search; raises `SunspotError` when there is none."""
+    """Copy the best checkpoint of all trials into the search. Raises `SunspotError` if no trial has a usable one."""
     from sunspot.tune.promotion import promote
 
     run, settings = running.claimant.run, running.search.settings
-    metric, limit_s = settings.checkpoint_metric, settings.storage_timeout_s
-    ranking = retry_storage(running.read_results, limit_s, "reading the trials").ranking
+    metric = settings.checkpoint_metric
+    limit_s = settings.storage_timeout_s
+    ranking = retry_storage(limit_s, "reading the trials", running.read_results).ranking
     if not any(trial.state is RunState.SUCCEEDED for trial in ranking):
         lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
         raise SunspotError(f"no trial succeeded:\n{lines}")
     for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
         environment = next(s for s in running.search.trials if s.run_name == trial.run).environment()
-        copy = partial(
-            promote, run, running.claimant.owner, environment, Run(run.storage, trial.run), str(trial.checkpoint)
-        )
+        source = Run(run.storage, trial.run)
         try:
-            checkpoint = retry_storage(copy, limit_s, "promoting a checkpoint")
+            checkpoint = retry_storage(
+                limit_s,
+                "promoting a checkpoint",
+                promote,
+                run,
+                running.claimant.owner,
+                environment,
+                source,
+                str(trial.checkpoint),
+            )
         except (DamageError, NotFoundError) as error:
             log.warning(f"{trial.run} skipped: {error}")
             continue
@@ -267,8 +283,8 @@ def promote_best(running: RunningSearch) -> None:
         print(f"  checkpoint: {run.storage.locate(run.key('checkpoints', checkpoint.name))}, the best of {trial.run}")
         return
     raise SunspotError(
-        f"no checkpoint of a trial has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC) as a number; set another, and "
-        "the same command promotes the best without training again"
+        f"no trial has a checkpoint whose metric {metric} (SUNSPOT_CHECKPOINT_METRIC) is a number; set another metric, "
+        "and the same command promotes the best checkpoint without training again"
     )
 
 

@@ -26,7 +26,7 @@ import torch
 
 from scripts import object_stores
 from scripts.bench import Figure
-from sunspot.checkpoint.files import WholeState
+from sunspot.checkpoint.files import WholeStateWriter
 from sunspot.checkpoint.memory import Slot
 from sunspot.checkpoint.node_state import NodeState
 from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
@@ -81,7 +81,7 @@ def make_state(size: int) -> dict[str, dict[str, torch.Tensor]]:
 def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
     """Write a checkpoint of the state, as rank 0's thread does."""
     empty = Checkpoint(checkpoint_name(1, 1), 1, 1, 100, 100, 1)
-    files = WholeState(run).files(Snapshot(empty, {}, state, Slot(0, None), Future(), ChangeWatch(()), []))
+    files = WholeStateWriter(run).files(Snapshot(empty, {}, state, Slot(0, None), Future(), ChangeWatch(()), []))
     checkpoint = replace(empty, files=files)
     write_manifest(run, checkpoint)
     return checkpoint

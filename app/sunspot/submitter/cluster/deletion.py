@@ -38,7 +38,7 @@ from sunspot.run.requests import (
 )
 from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
-from sunspot.storage.base import Entry, Unfinished
+from sunspot.storage.base import Entry, UnfinishedWrite
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
@@ -67,7 +67,7 @@ class RunContents:
     "Its objects in storage, without the marker."
     foreign: tuple[Entry, ...]
     "Objects in its folder whose names no run uses; they stay."
-    unfinished: tuple[Unfinished, ...]
+    unfinished: tuple[UnfinishedWrite, ...]
     copies: tuple[Path, ...] = ()
     "Files in this machine's shared memory, left by a failed run for its next start."
     dataset: str = ""
@@ -280,7 +280,7 @@ def _list(run: Run, with_mark: bool = False) -> tuple[list[Entry], list[Entry]]:
     return own, foreign
 
 
-def _unfinished(run: Run) -> tuple[Unfinished, ...]:
+def _unfinished(run: Run) -> tuple[UnfinishedWrite, ...]:
     return tuple(upload for upload in list_unfinished(run) if is_name_of_run(_path(run, upload.key)))
 
 
