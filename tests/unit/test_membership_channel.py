@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection
@@ -37,7 +37,14 @@ from tests.harness.waiting import wait_until
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MembershipServer]:
     monkeypatch.setattr(membership_channel, "PROCESS_LIMIT_S", 1.0)
-    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(2, Mock()) as server:
+    with open_server(2) as server:
+        yield server
+
+
+@contextmanager
+def open_server(size: int) -> Iterator[MembershipServer]:
+    """Yield a server that expects `size` processes on this machine."""
+    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(size, Mock()) as server:
         yield server
 
 
@@ -90,13 +97,13 @@ def test_the_decider_hears_which_state_a_process_has(server: MembershipServer) -
     for connection, step in ((leaving, 8), (staying, None)):
         connection.send(Standing(step))
     with leaving, staying:
-        formed = server.state.generation
-        wait_until(lambda: server.state.generation is not formed, seconds=5)
-        assert [member.uid for member in server.state.generation.members] == ["leaving", "staying"]
+        formed = server.snapshot().generation
+        wait_until(lambda: server.snapshot().generation is not formed, seconds=5)
+        assert [member.uid for member in server.snapshot().generation.members] == ["leaving", "staying"]
 
 
 def test_a_server_that_is_closed_leaves_no_thread() -> None:
-    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(2, Mock()):
+    with open_server(2):
         pass
     wait_until(lambda: not [each for each in threading.enumerate() if each.name == "members"], seconds=5)
 
@@ -128,7 +135,7 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
         if ends:
             second.close()
         assert isinstance(next_word(first), Close)
-        assert server.state.trains
+        assert server.snapshot().trains
     finally:
         done.set()
         beating.join()
@@ -136,29 +143,29 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
         second.close()
 
 
-def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done(server: MembershipServer) -> None:
+def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done() -> None:
     """Alone in its group, it may stay in a step for long, and the driver gives up when no process is left.
 
     It does so even if its collectives could not be ended.
     """
     ends = Mock(side_effect=RuntimeError("NCCL cannot be aborted"))
-    client = MembershipClient(server.address, Member("one", "node"), ends)
-    server.state.size = 1
-    client.connect()
-    formed = client.stand(None)
-    assert formed
-    assert formed[0].number == 1
-    for connection in list(server._connections.values()):
-        with socket.socket(fileno=os.dup(connection.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
-    assert client.closed(5.0)
-    wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
-    assert not server.state.deserted
-    formed = client.stand(None)
-    assert formed
-    assert formed[0].number == 2
-    assert not client.closed(0.0)
-    client.close()
+    with open_server(1) as server:
+        client = MembershipClient(server.address, Member("one", "node"), ends)
+        client.connect()
+        formed = client.stand(None)
+        assert formed
+        assert formed[0].number == 1
+        for connection in list(server._connections.values()):
+            with socket.socket(fileno=os.dup(connection.fileno())) as own:
+                own.shutdown(socket.SHUT_RDWR)
+        assert client.closed(5.0)
+        wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
+        assert not server.snapshot().has_no_members
+        formed = client.stand(None)
+        assert formed
+        assert formed[0].number == 2
+        assert not client.closed(0.0)
+        client.close()
 
 
 def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
@@ -181,7 +188,7 @@ def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
 def test_a_process_that_builds_may_be_silent_for_longer(server: MembershipServer) -> None:
     builder, other = enter(server, "builder"), enter(server, "other")
     builder.send(Patience(60.0))
-    wait_until(lambda: server.state.generation.number == 1, seconds=5)
+    wait_until(lambda: server.snapshot().generation.number == 1, seconds=5)
     with builder, other:
         wait_until(lambda: ask_living(server.address) == ["builder"], seconds=5)
         builder.send(Patience(0.1))
@@ -281,7 +288,7 @@ def test_a_machine_that_does_not_answer_is_a_lost_node(
 ) -> None:
     member = Member("first", "node")
     with enter(server, "first"), enter(server, "second"):
-        wait_until(lambda: server.state.trains, seconds=5)
+        wait_until(lambda: server.snapshot().trains, seconds=5)
         server._note_loss(member, error)
     incidents = [call.args[2] for call in server._control.tell.call_args_list]
     assert [incident.cause for incident in incidents][:1] == [cause]

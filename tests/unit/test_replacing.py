@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from sunspot.elastic.membership import Member, Membership
+from sunspot.elastic.membership import Member, Membership, MembershipSnapshot
 from sunspot.ray_internals import controller
 from sunspot.ray_internals.controller import end_lost
 from sunspot.train import trainer
@@ -92,15 +93,17 @@ def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_traine
     assert membership.trains
     membership.enter(Member("hangs", "node"))
     membership.lose("first", 2.0)
-    assert not membership.deserted
-    assert left_alone(Future(), membership, limit_s=0.1)
+    assert not membership.snapshot().has_no_members
+    assert left_alone(Future(), membership.snapshot, limit_s=0.1)
 
 
-@pytest.mark.parametrize("membership", [None, Membership(2)], ids=["a group that ends as a whole", "survivors"])
+@pytest.mark.parametrize(
+    "read_membership", [None, Membership(2).snapshot], ids=["a group that ends as a whole", "survivors"]
+)
 def test_a_stop_before_a_worker_trains_waits_for_none(
-    membership: Membership | None, monkeypatch: pytest.MonkeyPatch
+    read_membership: Callable[[], MembershipSnapshot] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
     looks = iter([False, False, True])
-    assert left_alone(Future(), membership, lambda: next(looks))
+    assert left_alone(Future(), read_membership, lambda: next(looks))
     assert list(looks) == []

@@ -78,12 +78,28 @@ Word = Generation | Close | Change | None
 """None tells who stands for the next generation that there is none."""
 
 
+@dataclass(frozen=True)
+class MembershipSnapshot:
+    """State of a `Membership` at one moment."""
+
+    size: int
+    "Number of processes that were started."
+    generation: Generation
+    "The newest generation; its number is 0 until the first group has formed."
+    trains: bool
+    "True if a member of the newest generation is alive."
+    ended: bool
+    "True if the group has ended as a whole, so that no other group follows."
+    has_no_members: bool
+    "True if there was a group, but no process is left that is or could become a member."
+
+
 class Membership:
     """The decider's state. Times are those of one monotonic clock, in seconds."""
 
     def __init__(self, size: int) -> None:
         """`size` processes were started."""
-        self.size = size
+        self._size = size
         self._members: dict[str, Member] = {}
         "All that live, by uid, in the order in which they came."
         self._standing: dict[str, int | None] = {}
@@ -101,10 +117,15 @@ class Membership:
         self.ended = False
         "Whether a member has said that its group ends as a whole: no other follows, and members may go."
 
-    @property
-    def deserted(self) -> bool:
-        """Whether there was a group, and none of its members or of those who stood for the next is left."""
-        return bool(self.generation.members) and not self._members
+    def snapshot(self) -> MembershipSnapshot:
+        """Return the current state, which later calls do not change."""
+        return MembershipSnapshot(
+            size=self._size,
+            generation=self.generation,
+            trains=self.trains,
+            ended=self.ended,
+            has_no_members=bool(self.generation.members) and not self._members,
+        )
 
     def enter(self, member: Member) -> None:
         """Note a new process; it is in no group yet."""
@@ -205,7 +226,7 @@ class Membership:
         if now < self._settled_at or (living | self._returned()) - self._standing.keys() or not chosen:
             return []
         wait_s = NEXT_WAIT_S if self.generation.members else FIRST_WAIT_S
-        if not living and len(chosen) < self.size and now < self._first_stood + wait_s:
+        if not living and len(chosen) < self._size and now < self._first_stood + wait_s:
             return []
         self.generation = Generation(self.generation.number + 1, chosen)
         self._open, self._first_stood = True, math.inf

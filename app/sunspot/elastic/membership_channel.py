@@ -34,7 +34,7 @@ from sunspot.elastic.member_connections import (
     expect_answers,
     open_connection,
 )
-from sunspot.elastic.membership import Change, Generation, Member, Membership, Word
+from sunspot.elastic.membership import Change, Generation, Member, Membership, MembershipSnapshot, Word
 from sunspot.elastic.messages import Incident
 from sunspot.formatting import plural
 from sunspot.parallel.process_group import LOOPBACK
@@ -103,8 +103,7 @@ class MembershipServer:
     def __init__(self, size: int, control: ControlClient) -> None:
         """`size` processes are started; `control` is told why groups end."""
         self._control = control
-        self.state = Membership(size)
-        "Others may look at it, and change nothing."
+        self._membership = Membership(size)
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         host = LOOPBACK if is_own_session() else ray.util.get_node_ip_address()
@@ -124,23 +123,34 @@ class MembershipServer:
             master_listen_fd=listening.detach(),
         )
         self.address = MembershipAddress(host, self._listener.port, store_port, key)
-        self._deciding, self._beating = Background(DECIDE_EVERY_S, self._decide), 0.0
+        self._deciding = Background(DECIDE_EVERY_S, self._decide)
+        self._last_heartbeat = 0.0
+        self._running = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._listener.__enter__()
-        self._deciding.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_connections)
+            stack.enter_context(self._deciding)
+            stack.enter_context(self._listener)
+            self._running = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.__exit__()
-        self._deciding.__exit__(None, None, None)
+        self._running.close()
+
+    def _close_connections(self) -> None:
         for connection in list(self._connections.values()):
             connection.close()
+
+    def snapshot(self) -> MembershipSnapshot:
+        """Return the current state of the membership."""
+        with self._lock:
+            return self._membership.snapshot()
 
     def drain(self, nodes: Collection[str]) -> None:
         """Do without these nodes as soon as their members' step is done."""
         with self._lock:
-            self.state.drain(nodes)
+            self._membership.drain(nodes)
 
     def _serve(self, connection: Connection) -> None:
         first: Member | str = connection.recv()
@@ -154,7 +164,7 @@ class MembershipServer:
         finally:
             with self._lock:
                 self._note_loss(first, sys.exception())
-                self.state.lose(first.uid, time.monotonic())
+                self._membership.lose(first.uid, time.monotonic())
                 del self._connections[first.uid]
             self._deciding.run_now()
 
@@ -162,8 +172,8 @@ class MembershipServer:
         """Do what a member says, as long as it says something."""
         with self._lock:
             self._connections[member.uid] = connection
-            self.state.enter(member)
-            connection.send(self.state.trains)
+            self._membership.enter(member)
+            connection.send(self._membership.trains)
         limit_s = PROCESS_LIMIT_S
         while connection.poll(None if limit_s == math.inf else limit_s):
             word: Patience | Standing | str = connection.recv()
@@ -171,18 +181,18 @@ class MembershipServer:
                 limit_s = word.limit_s
             elif isinstance(word, Standing):
                 with self._lock:
-                    self.state.stand(member.uid, time.monotonic(), word.step)
+                    self._membership.stand(member.uid, time.monotonic(), word.step)
             elif word == END:
                 with self._lock:
-                    self.state.end(member.uid)
+                    self._membership.end(member.uid)
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
         """Report why the present group ends, unless the member left when it was meant to.
 
         `error` is what ended the connection; None if the member was silent for too long.
         """
-        place = self.state.generation.ranks.get(member.uid)
-        if place is None or self.state.ended:
+        place = self._membership.generation.ranks.get(member.uid)
+        if place is None or self._membership.ended:
             return
         cause, detail = Cause.WORKER_LOST, f"rank {place} on {member.place}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
@@ -191,12 +201,12 @@ class MembershipServer:
 
     def _decide(self) -> None:
         with self._lock:
-            words = self.state.decide(time.monotonic())
+            words = self._membership.decide(time.monotonic())
             told: list[tuple[Connection, Word | str]] = [
                 (self._connections[uid], word) for uid, word in words if uid in self._connections
             ]
-            if time.monotonic() > self._beating + HEARTBEAT_EVERY_S:
-                self._beating = time.monotonic()
+            if time.monotonic() > self._last_heartbeat + HEARTBEAT_EVERY_S:
+                self._last_heartbeat = time.monotonic()
                 told += [(connection, BEAT) for connection in self._connections.values()]
             changing = any(isinstance(word, Change) for _, word in words)
             incident = self._incident_of_change() if changing else None
@@ -212,14 +222,14 @@ class MembershipServer:
 
     def _incident_of_change(self) -> Incident:
         """Return why the members are told to change their group: some leave it with their nodes, or others join."""
-        leaving = sorted({member.place for member in self.state.leavers})
+        leaving = sorted({member.place for member in self._membership.leavers})
         if leaving:
             return Incident(Cause.PREEMPTED, ", ".join(leaving), time.time())
-        return Incident(Cause.JOINED, f"{plural(self.state.newcomers, 'worker')} more", time.time())
+        return Incident(Cause.JOINED, f"{plural(self._membership.newcomers, 'worker')} more", time.time())
 
     def _forget_meetings(self) -> None:
         """Delete the addresses that the members of earlier generations left in the store."""
-        newest = f"{self.state.generation.number}/"
+        newest = f"{self._membership.generation.number}/"
         for key in self._store.list_keys() if hasattr(self._store, "list_keys") else ():  # new in torch 2.15
             if not key.startswith(newest):
                 self._store.delete_key(key)

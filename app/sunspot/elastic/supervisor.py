@@ -100,7 +100,7 @@ class Supervisor:
         if self._membership:  # it may have formed a group that the control channel does not know yet
             self._membership.drain(draining)
         if self._membership and group:  # lost workers are replaced: only room for more is news
-            group = replace(group, world_size=max(group.world_size, self._membership.state.size))
+            group = replace(group, world_size=max(group.world_size, self._membership.snapshot().size))
         event = monitor.check(group, ray.nodes(), draining, time.monotonic())
         if event:  # before what may fail, as the monitor finds it once
             drain_nodes(event.spare)

@@ -25,7 +25,7 @@ from sunspot.data.source import rows_in
 from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
-from sunspot.elastic.membership import Membership
+from sunspot.elastic.membership import MembershipSnapshot
 from sunspot.elastic.membership_channel import MembershipServer, ask_living
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
@@ -260,7 +260,7 @@ def fit_once(
                 def has_nothing_to_save() -> bool:
                     return stop_request.signal is not None and control.try_ask(ControlChannel.has_group) is False
 
-                if not left_alone(fitting, membership.state if membership else None, has_nothing_to_save, limit_s):
+                if not left_alone(fitting, membership.snapshot if membership else None, has_nothing_to_save, limit_s):
                     fitting.result()
                 over = not membership or stop_request.asked or has_ended(plan, claimant)
                 return None if over else start_again(control, start, settings.max_failures)
@@ -324,7 +324,7 @@ def start_again(
 
 def left_alone(
     fitting: Future[Any],
-    membership: Membership | None,
+    read_membership: Callable[[], MembershipSnapshot] | None,
     has_nothing_to_save: Callable[[], bool] = lambda: False,
     limit_s: float = math.inf,
 ) -> bool:
@@ -340,14 +340,15 @@ def left_alone(
     while not wait([fitting], ALONE_CHECK_S).done:
         if has_nothing_to_save():
             return True
-        if membership is None:
+        if read_membership is None:
             continue
+        membership = read_membership()
         if membership.trains or not membership.generation.members:
             trained = time.monotonic()
         elif time.monotonic() - trained > limit_s:
             log.warning(f"all workers that trained are lost, and no replacement has trained within {limit_s:.0f} s")
             return True
-        if membership.trains or not (membership.ended or membership.deserted):
+        if membership.trains or not (membership.ended or membership.has_no_members):
             empty_since = None
         elif empty_since is None:
             empty_since = time.monotonic()
