@@ -292,18 +292,18 @@ def test_a_node_that_is_gone_keeps_no_run_from_starting(
 
 def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> None:
     with open_control() as control:
-        control.ask(ControlChannel.add_incident_facts, Incident(Cause.NODE_LOST, noticed=1.0))
-        assert control.ask(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST
-        control.ask(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node x", 2.0), 30.0)
-        lines = control.ask(ControlChannel.fetch_news).lines
+        control.call(ControlChannel.add_incident_facts, Incident(Cause.NODE_LOST, noticed=1.0))
+        assert control.call(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST
+        control.call(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node x", 2.0), 30.0)
+        lines = control.call(ControlChannel.fetch_news).lines
         assert lines == [f"{Cause.PREEMPTED}: node x; the workers save, and start again"]
-        assert control.ask(ControlChannel.group) is None, "it is about to end"
-        control.ask(ControlChannel.close_incident)
-        assert control.ask(ControlChannel.command).restart
-        again = control.ask(ControlChannel.begin_group, worker_group(3))
+        assert control.call(ControlChannel.group) is None, "it is about to end"
+        control.call(ControlChannel.close_incident)
+        assert control.call(ControlChannel.command).restart
+        again = control.call(ControlChannel.begin_group, worker_group(3))
         assert (again.cause, again.noticed) == (Cause.PREEMPTED, 2.0)
-        assert not control.ask(ControlChannel.command).restart
-        control.ask(ControlChannel.restart_group, Incident(Cause.MOVED, "from node x", 3.0), None)
-        assert control.ask(ControlChannel.command).moves
-        control.ask(ControlChannel.begin_group, worker_group(4))
-        assert not control.ask(ControlChannel.command).moves
+        assert not control.call(ControlChannel.command).restart
+        control.call(ControlChannel.restart_group, Incident(Cause.MOVED, "from node x", 3.0), None)
+        assert control.call(ControlChannel.command).moves
+        control.call(ControlChannel.begin_group, worker_group(4))
+        assert not control.call(ControlChannel.command).moves

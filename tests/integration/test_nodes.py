@@ -522,7 +522,7 @@ def test_resources_of_a_failed_controller_are_given_back(ray_address: str) -> No
 def test_a_command_is_known_after_the_step_it_came_in(ray_address: str) -> None:
     with open_control() as control, CommandPoller(control) as commands:
         assert commands.poll() == Command()
-        control.ask(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)
+        control.call(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)
         time.sleep(3 * COMMAND_EVERY_S)  # a step, in which nobody polls
         assert commands.poll().restart
 

@@ -53,8 +53,8 @@ class Control(LocalControl):
         super().__init__()
         self.end = GroupEnd()
 
-    def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        answer = super().ask(method, *given, **named)
+    def call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        answer = super().call(method, *given, **named)
         return replace(self.end, counts=answer.counts) if method is ControlChannel.group_end else answer
 
     @property
@@ -198,7 +198,7 @@ def test_a_bug_that_ends_a_trainer_is_known_to_the_next(control: Control) -> Non
     """Where workers outlive each other, an error of one's own ends Ray's trainer, and its judge."""
     start, bug = TrainerStart(), TrainingFailedError("of the user")
     for _ in range(2):
-        control.tell(ControlChannel.set_counts, start.counts)
+        control.send(ControlChannel.set_counts, start.counts)
         control.end = told(failed(0, 1, step=50, taken=50))
         goes_on = FailureJudge(control, 3, outlive=True)({0: NameError()})
         if goes_on:
@@ -210,11 +210,11 @@ def test_losses_before_a_trainer_are_forgotten_once_it_has_taken_a_step(control:
     start: TrainerStart | None = TrainerStart()
     for _ in range(2):  # all workers go, twice
         assert start
-        control.tell(ControlChannel.set_counts, start.counts)
+        control.send(ControlChannel.set_counts, start.counts)
         control.end = told([])
         start = start_again(control, start, 2)
     assert start
-    control.tell(ControlChannel.set_counts, start.counts)
+    control.send(ControlChannel.set_counts, start.counts)
     assert start_again(control, start, 2) is None, "a third time, without a new checkpoint"
     assert FailureJudge(control, 2, outlive=True)({1: LOST})
     assert control.heard("log")[-1].endswith("; starting again, 1 of 2 SUNSPOT_MAX_FAILURES left")
@@ -225,7 +225,7 @@ def test_a_lack_of_memory_is_known_to_the_next_trainer_if_no_worker_was_left(con
     start: TrainerStart | None = TrainerStart()
     for step in (10, 20, 30):
         assert start
-        control.tell(ControlChannel.set_counts, start.counts)
+        control.send(ControlChannel.set_counts, start.counts)
         control.end = GroupEnd(progress=Progress(1, step=step, committed=step))
         goes_on = FailureJudge(control, 2, outlive=True)({0: killed_for_memory()})
         start = start_again(control, start, 2)

@@ -290,7 +290,7 @@ def test_a_machine_that_does_not_answer_is_a_lost_node(
     with enter(server, "first"), enter(server, "second"):
         wait_until(lambda: server.snapshot().trains, seconds=5)
         server._note_loss(member, error)
-    incidents = [call.args[2] for call in server._control.tell.call_args_list]
+    incidents = [call.args[2] for call in server._control.send.call_args_list]
     assert [incident.cause for incident in incidents][:1] == [cause]
 
 
@@ -299,5 +299,5 @@ def test_a_change_for_a_draining_node_is_recorded_as_a_preemption(server: Member
         assert isinstance(next_word(leaving), Generation)
         server.drain({"old"})
         assert isinstance(next_word(leaving), Change)
-        [incident] = [call.args[1] for call in server._control.tell.call_args_list]
+        [incident] = [call.args[1] for call in server._control.send.call_args_list]
         assert (incident.cause, incident.detail) == (Cause.PREEMPTED, "node old")

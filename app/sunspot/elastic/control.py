@@ -240,28 +240,28 @@ class ControlClient:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def tell(
+    def send(
         self, method: Callable[Concatenate[ControlChannel, Given], None], *given: Given.args, **named: Given.kwargs
     ) -> None:
         """Call a method of the channel, and wait for nothing."""
-        self._call(method, *given, **named)
+        self._submit(method, *given, **named)
 
-    def ask(
+    def call(
         self, method: Callable[Concatenate[ControlChannel, Given], Answer], *given: Given.args, **named: Given.kwargs
     ) -> Answer:
         """Call a method of the channel, and return its answer; raises `RayError` without one in CONTROL_TIMEOUT_S."""
-        answer: Answer = ray.get(self._call(method, *given, **named), timeout=CONTROL_TIMEOUT_S)
+        answer: Answer = ray.get(self._submit(method, *given, **named), timeout=CONTROL_TIMEOUT_S)
         return answer
 
-    def try_ask(
+    def call_or_none(
         self, method: Callable[Concatenate[ControlChannel, Given], Answer], *given: Given.args, **named: Given.kwargs
     ) -> Answer | None:
-        """Like `ask`; None when the channel is gone: then so is the driver, and Ray ends all of its processes."""
+        """Like `call`; None when the channel is gone: then so is the driver, and Ray ends all of its processes."""
         with suppress(RayError):
-            return self.ask(method, *given, **named)
+            return self.call(method, *given, **named)
         return None
 
-    def _call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _submit(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         return getattr(self._actor, method.__name__).remote(*given, **named)
 
 
@@ -291,4 +291,4 @@ class CommandPoller(Background):
         return replace(self._known, regroup=self._regroups())
 
     def _ask(self) -> None:
-        self._known = self._control.try_ask(ControlChannel.command) or self._known
+        self._known = self._control.call_or_none(ControlChannel.command) or self._known

@@ -150,18 +150,18 @@ class FailureJudge:
         for error in errors.values():
             killed, figures = find_killed_for_memory(error)
             if killed:
-                self._control.tell(ControlChannel.explain_loss, figures)
+                self._control.send(ControlChannel.explain_loss, figures)
         alone, short = self._outlive and all(lost), find_short_of_memory(errors, end.errors)
         replacements = min(len(lost), end.failed_replacements) if alone else 0
         lost_members = sum(lost) - replacements
         what, (goes_on, why, counts) = describe(end, errors), self._judge(end, lost_members, alone, short)
-        self._control.tell(ControlChannel.set_counts, counts, replacements)
+        self._control.send(ControlChannel.set_counts, counts, replacements)
         if alone:  # Ray's ranks are not those of the group that trains
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if goes_on:
             goes_on, why = self._leave_out_broken(find_suspects(end, errors), why)
         following = ControlChannel.log if alone else ControlChannel.start_next_group
-        self._control.tell(following if goes_on else ControlChannel.give_up, f"{what}{why}")
+        self._control.send(following if goes_on else ControlChannel.give_up, f"{what}{why}")
         return goes_on
 
     def _judge(self, end: GroupEnd, lost: int, alone: bool, short: set[str]) -> tuple[bool, str, FailureCounts]:
@@ -220,7 +220,7 @@ class FailureJudge:
             return False, f"; {error}"
         except Exception as error:  # another Ray may raise anything
             return True, f"; whether a GPU is broken is not known: {shorten(error)}{why}"
-        self._control.tell(ControlChannel.add_left_out, left_out)
+        self._control.send(ControlChannel.add_left_out, left_out)
         return True, "".join(f"; {line}" for line in left_out) + why
 
     def _ask(self, at_once: bool) -> GroupEnd:
@@ -228,7 +228,7 @@ class FailureJudge:
         until = time.monotonic() + OTHERS_S
         end = GroupEnd()
         while True:
-            end = self._control.try_ask(ControlChannel.group_end) or end
+            end = self._control.call_or_none(ControlChannel.group_end) or end
             complete = end.errors and len(end.errors) >= end.errors[0].world_size
             if at_once or end.fatal or complete or time.monotonic() > until:
                 return end

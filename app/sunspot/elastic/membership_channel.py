@@ -197,7 +197,7 @@ class MembershipServer:
         cause, detail = Cause.WORKER_LOST, f"rank {place} on {member.place}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             cause, detail = Cause.NODE_LOST, f"{member.place} (rank {place})"
-        self._control.tell(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
+        self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
         with self._lock:
@@ -211,7 +211,7 @@ class MembershipServer:
             changing = any(isinstance(word, Change) for _, word in words)
             incident = self._incident_of_change() if changing else None
         if incident:
-            self._control.tell(ControlChannel.add_incident_facts, incident)
+            self._control.send(ControlChannel.add_incident_facts, incident)
         for connection, word in told:
             try:
                 connection.send(word)

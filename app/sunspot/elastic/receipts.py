@@ -126,7 +126,7 @@ class FailureRecorder(ray.train.UserCallback):
             lines = "; ".join(f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items()))[:MAX_DETAIL]
             short = any(find_killed_for_memory(error)[0] for error in lost.values())
             cause, detail = (Cause.OUT_OF_MEMORY, lines) if short else (None, "")
-            self._control.tell(ControlChannel.add_incident_facts, Incident(cause, detail, time.time(), lines))
+            self._control.send(ControlChannel.add_incident_facts, Incident(cause, detail, time.time(), lines))
 
 
 def explain_error(error: RankError) -> Incident:

@@ -78,12 +78,12 @@ class Supervisor:
     def _pass_on_stop(self) -> None:
         request = self._stop_request
         if request.asked:
-            self._control.tell(ControlChannel.request_stop)
+            self._control.send(ControlChannel.request_stop)
         if self._stopping or request.signal is None:
             return
         self._stopping = True
         told = "interrupted" if request.signal is signal.SIGINT else f"told to end by {request.signal.name}"
-        if self._monitor and self._control.try_ask(ControlChannel.has_group) is False:
+        if self._monitor and self._control.call_or_none(ControlChannel.has_group) is False:
             print(f"{told}: no worker trains, so it ends without a save", flush=True)
         elif request.signal is signal.SIGINT:
             print(INTERRUPTED, flush=True)
@@ -96,7 +96,7 @@ class Supervisor:
         A lost node is only noted: Ray Train restarts the group itself. When the head is to go, the group saves; it
         trains on until the head takes everything with it.
         """
-        group, draining = self._control.ask(ControlChannel.group), draining_nodes()
+        group, draining = self._control.call(ControlChannel.group), draining_nodes()
         if self._membership:  # it may have formed a group that the control channel does not know yet
             self._membership.drain(draining)
         if self._membership and group:  # lost workers are replaced: only room for more is news
@@ -107,22 +107,22 @@ class Supervisor:
             incident = Incident(event.cause, event.detail, noticed=time.time())
             outlived = self._membership and group and not set(group.nodes.values()) <= set(draining)
             if event.cause is Cause.NODE_LOST or (outlived and event.cause is Cause.PREEMPTED):
-                self._control.tell(ControlChannel.add_incident_facts, incident)
+                self._control.send(ControlChannel.add_incident_facts, incident)
                 if outlived and event.cause is Cause.PREEMPTED:
                     gone = f"{event.cause}: {event.detail}; its workers leave after their step, and the others train on"
-                    self._control.tell(ControlChannel.log, gone)
+                    self._control.send(ControlChannel.log, gone)
             else:
-                self._control.tell(ControlChannel.restart_group, incident, event.deadline)
+                self._control.send(ControlChannel.restart_group, incident, event.deadline)
         if not self._leaving and ray.get_runtime_context().get_node_id() in draining:
-            self._control.tell(ControlChannel.request_save)
+            self._control.send(ControlChannel.request_save)
             self._leaving = True
-            self._control.tell(
+            self._control.send(
                 ControlChannel.log, "the head was told to go: the workers save, and a new head continues from there"
             )
         if monitor.asked != self._asked:
             ask_of_groups(monitor.per_worker, monitor.asked)
             self._asked = monitor.asked
-            self._control.tell(ControlChannel.log, f"asked for {describe_asked(self._asked)}")
+            self._control.send(ControlChannel.log, f"asked for {describe_asked(self._asked)}")
 
 
 @contextmanager

@@ -234,9 +234,9 @@ def fit_once(
         ),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        control.tell(ControlChannel.add_incident_facts, start.incident)
-        control.tell(ControlChannel.add_left_out, left_out)
-        control.tell(ControlChannel.set_counts, start.counts)
+        control.send(ControlChannel.add_incident_facts, start.incident)
+        control.send(ControlChannel.add_left_out, left_out)
+        control.send(ControlChannel.set_counts, start.counts)
         config = WorkerConfig(
             plan=plan,
             owner=claimant.owner,
@@ -258,7 +258,7 @@ def fit_once(
                 fitting = start_thread(trainer.fit, "trainer")
 
                 def has_nothing_to_save() -> bool:
-                    return stop_request.signal is not None and control.try_ask(ControlChannel.has_group) is False
+                    return stop_request.signal is not None and control.call_or_none(ControlChannel.has_group) is False
 
                 if not left_alone(fitting, membership.snapshot if membership else None, has_nothing_to_save, limit_s):
                     fitting.result()
@@ -271,7 +271,7 @@ def fit_once(
             return again
         finally:  # workers know more of their end than Ray does
             # Nothing, if the control channel cannot tell: then what Ray has raised stands.
-            end = control.try_ask(ControlChannel.group_end) or GroupEnd()
+            end = control.call_or_none(ControlChannel.group_end) or GroupEnd()
             if end.fatal:
                 raise end.fatal
             if end.gave_up:
@@ -280,7 +280,7 @@ def fit_once(
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
     """Fetch the news for the terminal, and pass on why the newest worker group ended."""
-    news = control.ask(ControlChannel.fetch_news)
+    news = control.call(ControlChannel.fetch_news)
     note_end(news.ended)
     return news
 
@@ -302,15 +302,15 @@ def start_again(
 
     Without an `error`, Ray has none to tell: the workers went before it asked them, or it waits for a node for one.
     """
-    end = control.try_ask(ControlChannel.group_end)
+    end = control.call_or_none(ControlChannel.group_end)
     if end is None or end.fatal or end.gave_up or isinstance(error, ControllerError):
         return None
-    incident = control.ask(ControlChannel.incident)
+    incident = control.call(ControlChannel.incident)
     if error:
         failures = getattr(error, "worker_failures", {})
         told = any(isinstance(each, GroupRestartError) for each in failures.values())
     else:
-        told = control.ask(ControlChannel.command).restart
+        told = control.call(ControlChannel.command).restart
         incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
     if told or (error and end.counts != start.counts):  # the judge of failures has counted
         return TrainerStart(incident, end.counts)
