@@ -280,7 +280,7 @@ class Decisions(RuleBasedStateMachine):
         process.changes = False
         process.breaks_off = False
         uid, step = process.uid, None if process.steps is None or not process.attempt else len(process.steps)
-        self.tell(lambda: self.membership.stand(uid, self.now, step))
+        self.tell(lambda: self.membership.request_to_join(uid, self.now, step))
 
     def end(self, process: Process) -> None:
         del self.processes[process.name]
@@ -498,19 +498,19 @@ def test_who_comes_back_in_the_middle_of_a_step_is_waited_for() -> None:
     membership = Membership(2)
     for name in ("first", "second"):
         membership.enter(Member(f"{name}-1", "node", name))
-        membership.stand(f"{name}-1", 0.0)
+        membership.request_to_join(f"{name}-1", 0.0)
     assert membership.decide(1.0)
     membership.lose("second-1", 2.0)
-    membership.stand("first-1", 2.0, 5)
+    membership.request_to_join("first-1", 2.0, 5)
     assert membership.decide(3.0)
     for name in ("third", "fourth"):
         membership.enter(Member(f"{name}-1", "another node", name))
-        membership.stand(f"{name}-1", 4.0)
+        membership.request_to_join(f"{name}-1", 4.0)
     membership.lose("first-1", 5.0)
     membership.enter(Member("first-2", "node", "first"))
     membership.decide(5.0 + NEXT_WAIT_S)
     assert membership.generation.number == 2
-    membership.stand("first-2", 30.0, 6)
+    membership.request_to_join("first-2", 30.0, 6)
     membership.decide(31.0)
     processes = [member.process for member in membership.generation.members]
     assert processes == ["first", "third", "fourth"], "it stays rank 0, and completes its commits"

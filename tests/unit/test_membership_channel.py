@@ -21,13 +21,13 @@ import torch.distributed as dist
 from sunspot.elastic import member_connections, membership_channel
 from sunspot.elastic.membership import Change, Close, Generation, Member
 from sunspot.elastic.membership_channel import (
-    DeciderLostError,
+    DriverUnreachableError,
+    HeartbeatLimit,
+    JoinRequest,
     Link,
     MembershipAddress,
     MembershipClient,
     MembershipServer,
-    Patience,
-    Standing,
     ask_living,
 )
 from sunspot.run.incidents import Cause
@@ -54,7 +54,7 @@ def enter(server: MembershipServer, uid: str, node: str = "node", step: int | No
     connection = Client((address.host, address.port), authkey=address.key)
     connection.send(Member(uid, node))
     connection.recv()
-    connection.send(Standing(step))
+    connection.send(JoinRequest(step))
     return connection
 
 
@@ -95,7 +95,7 @@ def test_the_decider_hears_which_state_a_process_has(server: MembershipServer) -
     server.drain({"old"})
     assert isinstance(next_word(leaving), Change)
     for connection, step in ((leaving, 8), (staying, None)):
-        connection.send(Standing(step))
+        connection.send(JoinRequest(step))
     with leaving, staying:
         formed = server.snapshot().generation
         wait_until(lambda: server.snapshot().generation is not formed, seconds=5)
@@ -118,7 +118,7 @@ def test_a_change_that_is_told_right_after_the_group_counts() -> None:
     threading.Thread(target=client._listen, args=(link,), daemon=True).start()
     wait_until(lambda: client._newest_change, seconds=5)
     assert not client.changing
-    assert client.stand(None) is not None
+    assert client.join_next(None) is not None
     assert client.changing
     client._generation = 2
     assert not client.changing, "it was of the generation before"
@@ -152,7 +152,7 @@ def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done() 
     with open_server(1) as server:
         client = MembershipClient(server.address, Member("one", "node"), ends)
         client.connect()
-        formed = client.stand(None)
+        formed = client.join_next(None)
         assert formed
         assert formed[0].number == 1
         for connection in list(server._connections.values()):
@@ -161,7 +161,7 @@ def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done() 
         assert client.closed(5.0)
         wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
         assert not server.snapshot().has_no_members
-        formed = client.stand(None)
+        formed = client.join_next(None)
         assert formed
         assert formed[0].number == 2
         assert not client.closed(0.0)
@@ -187,11 +187,11 @@ def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
 
 def test_a_process_that_builds_may_be_silent_for_longer(server: MembershipServer) -> None:
     builder, other = enter(server, "builder"), enter(server, "other")
-    builder.send(Patience(60.0))
+    builder.send(HeartbeatLimit(60.0))
     wait_until(lambda: server.snapshot().generation.number == 1, seconds=5)
     with builder, other:
         wait_until(lambda: ask_living(server.address) == ["builder"], seconds=5)
-        builder.send(Patience(0.1))
+        builder.send(HeartbeatLimit(0.1))
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
@@ -203,7 +203,7 @@ def test_a_process_waits_for_a_stopped_driver_with_a_limit(monkeypatch: pytest.M
         address = MembershipAddress("127.0.0.1", stopped.getsockname()[1], 0, b"")
         client = MembershipClient(address, Member("one", "node"), lambda: None)
         began = time.monotonic()
-        with pytest.raises(DeciderLostError, match=r"127\.0\.0\.1.*check that it runs"):
+        with pytest.raises(DriverUnreachableError, match=r"127\.0\.0\.1.*check that it runs"):
             client.connect()
         assert time.monotonic() - began < 10
 
@@ -265,7 +265,7 @@ def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: Mem
         second.close()
         assert isinstance(next_word(first), Close)
         store.set("2/0", "address")
-        first.send(Standing(None))
+        first.send(JoinRequest(None))
         assert isinstance(next_word(first), Generation)
         wait_until(lambda: store.list_keys() == ["2/0"], seconds=5)
         done.set()

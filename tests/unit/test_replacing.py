@@ -88,7 +88,7 @@ def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_traine
     monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
     membership = Membership(1)
     membership.enter(Member("first", "node"))
-    membership.stand("first", 0.0)
+    membership.request_to_join("first", 0.0)
     membership.decide(1.0)
     assert membership.trains
     membership.enter(Member("hangs", "node"))

@@ -91,7 +91,7 @@ def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> N
         Position({"loss": 1.0}, 7.0, ("window",)),
     )
     stood = list[int | None]()
-    survivor._client = Mock(stand=stood.append)
+    survivor._client = Mock(join_next=stood.append)
     survivor.form()
     assert stood == [5], "the decider knows"
 
@@ -128,7 +128,7 @@ def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypat
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
     ours, lost = Member("ours", "node"), Member("lost", "node")
     stood = [(Generation(7, (ours, lost)), 0), None]
-    survivor._client = Mock(stand=lambda step: stood.pop(0), closed=lambda wait_s: True)
+    survivor._client = Mock(join_next=lambda step: stood.pop(0), closed=lambda wait_s: True)
     assert survivor.form() is None
 
 
@@ -224,7 +224,7 @@ def test_members_that_do_not_meet_give_up_soon(
     survivor.others_train = others_train
     members = Member("ours", "node-1"), Member("silent", "node-2")
     stand = Mock(return_value=(Generation(7, members), 0))
-    survivor._client = Mock(stand=stand, closed=lambda wait_s: others_first and wait_s > 0)
+    survivor._client = Mock(join_next=stand, closed=lambda wait_s: others_first and wait_s > 0)
     began = time.monotonic()
     with pytest.raises(NoGroupError, match="node-1, node-2 may connect to each other"):
         survivor.form()

@@ -74,7 +74,7 @@ class Change:
     number: int
 
 
-Word = Generation | Close | Change | None
+Message = Generation | Close | Change | None
 """None tells who stands for the next generation that there is none."""
 
 
@@ -109,7 +109,7 @@ class Membership:
         "The newest one."
         self._open = False
         "Whether the newest generation trains, as far as is known."
-        self._told: Word | None = None
+        self._told: Message | None = None
         "What its members were told last."
         self._settled_at = 0.0
         self._first_stood = math.inf
@@ -131,7 +131,7 @@ class Membership:
         """Note a new process; it is in no group yet."""
         self._members[member.uid] = member
 
-    def stand(self, uid: str, now: float, step: int | None = None) -> None:
+    def request_to_join(self, uid: str, now: float, step: int | None = None) -> None:
         """Note that a process asks to be in the next generation. If it is a member, this closes the present one.
 
         `step` is the step of the process's state, or None if it has no usable state.
@@ -164,7 +164,7 @@ class Membership:
         """
         self._draining |= frozenset(nodes)
 
-    def decide(self, now: float) -> list[tuple[str, Word]]:
+    def decide(self, now: float) -> list[tuple[str, Message]]:
         """Return what is to be told now, and to whom."""
         if self.ended:
             told, self._standing = self._standing, {}
@@ -208,10 +208,10 @@ class Membership:
         """Return the uids of the next generation if it formed now and all members had equally new states."""
         return {member.uid for member in self._choose(self._standing.keys() | self.generation.ranks.keys())}
 
-    def _ask_for_change(self) -> list[tuple[str, Word]]:
+    def _ask_for_change(self) -> list[tuple[str, Message]]:
         return [] if self._wanted() == self.generation.ranks.keys() else self._tell(Change)
 
-    def _tell(self, kind: type[Close] | type[Change]) -> list[tuple[str, Word]]:
+    def _tell(self, kind: type[Close] | type[Change]) -> list[tuple[str, Message]]:
         """Tell the members of the newest generation that live, once."""
         word = kind(self.generation.number)
         if self._told == word:
@@ -219,7 +219,7 @@ class Membership:
         self._told = word
         return [(uid, word) for uid in self._living()]
 
-    def _form(self, now: float) -> list[tuple[str, Word]]:
+    def _form(self, now: float) -> list[tuple[str, Message]]:
         """Form the next generation, once all who live of the last one stand for it, also under another uid."""
         living = self._living()
         chosen = self._choose(self._standing.keys())

@@ -34,7 +34,7 @@ from sunspot.elastic.member_connections import (
     expect_answers,
     open_connection,
 )
-from sunspot.elastic.membership import Change, Generation, Member, Membership, MembershipSnapshot, Word
+from sunspot.elastic.membership import Change, Generation, Member, Membership, MembershipSnapshot, Message
 from sunspot.elastic.messages import Incident
 from sunspot.formatting import plural
 from sunspot.parallel.process_group import LOOPBACK
@@ -44,7 +44,7 @@ from sunspot.run.incidents import Cause
 log = logging.getLogger(__name__)
 
 HEARTBEAT_EVERY_S = 0.1
-BEAT, END = "beat", "end"
+HEARTBEAT, END = "beat", "end"
 
 ASK_LIVING = "living"
 """First message on a connection that asks which processes live."""
@@ -83,14 +83,14 @@ class MembershipAddress:
 
 
 @dataclass(frozen=True)
-class Patience:
+class HeartbeatLimit:
     """Tells the decider how many seconds without a heartbeat to allow the sender."""
 
     limit_s: float
 
 
 @dataclass(frozen=True)
-class Standing:
+class JoinRequest:
     """Tells the decider that the sender asks to be in the next generation."""
 
     step: int | None
@@ -176,12 +176,12 @@ class MembershipServer:
             connection.send(self._membership.trains)
         limit_s = PROCESS_LIMIT_S
         while connection.poll(None if limit_s == math.inf else limit_s):
-            word: Patience | Standing | str = connection.recv()
-            if isinstance(word, Patience):
+            word: HeartbeatLimit | JoinRequest | str = connection.recv()
+            if isinstance(word, HeartbeatLimit):
                 limit_s = word.limit_s
-            elif isinstance(word, Standing):
+            elif isinstance(word, JoinRequest):
                 with self._lock:
-                    self._membership.stand(member.uid, time.monotonic(), word.step)
+                    self._membership.request_to_join(member.uid, time.monotonic(), word.step)
             elif word == END:
                 with self._lock:
                     self._membership.end(member.uid)
@@ -202,12 +202,12 @@ class MembershipServer:
     def _decide(self) -> None:
         with self._lock:
             words = self._membership.decide(time.monotonic())
-            told: list[tuple[Connection, Word | str]] = [
+            told: list[tuple[Connection, Message | str]] = [
                 (self._connections[uid], word) for uid, word in words if uid in self._connections
             ]
             if time.monotonic() > self._last_heartbeat + HEARTBEAT_EVERY_S:
                 self._last_heartbeat = time.monotonic()
-                told += [(connection, BEAT) for connection in self._connections.values()]
+                told += [(connection, HEARTBEAT) for connection in self._connections.values()]
             changing = any(isinstance(word, Change) for _, word in words)
             incident = self._incident_of_change() if changing else None
         if incident:
@@ -243,7 +243,7 @@ def ask_living(address: MembershipAddress) -> list[str]:
     return living
 
 
-class DeciderLostError(ConnectionError):
+class DriverUnreachableError(ConnectionError):
     """The decider could not be reached for RECONNECT_S."""
 
 
@@ -270,7 +270,7 @@ class MembershipClient:
         self.connections = 0
         "Number of connections so far: one, and one more each time that this process was taken for lost."
         self._others_train = False
-        self._patience_s = PROCESS_LIMIT_S
+        self._heartbeat_limit_s = PROCESS_LIMIT_S
         self._generation = 0
         "Number of the generation that it is in; 0: none."
         self._newest_closed = 0
@@ -283,7 +283,7 @@ class MembershipClient:
     def connect(self) -> bool:
         """Enter the decider's list as a newcomer, if this process is not in it, and return True if others train.
 
-        Raises `DeciderLostError`.
+        Raises `DriverUnreachableError`.
         """
         with self._connecting:
             if self._link is None:
@@ -301,13 +301,13 @@ class MembershipClient:
                 connection.send(replace(self._identity, uid=uid, process=self._identity.uid))
                 self._others_train = connection.recv()
                 expect_answers(connection)
-                connection.send(Patience(self._patience_s))
+                connection.send(HeartbeatLimit(self._heartbeat_limit_s))
                 break
             except CONNECTION_ERRORS as error:
                 if connection:
                     connection.close()
                 if time.monotonic() > until or self._left:
-                    raise DeciderLostError(
+                    raise DriverUnreachableError(
                         f"the driver at {address.host}:{address.port} could not be reached for {RECONNECT_S:.0f} s "
                         f"({error or type(error).__name__}); check that it runs, and that this node may connect to it"
                     ) from error
@@ -319,17 +319,17 @@ class MembershipClient:
         start_thread(lambda: self._stay_connected(link), "membership")
         start_thread(lambda: self._beat(link), "heartbeat")
 
-    def stand(self, step: int | None) -> tuple[Generation, int] | None:
+    def join_next(self, step: int | None) -> tuple[Generation, int] | None:
         """Leave the present generation, and return the next one and the rank in it, however long that takes.
 
         `step` is the step of this process's state, or None if it has no usable state. Returns None if there is no next
-        generation. Raises `DeciderLostError`.
+        generation. Raises `DriverUnreachableError`.
         """
         self._leave()
         while True:
             self.connect()
             link = self._link
-            if not link or not self._send(Standing(step), link):
+            if not link or not self._send(JoinRequest(step), link):
                 continue
             while self._link is link:
                 with contextlib.suppress(queue.Empty):
@@ -357,21 +357,21 @@ class MembershipClient:
         return self._closed.wait(wait_s) if wait_s else self._closed.is_set()
 
     @contextlib.contextmanager
-    def patience(self, limit_s: float) -> Iterator[None]:
+    def heartbeat_limit(self, limit_s: float) -> Iterator[None]:
         """Make the decider wait up to `limit_s` (0: without a limit) for a heartbeat while this context lasts.
 
         Use it around code that may hold the GIL for long.
         """
-        before = self._patience_s
-        self._set_patience(max(before, limit_s or math.inf))
+        before = self._heartbeat_limit_s
+        self._set_heartbeat_limit(max(before, limit_s or math.inf))
         try:
             yield
         finally:
-            self._set_patience(before)
+            self._set_heartbeat_limit(before)
 
-    def _set_patience(self, limit_s: float) -> None:
-        self._patience_s = limit_s
-        self._send(Patience(limit_s))
+    def _set_heartbeat_limit(self, limit_s: float) -> None:
+        self._heartbeat_limit_s = limit_s
+        self._send(HeartbeatLimit(limit_s))
 
     def end(self) -> None:
         """Tell that the group ends as a whole: no other follows."""
@@ -383,7 +383,7 @@ class MembershipClient:
         if self._link:
             self._link.connection.close()
 
-    def _send(self, word: Patience | Standing | str, link: Link | None = None) -> bool:
+    def _send(self, word: HeartbeatLimit | JoinRequest | str, link: Link | None = None) -> bool:
         link = link or self._link
         if not link:
             return False
@@ -397,22 +397,22 @@ class MembershipClient:
 
     def _beat(self, link: Link) -> None:
         while self._link is link:
-            self._send(BEAT, link)
+            self._send(HEARTBEAT, link)
             time.sleep(HEARTBEAT_EVERY_S)
 
     def _stay_connected(self, link: Link) -> None:
         """Listen until the connection ends, and open the next one at once, so that this process counts as living."""
         self._listen(link)
         if not self._left:
-            with contextlib.suppress(DeciderLostError):  # `stand` tries again, and raises the error
+            with contextlib.suppress(DriverUnreachableError):  # `join_next` tries again, and raises the error
                 self.connect()
 
     def _listen(self, link: Link) -> None:
         try:
             while True:
-                word: Word | str = link.connection.recv()
+                word: Message | str = link.connection.recv()
                 if isinstance(word, str):
-                    continue  # BEAT
+                    continue  # HEARTBEAT
                 if word is None or isinstance(word, Generation):
                     link.formed.put(word)
                 elif isinstance(word, Change):

@@ -30,7 +30,7 @@ from sunspot.elastic.member_connections import MACHINE_LIMIT_S
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import (
     PROCESS_LIMIT_S,
-    DeciderLostError,
+    DriverUnreachableError,
     MembershipAddress,
     MembershipClient,
 )
@@ -112,7 +112,7 @@ class Survivor:
 
     def building(self, limit_s: float) -> AbstractContextManager[None]:
         """Make the decider wait up to `limit_s` (0: without a limit) for a heartbeat while this process builds."""
-        return self._client.patience(limit_s)
+        return self._client.heartbeat_limit(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build what this process will train with once it has the others' state, alone, if it has nothing yet."""
@@ -152,7 +152,7 @@ class Survivor:
     def form(self) -> WorkerPlace | None:
         """Ask to be in the next group, and form it with the others. Returns None if there is no next group.
 
-        Raises `DeciderLostError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A replacement
+        Raises `DriverUnreachableError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A replacement
         has one try, because the others would wait for it in each.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
@@ -162,7 +162,7 @@ class Survivor:
             if len(self._failed_groups) >= GROUP_TRIES:
                 count = plural(len(self._failed_groups), "group")
                 raise NoGroupError(f"{count} in a row took no step: {self._failed_groups[-1]}")
-            stood = self._client.stand(step)
+            stood = self._client.join_next(step)
             if not stood:
                 return None
             generation, rank = stood
@@ -255,7 +255,7 @@ class Survivor:
         """Tell whether the group has ended, by this error, and not this process."""
         if isinstance(error, RegroupError):
             return True
-        if isinstance(error, GroupRestartError | NoGroupError | DeciderLostError):
+        if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
             return False
         known = find_in(error)
         if known and not isinstance(known, SupersededError):  # its driver's next group may supersede it
