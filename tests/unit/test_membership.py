@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.elastic import copies
-from sunspot.elastic.claim import Readers, begin_attempt
+from sunspot.elastic.claim import CheckpointLoaders, begin_attempt
 from sunspot.elastic.copies import LiveState, NodeInventory
 from sunspot.elastic.membership import NEXT_WAIT_S, SETTLE_S, Change, Generation, Member, Membership
 from sunspot.run import Claimant, Run
@@ -370,7 +370,9 @@ class Decisions(RuleBasedStateMachine):
             NodeInventory(process.node, process.node, None, [], live=process.live, process=process.name)
             for process in group
         ]
-        start = begin_attempt(Claimant(self.run, "job"), SETTINGS, inventories, Readers(copies=self.find_copies))
+        start = begin_attempt(
+            Claimant(self.run, "job"), SETTINGS, inventories, CheckpointLoaders(copies=self.find_copies)
+        )
         assert start
         attempt = start.attempt
         holders = [process for process in self.standing if process.name in self.processes and self.has_newest(process)]
@@ -488,7 +490,7 @@ def test_the_model_notices_if_an_older_state_hides_the_copies() -> None:
 def test_the_model_notices_if_a_process_that_missed_a_group_counts_with_its_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copies, "was_in_all", lambda *_: True)
+    monkeypatch.setattr(copies, "was_in_every_group", lambda *_: True)
     with pytest.raises(AssertionError, match="a newer copy in memory is passed over"):
         bring_back_a_stale_process(Decisions())
 

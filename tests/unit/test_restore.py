@@ -27,7 +27,7 @@ from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.memory_files import MemorySnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
-from sunspot.elastic.claim import LocalState, Past, Readers, StartPoint, begin_attempt
+from sunspot.elastic.claim import CheckpointLoaders, LocalState, PastRecords, StartPoint, begin_attempt
 from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, choose_parts
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.receipts import Phases, first_incident, make_receipt
@@ -129,7 +129,7 @@ def test_a_state_in_parts_counts_when_all_parts_are_there(
         assert not read_attempts(run)[-1].chosen, "not before it is known to be whole"
         return [each for each in parts if each.rank in damaged and each.held.step == 9]
 
-    found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), readers=Readers(parts=read))
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), loaders=CheckpointLoaders(parts=read))
     assert (found.attempt.step, found.attempt.starts_from) == (step, checkpoint_name(step, 1))
     assert found.attempt.metadata.tier == ("memory" if ranks else "storage")
     parts = found.copy.parts if found.copy else ()
@@ -199,7 +199,7 @@ def test_what_any_rank_finds_damaged_is_passed_over_by_all(run: Run, monkeypatch
         return [mine, ["optimizer.pt has 1 bytes instead of 2"] if reads[-1] == names[2] else []]
 
     monkeypatch.setattr("sunspot.elastic.claim.gather_objects", gather)
-    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None, None), readers=Readers(read))
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None, None), loaders=CheckpointLoaders(read))
     assert found
     assert reads == names[::-1]
     assert (found.attempt.step, found.checkpoint and found.checkpoint.name) == (5, names[0])
@@ -214,7 +214,7 @@ def test_a_checkpoint_is_not_read_before_it_is_loaded(run: Run, monkeypatch: pyt
     commit(run, start(run, "me"), 5)
     opened: list[str] = []
     monkeypatch.setattr(LocalStorage, "digest", lambda *arguments: opened.append(arguments[1]) or (0, ""))
-    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None), readers=Readers(lambda _: []))
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None), loaders=CheckpointLoaders(lambda _: []))
     assert found.attempt.step == 5
     assert opened == []
 
@@ -437,7 +437,9 @@ def test_what_came_with_the_state_comes_back(
             files[f"{kind}.pt"] = {"size": writer.size, "sha256": writer.sha256}
         write_manifest(run, replace(manifest, files=files))
     found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
-    chosen = begin_attempt(Claimant(run, "me"), SETTINGS, machines(found and found.held), readers=Readers(node.read))
+    chosen = begin_attempt(
+        Claimant(run, "me"), SETTINGS, machines(found and found.held), loaders=CheckpointLoaders(node.read)
+    )
     assert chosen
     state = load_start(
         run, Settings(), chosen, LocalState(found, node, NodeParts(None, ["node"])), None
@@ -478,7 +480,7 @@ def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
 
 
 def a_start(attempt: Attempt, *before: Attempt, receipts: Sequence[Receipt] = ()) -> StartPoint:
-    return StartPoint(attempt, before, past=Past([(1, 14, 99.0)], receipts))
+    return StartPoint(attempt, before, past=PastRecords([(1, 14, 99.0)], receipts))
 
 
 def test_a_receipt_says_what_a_restart_cost() -> None:
@@ -493,7 +495,7 @@ def test_a_receipt_says_what_a_restart_cost() -> None:
 
 def test_a_pause_is_not_lost() -> None:
     ended = Status(RunState.FAILED, "me", time=50.0, step=14)
-    now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), past=Past(other=ended))
+    now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), past=PastRecords(other=ended))
     incident = first_incident(now)
     assert incident.cause is Cause.RESUMED
     receipt = make_receipt(now, TrainingState(taken=40.0), incident, 1010.0)
@@ -504,10 +506,10 @@ def test_a_pause_is_not_lost() -> None:
 def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
     """Its nodes are gone by then, unless the operator has only replaced its head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
-    now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=Past(other=lost))
+    now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
     receipt = make_receipt(now, TrainingState(taken=40.0), first_incident(now), 9010.0)
     assert (receipt.cause, receipt.paused_s) == (Cause.DRIVER_LOST, 9000 - 50 - LOST_S)
-    replaced = replace(now, past=Past(other=replace(lost, owner=now.attempt.owner)))
+    replaced = replace(now, past=PastRecords(other=replace(lost, owner=now.attempt.owner)))
     assert make_receipt(replaced, TrainingState(taken=40.0), first_incident(replaced), 9010.0).paused_s == 0
 
 

@@ -17,13 +17,13 @@ from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, fin
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.elastic.copies import (
     ChosenCopy,
-    Holders,
     LiveState,
     NodeInventory,
+    SurvivingState,
     choose_copy,
     choose_live,
-    without_copies,
-    without_crashing,
+    exclude_crashing_copy,
+    exclude_damaged_parts,
 )
 from sunspot.errors import DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
@@ -64,14 +64,14 @@ from sunspot.storage.limits import retry_storage
 
 Result = TypeVar("Result")
 
-LOADED = new_nonce()
+PROCESS_NONCE = new_nonce()
 """Of this module in this process, and in those that are forked from it."""
 
 NODE_GROUP = "RAY_NODE_TYPE_NAME"
 """Variable with the group of a pod, from which Ray makes a node's label ray.io/node-group."""
 
 
-class Readers(NamedTuple):
+class CheckpointLoaders(NamedTuple):
     """Functions that read the checkpoints and copies from which a group may start."""
 
     checkpoint: Callable[[Checkpoint], list[str]] | None = None
@@ -82,7 +82,7 @@ class Readers(NamedTuple):
     "Adds the copies in memory to the inventories. All workers call it together if no live state can be used."
 
 
-ANY_READERS = Readers()
+DEFAULT_LOADERS = CheckpointLoaders()
 
 
 class LocalState(NamedTuple):
@@ -94,7 +94,7 @@ class LocalState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Past:
+class PastRecords:
     """The attempts so far, as storage and the nodes tell of them."""
 
     heartbeats: Sequence[tuple[int, int, float]] = ()
@@ -117,16 +117,16 @@ class StartPoint:
     "In storage; None if `copy` is newer."
     copy: ChosenCopy | None = None
     "In shared memory."
-    live: Holders | None = None
+    live: SurvivingState | None = None
     "In the processes that train on; then there is neither a checkpoint nor a copy."
     nodes: dict[int, str] = field(default_factory=dict)
     "Ray's id of each rank's node."
-    past: Past = Past()
+    past: PastRecords = PastRecords()
 
 
 def process_name() -> str:
     """Tell this process apart from all others, also from one of the same number in a pod of the same name."""
-    return f"{LOADED}-{os.getpid()}"
+    return f"{PROCESS_NONCE}-{os.getpid()}"
 
 
 def agree_on_start(
@@ -161,8 +161,8 @@ def agree_on_start(
         parts_here = find_parts(location) if state.reads and settings.parallel == "fsdp" else ()
         return gather_objects(inventory._replace(snapshot=held, parts=parts_here), group)
 
-    readers = Readers(state.read, parts.read, find_copies)
-    start = begin_attempt(claimant, settings, gather_objects(inventory, group), readers, group)
+    loaders = CheckpointLoaders(state.read, parts.read, find_copies)
+    start = begin_attempt(claimant, settings, gather_objects(inventory, group), loaders, group)
     return start, LocalState(found, state, parts)
 
 
@@ -170,17 +170,17 @@ def begin_attempt(
     claimant: Claimant,
     settings: Settings,
     inventories: list[NodeInventory],
-    readers: Readers = ANY_READERS,
+    loaders: CheckpointLoaders = DEFAULT_LOADERS,
     group: dist.ProcessGroup | None = None,
 ) -> StartPoint | None:
     """Claim the next attempt, given what is on each rank's node, and choose its start; None if this job may not train.
 
     This looks for a live state first. If a live state can be used, the copies in memory are not needed. Otherwise a
-    checkpoint is chosen by its manifest and the listing, and the `readers` that load it find out whether it is intact.
+    checkpoint is chosen by its manifest and the listing, and the `loaders` that load it find out whether it is intact.
     If any rank finds a checkpoint or a copy of a part damaged, all ranks pass over it. All workers of `group` (None: a
     worker alone) call this together. Rank 0 raises `StorageError` if storage refuses for longer than
     `storage_timeout_s`, `ConflictError` if the run was begun again with other settings meanwhile, and `DamageError`
-    like `refuse_to_begin_anew`.
+    like `refuse_to_start_over`.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
@@ -198,12 +198,12 @@ def begin_attempt(
         return start
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
-        read = readers.checkpoint or functools.partial(find_faults, run)
+        read = loaders.checkpoint or functools.partial(find_faults, run)
         return retry_storage(lambda: read(checkpoint), limit_s, "reading a checkpoint")
 
     if start := on_rank_0(lambda: claim_in_place(claimant, settings, inventories)):
         return start
-    inventories = readers.copies(inventories)
+    inventories = loaders.copies(inventories)
     claimed = on_rank_0(lambda: claim_attempt(claimant, settings, inventories))
     damaged: dict[str, list[str]] = {}
     while claimed:
@@ -214,9 +214,9 @@ def begin_attempt(
                 damaged[checkpoint.name] = list(dict.fromkeys(faults))
                 continue
         elif start and start.copy and start.copy.parts:
-            mine = run_on_all_ranks(group, functools.partial(readers.parts, start.copy.parts))
+            mine = run_on_all_ranks(group, functools.partial(loaders.parts, start.copy.parts))
             if faulty := [copy for copies in gather_objects(mine, group) for copy in copies]:
-                inventories = without_copies(inventories, faulty)
+                inventories = exclude_damaged_parts(inventories, faulty)
                 continue
         return on_rank_0(functools.partial(record_choice, start)) if start else None
     return None
@@ -249,8 +249,8 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
         raise SupersededError(f"{run.location}: the group that this process trained in does not count any more")
     attempt = attempt.starting_from(live.checkpoint, IN_PLACE)
     record_start(run, attempt)
-    past = Past(heartbeats_in(inventories), receipts.result(), status.result())
-    return StartPoint(attempt, chosen_among(before), live=live, nodes=nodes_in(inventories), past=past)
+    past = PastRecords(heartbeats_in(inventories), receipts.result(), status.result())
+    return StartPoint(attempt, attempts_with_start(before), live=live, nodes=nodes_in(inventories), past=past)
 
 
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
@@ -305,14 +305,14 @@ def choose_start(
     """Choose where the attempt starts that was claimed as the last of these, given the faults of checkpoints read.
 
     From here on only this attempt commits or deletes; requests in flight may still land, but never as the newest
-    checkpoint listed now. Raises `SupersededError`, or `DamageError` like `refuse_to_begin_anew`.
+    checkpoint listed now. Raises `SupersededError`, or `DamageError` like `refuse_to_start_over`.
     """
 
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
     *before, attempt = claimed
-    left, crashing = without_crashing(inventories, before)
+    left, crashing = exclude_crashing_copy(inventories, before)
     copy = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
     passed_over: tuple[PassedOver, ...] = ()
@@ -332,27 +332,27 @@ def choose_start(
     else:
         ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
         try:
-            refuse_to_begin_anew(run, before, passed_over, attempt.metadata.settings)
+            refuse_to_start_over(run, before, passed_over, attempt.metadata.settings)
         except DamageError as error:
             record_error(run, attempt.number, error)  # a retry of this job finds nothing else
             raise
         chosen = attempt.starting_from(None, "beginning", skipped)
-    past = Past(
+    past = PastRecords(
         heartbeats=heartbeats_in(inventories),
         receipts=read_receipts(read_journal(run, "events")),
         status=read_status(run, attempt.driver),
         other=read_status(run, other_than=attempt.driver),
     )
-    return StartPoint(chosen, chosen_among(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
+    return StartPoint(chosen, attempts_with_start(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
 
 
-def chosen_among(attempts: list[Attempt]) -> list[Attempt]:
+def attempts_with_start(attempts: list[Attempt]) -> list[Attempt]:
     """Return those that have chosen where they start."""
     return [attempt for attempt in attempts if attempt.chosen]
 
 
 def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
-    """Return the last steps that earlier processes of these nodes are known to have taken (`Past`)."""
+    """Return the last steps that earlier processes of these nodes are known to have taken (`PastRecords`)."""
     return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
 
 
@@ -361,14 +361,14 @@ def nodes_in(inventories: Sequence[NodeInventory]) -> dict[int, str]:
     return {rank: inventory.node for rank, inventory in enumerate(inventories)}
 
 
-def refuse_to_begin_anew(
+def refuse_to_start_over(
     run: Run, attempts: list[Attempt], passed_over: Sequence[PassedOver], environment: Mapping[str, str]
 ) -> None:
     """Raise `DamageError` when a run without a good state once had checkpoints, unless ACCEPT names their loss.
 
     `passed_over` is what `find_newest_good` names, and `environment` has the settings by variable.
     """
-    lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_gone(attempts)
+    lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_lost_start(attempts)
     if not lost or accepts(environment, consent := f"loss-of-{lost[0].name}"):
         return
     lines = "\n".join(f"  {each}" for each in lost)
@@ -379,7 +379,7 @@ def refuse_to_begin_anew(
     )
 
 
-def find_gone(attempts: list[Attempt]) -> list[PassedOver]:
+def find_lost_start(attempts: list[Attempt]) -> list[PassedOver]:
     """Find the checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]

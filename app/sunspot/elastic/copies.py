@@ -51,7 +51,7 @@ class ChosenCopy(NamedTuple):
     "Of a state in parts, all."
 
 
-class Holders(NamedTuple):
+class SurvivingState(NamedTuple):
     """The ranks that have the state to go on from, and its name."""
 
     checkpoint: str
@@ -61,7 +61,7 @@ class Holders(NamedTuple):
     "First one that has no evaluation, if so: the metrics of all are the first one's."
 
 
-def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> Holders | None:
+def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
     """Choose the state of the survivors that went furthest; None without survivors that have one.
 
     They differ by one step at most, which some had taken when others could not end it. The state of a process that was
@@ -71,17 +71,19 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
     live = {
         rank: inventory.live
         for rank, inventory in enumerate(inventories)
-        if inventory.live and leads_to_newest(inventory.live.checkpoint, spans) and was_in_all(inventory, attempts)
+        if inventory.live
+        and leads_to_newest(inventory.live.checkpoint, spans)
+        and was_in_every_group(inventory, attempts)
     }
     if not live:
         return None
     furthest = max((state.checkpoint for state in live.values()), key=step_of)
     ranks = [rank for rank, state in live.items() if step_of(state.checkpoint) == step_of(furthest)]
     ranks.sort(key=lambda rank: live[rank].evaluated)
-    return Holders(furthest, live[ranks[0]].evaluated, tuple(ranks))
+    return SurvivingState(furthest, live[ranks[0]].evaluated, tuple(ranks))
 
 
-def was_in_all(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
+def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
     """Whether a survivor's process was in each group that has begun since its last step: none took one without it."""
     assert inventory.live
     last = attempt_of(inventory.live.checkpoint)
@@ -129,7 +131,7 @@ def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) 
     return chosen
 
 
-def without_copies(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
+def exclude_damaged_parts(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
     """Remove the copies of parts that are damaged."""
     gone = {(inventories[rank].node, held) for rank, held in faulty}
     return [
@@ -138,7 +140,7 @@ def without_copies(inventories: Sequence[NodeInventory], faulty: Sequence[PartCo
     ]
 
 
-def without_crashing(
+def exclude_crashing_copy(
     inventories: Sequence[NodeInventory], before: Sequence[Attempt]
 ) -> tuple[list[NodeInventory], str]:
     """Remove the copy from which the last RESTORES groups took no step; returns its name, too, if there is one.

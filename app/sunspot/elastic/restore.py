@@ -17,7 +17,7 @@ from sunspot.checkpoint.parts import Contents, is_sharded, load_model, load_part
 from sunspot.checkpoint.snapshot import SavedObjects
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
 from sunspot.elastic.claim import LocalState, StartPoint
-from sunspot.elastic.copies import ChosenCopy, Holders
+from sunspot.elastic.copies import ChosenCopy, SurvivingState
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace, broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.run import Run, open_run
@@ -52,7 +52,7 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class Position:
+class StateMetadata:
     """What goes with the tensors of a state that is in use."""
 
     metrics: dict[str, Any]
@@ -64,11 +64,15 @@ class Position:
 
 
 def hand_over(
-    place: WorkerPlace, holders: Holders, saved: SavedObjects | None, position: Position | None, total_steps: int
+    place: WorkerPlace,
+    holders: SurvivingState,
+    saved: SavedObjects | None,
+    position: StateMetadata | None,
+    total_steps: int,
 ) -> TrainingState:
     """Return the state to go on from, on all workers of the group, which call this together.
 
-    Holders have it already, with what is `saved`, and so get no tensors. The others receive these from the first
+    SurvivingState have it already, with what is `saved`, and so get no tensors. The others receive these from the first
     holder, whose `position` is that of all: what a lost member ended on some of them alone may differ.
     """
     assert place.group

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from sunspot.background import Background
 from sunspot.checkpoint import CheckpointCommitter, NodeMemory
 from sunspot.elastic.claim import process_name
-from sunspot.elastic.copies import Holders, LiveState
+from sunspot.elastic.copies import LiveState, SurvivingState
 from sunspot.elastic.member_connections import MACHINE_LIMIT_S
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import (
@@ -34,7 +34,7 @@ from sunspot.elastic.membership_channel import (
     MembershipAddress,
     MembershipClient,
 )
-from sunspot.elastic.restore import Position, TrainingState, hand_over
+from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
 from sunspot.elastic.watchdog import FIRST_STEP_S, ended_after
 from sunspot.errors import SupersededError, find_in, shorten
 from sunspot.formatting import plural
@@ -95,7 +95,7 @@ class Survivor:
         self.window: MetricWindow | None = None
         self.committer: CheckpointCommitter | None = None
         "The committer that began this process's newest commit, which may be under way."
-        self.kept: tuple[LiveState, Position] | None = None
+        self.kept: tuple[LiveState, StateMetadata] | None = None
         "The state that it has, if that is whole, and where that stands."
 
     def __enter__(self) -> Self:
@@ -230,7 +230,7 @@ class Survivor:
             if self._client.closed(0.0):
                 raise RegroupError
 
-    def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
+    def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
         """Return the state to go on from, from those who have it; all workers of the group call this together."""
         saved = self.learner.saved() if self.learner and self.kept else None
         state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
@@ -242,7 +242,7 @@ class Survivor:
         """Note that this process has the state that it was handed, even if its group ends before the first step."""
         assert state.taken is not None
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
-        self.kept = LiveState(name, state.evaluated), Position(state.metrics, state.taken, state.ledger)
+        self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
         """Note what this process trains with."""
