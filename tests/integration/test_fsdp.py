@@ -39,7 +39,7 @@ from sunspot.elastic.restore import read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.gradients import gradient_sync
-from sunspot.parallel.sharding import Place, find_blocks, part_of, shard_model
+from sunspot.parallel.sharding import TensorSlice, find_blocks, part_of, shard_model
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
@@ -360,7 +360,7 @@ class Halves:
 
     def save(self, rank: int, step: int) -> None:
         self.models[rank].weight.data = self.weight[3 * rank : 3 * rank + 3] + step
-        self._patch.setattr(sunspot.checkpoint.snapshot, "find_places", lambda _: [Place((6, 2), (3 * rank, 0))])
+        self._patch.setattr(sunspot.checkpoint.snapshot, "find_slices", lambda _: [TensorSlice((6, 2), (3 * rank, 0))])
         self.checkpoints[rank].save(step, {"loss": 1.0})
 
 

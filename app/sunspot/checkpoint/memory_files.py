@@ -83,7 +83,7 @@ class Sidecar:
     manifest_fields: dict[str, Any]
     "The fields of the checkpoint's manifest (`Checkpoint`), but for its files."
     places: list[Any]
-    "For each tensor, where it lies in the whole one (`Place`); None: it is whole."
+    "For each tensor, where it lies in the whole one (`TensorSlice`); None: it is whole."
     ledger: list[Any]
     "Windows of consumed rows that were not in storage yet (`LedgerWindow`)."
     names: list[str]

@@ -17,7 +17,7 @@ import torch
 from sunspot.background import map_parallel
 from sunspot.checkpoint.files import read_file, unpack
 from sunspot.errors import DamageError
-from sunspot.parallel.sharding import Place
+from sunspot.parallel.sharding import TensorSlice
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.storage.base import CHUNK
@@ -58,7 +58,9 @@ class Piece(NamedTuple):
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
 
-def extent_of(name: str, part: torch.Tensor, place: Place | None) -> tuple[str, str, list[int], list[int], list[int]]:
+def extent_of(
+    name: str, part: torch.Tensor, place: TensorSlice | None
+) -> tuple[str, str, list[int], list[int], list[int]]:
     """Return the fields of a piece up to its file, for a part of a tensor at `place`; None: it is the whole one."""
     shape, offset = place or (part.shape, (0,) * part.ndim)
     return name, str(part.dtype).removeprefix("torch."), list(shape), list(offset), list(part.shape)

@@ -25,7 +25,7 @@ from sunspot.checkpoint.memory_files import Sidecar
 from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.tensors import ALIGNMENT, in_buffer, map_tensors, parameter_names, size_of, tensors_in
 from sunspot.parallel.collectives import sum_of_bits
-from sunspot.parallel.sharding import Place, find_places, parameters_of, part_of
+from sunspot.parallel.sharding import TensorSlice, find_slices, parameters_of, part_of
 from sunspot.run.checkpoints import Checkpoint
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
@@ -90,7 +90,7 @@ class Snapshot:
     slot: Slot
     copied: Future[bool]
     watch: ChangeWatch
-    places: list[Place | None]
+    places: list[TensorSlice | None]
     "For each tensor of the model, then of the optimizer (`tensors_in`): under fsdp, where in the whole tensor it lies."
 
     @property
@@ -209,7 +209,7 @@ class Snapshots:
         began += time.perf_counter() - asked  # waiting for slower workers is no cost: the next gradients would
         if slot is None or not agreed:
             return None
-        state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
+        state, places = in_buffer(structure, slot.map), find_slices(tensors_in(source))
 
         # What may change in the next forward pass is copied now, and the rest in the copy thread.
         later: Pairs = []

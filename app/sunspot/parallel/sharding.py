@@ -32,7 +32,7 @@ CHANNELS_LAST = ("cuda",)
 """Kinds of devices on which convolutions are faster in the layout [B, H, W, C], cuDNN's own."""
 
 
-class Place(NamedTuple):
+class TensorSlice(NamedTuple):
     """Where a worker's part lies in the whole tensor."""
 
     shape: tuple[int, ...]
@@ -172,18 +172,18 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
+def find_slices(tensors: list[torch.Tensor]) -> list[TensorSlice | None]:
     """Find where this worker's part of each tensor lies; None for tensors that every worker has whole."""
     parts = {str(number): tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
     # The plan leaves out empty parts, which the last workers have of a tensor with fewer rows than workers.
-    places = [Place(tuple(each.shape), tuple(each.shape)) if is_dtensor(each) else None for each in tensors]
+    places = [TensorSlice(tuple(each.shape), tuple(each.shape)) if is_dtensor(each) else None for each in tensors]
     if not parts:
         return places
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     for item in create_default_local_save_plan(parts, is_coordinator=True).items:
         assert item.tensor_data
-        places[int(item.index.fqn)] = Place(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
+        places[int(item.index.fqn)] = TensorSlice(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
     return places
 
 
