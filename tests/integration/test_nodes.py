@@ -33,8 +33,8 @@ from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMoni
 from sunspot.elastic.supervisor import supervised
 from sunspot.ray_internals.controller import (
     end_groups_at_once,
-    give_back,
     live_controllers,
+    remove_placement_groups,
     replace_lost_alone,
     reserved_groups,
 )
@@ -512,11 +512,11 @@ def test_resources_of_a_failed_controller_are_given_back(ray_address: str) -> No
     ray.kill(controller)
     time.sleep(1)
     [left] = reserved_groups() - before
-    give_back({left})
+    remove_placement_groups({left})
     again = ray.util.placement_group([{"CPU": 1}] * 3)
     ray.get(again.ready(), timeout=20)
     assert reserved_groups() - before == {again.id.hex()}
-    give_back({again.id.hex()})
+    remove_placement_groups({again.id.hex()})
 
 
 def test_a_command_is_known_after_the_step_it_came_in(ray_address: str) -> None:

@@ -33,7 +33,7 @@ from sunspot.elastic.out_of_memory import find_killed_for_memory
 from sunspot.elastic.receipts import FailureRecorder, explain_error
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
-from sunspot.ray_internals.controller import GroupRestartError, asked_of_failures
+from sunspot.ray_internals.controller import GroupRestartError, failure_policy
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
@@ -200,7 +200,7 @@ def test_a_bug_that_ends_a_trainer_is_known_to_the_next(control: Control) -> Non
     for _ in range(2):
         control.send(ControlChannel.set_counts, start.counts)
         control.end = told(failed(0, 1, step=50, taken=50))
-        goes_on = FailureJudge(control, 3, outlive=True)({0: NameError()})
+        goes_on = FailureJudge(control, 3, survivor_mode=True)({0: NameError()})
         if goes_on:
             start = start_again(control, start, 3, bug) or start
     assert not goes_on
@@ -216,7 +216,7 @@ def test_losses_before_a_trainer_are_forgotten_once_it_has_taken_a_step(control:
     assert start
     control.send(ControlChannel.set_counts, start.counts)
     assert start_again(control, start, 2) is None, "a third time, without a new checkpoint"
-    assert FailureJudge(control, 2, outlive=True)({1: LOST})
+    assert FailureJudge(control, 2, survivor_mode=True)({1: LOST})
     assert control.heard("log")[-1].endswith("; starting again, 1 of 2 SUNSPOT_MAX_FAILURES left")
 
 
@@ -227,7 +227,7 @@ def test_a_lack_of_memory_is_known_to_the_next_trainer_if_no_worker_was_left(con
         assert start
         control.send(ControlChannel.set_counts, start.counts)
         control.end = GroupEnd(progress=Progress(1, step=step, committed=step))
-        goes_on = FailureJudge(control, 2, outlive=True)({0: killed_for_memory()})
+        goes_on = FailureJudge(control, 2, survivor_mode=True)({0: killed_for_memory()})
         start = start_again(control, start, 2)
     assert not goes_on
 
@@ -245,7 +245,7 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
 
 
 def test_losses_that_the_others_outlive_count_until_the_next_step(control: Control) -> None:
-    judge = FailureJudge(control, 1, outlive=True)
+    judge = FailureJudge(control, 1, survivor_mode=True)
     for step in (10, 20, 30):
         control.end = GroupEnd([], Progress(1, step=step, committed=0))
         assert judge({1: LOST})
@@ -254,7 +254,7 @@ def test_losses_that_the_others_outlive_count_until_the_next_step(control: Contr
 
 
 def test_the_loss_of_a_zone_within_a_step_does_not_end_the_workers_that_train_on(control: Control) -> None:
-    judge = FailureJudge(control, 3, outlive=True)
+    judge = FailureJudge(control, 3, survivor_mode=True)
     nodes = {rank: f"node-{rank}" for rank in range(16)}
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=nodes)
     assert all(judge({rank: LOST}) for rank in range(12))
@@ -268,7 +268,7 @@ def test_the_loss_of_a_zone_within_a_step_does_not_end_the_workers_that_train_on
 
 def test_replacements_that_could_not_train_are_no_losses(control: Control) -> None:
     """While a member trains, in steps of minutes, any number of them may fail."""
-    judge, nodes = FailureJudge(control, 1, outlive=True), {0: "a", 1: "b"}
+    judge, nodes = FailureJudge(control, 1, survivor_mode=True), {0: "a", 1: "b"}
 
     def lose(*ranks: int, replacements: int = 0) -> bool:
         for _ in range(replacements):
@@ -286,7 +286,7 @@ def test_replacements_that_could_not_train_are_no_losses(control: Control) -> No
 
 def test_with_max_failures_0_the_first_loss_ends_a_run(control: Control) -> None:
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=dict.fromkeys(range(16), "node"))
-    assert not FailureJudge(control, 0, outlive=True)({1: LOST})
+    assert not FailureJudge(control, 0, survivor_mode=True)({1: LOST})
 
 
 def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> None:
@@ -506,7 +506,7 @@ def test_an_older_rays_words_are_understood_too() -> None:
 
 
 def test_a_worker_killed_for_memory_is_replaced_alone_where_others_outlive_it(control: Control) -> None:
-    with asked_of_failures(FailureJudge(control, 3, outlive=True), outlive=True):
+    with failure_policy(FailureJudge(control, 3, survivor_mode=True), survivor_mode=True):
         policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
         lost = WorkerGroupPollStatus({1: WorkerStatus(running=False, error=killed_for_memory())})
         assert policy.make_decision(lost.get_worker_group_error()) is FailureDecision.RETRY
@@ -535,11 +535,11 @@ def test_why_a_worker_was_lost_may_be_told_after_the_loss(known: str) -> None:
     assert [(note.event, note.detail) for note in joined.notes] == noted
 
 
-@pytest.mark.parametrize("outlive", [False, True])
+@pytest.mark.parametrize("survivor_mode", [False, True])
 def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_checkpoints(
-    outlive: bool, control: Control, monkeypatch: pytest.MonkeyPatch
+    survivor_mode: bool, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge, now = FailureJudge(control, 3, outlive=outlive), [1000.0]
+    judge, now = FailureJudge(control, 3, survivor_mode=survivor_mode), [1000.0]
     monkeypatch.setattr(failures.time, "time", lambda: now[0])
 
     def lose(step: int, node: str = "a") -> bool:
@@ -564,7 +564,7 @@ def test_running_out_of_memory_before_the_first_step_is_not_tried_again_on_one_m
     one_machine: bool, attempt: int, control: Control
 ) -> None:
     control.end = GroupEnd(progress=Progress(attempt, step=9 * attempt))
-    goes_on = FailureJudge(control, 3, outlive=True, one_machine=one_machine)({0: killed_for_memory()})
+    goes_on = FailureJudge(control, 3, survivor_mode=True, one_machine=one_machine)({0: killed_for_memory()})
     assert goes_on is not (one_machine and attempt == 0)
     if not goes_on:
         [said] = control.gave_up_for
@@ -590,7 +590,12 @@ def test_a_controller_without_memory_is_started_again_only_on_a_cluster(
         begun.append(words)
         raise wrap(killed_for_memory())
 
-    answers = {"reserved_groups": set(), "live_controllers": {}, "end_controllers": None, "give_back": None}
+    answers = {
+        "reserved_groups": set(),
+        "live_controllers": {},
+        "end_controllers": None,
+        "remove_placement_groups": None,
+    }
     answers |= {"ray_session": nullcontext(), "fatal_error": None}
     for name, answer in answers.items():
         monkeypatch.setattr(trainer, name, lambda *words, answer=answer: answer)
@@ -697,7 +702,7 @@ def test_of_workers_that_others_outlive_the_node_is_known_and_not_the_rank(contr
         asked.append(suspects)
         return []
 
-    assert FailureJudge(control, 3, leave_out, outlive=True)({1: LOST})
+    assert FailureJudge(control, 3, leave_out, survivor_mode=True)({1: LOST})
     assert asked == [{"a": None}]
     control.channel.add_loss("a", Incident(Cause.WORKER_LOST, "rank 0 on node a"))
     control.channel.set_counts(FailureCounts())
@@ -744,7 +749,7 @@ def test_a_worker_that_does_not_answer_health_checks_is_lost(monkeypatch: pytest
         judged.update(errors)
         return True
 
-    with asked_of_failures(judge, outlive=True):
+    with failure_policy(judge, survivor_mode=True):
         policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
         decision = policy.make_decision(WorkerGroupPollStatus({2: silent}).get_worker_group_error())
     assert decision is FailureDecision.RETRY, "it is replaced alone, and the others train on"

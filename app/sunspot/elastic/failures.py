@@ -134,11 +134,11 @@ class FailureJudge:
         control: ControlClient,
         max_failures: int,
         leave_out: LeaveOut = lambda errors: [],
-        outlive: bool = False,
+        survivor_mode: bool = False,
         one_machine: bool = False,
     ) -> None:
         """`outlive`: the other workers train on when some are lost. `one_machine`: all workers are on this machine."""
-        self._control, self._max, self._leave_out, self._outlive = control, max_failures, leave_out, outlive
+        self._control, self._max, self._leave_out, self._survivor_mode = control, max_failures, leave_out, survivor_mode
         self._one_machine = one_machine
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
@@ -151,7 +151,7 @@ class FailureJudge:
             killed, figures = find_killed_for_memory(error)
             if killed:
                 self._control.send(ControlChannel.explain_loss, figures)
-        alone, short = self._outlive and all(lost), find_short_of_memory(errors, end.errors)
+        alone, short = self._survivor_mode and all(lost), find_short_of_memory(errors, end.errors)
         replacements = min(len(lost), end.failed_replacements) if alone else 0
         lost_members = sum(lost) - replacements
         what, (goes_on, why, counts) = describe(end, errors), self._judge(end, lost_members, alone, short)

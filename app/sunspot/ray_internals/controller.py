@@ -156,7 +156,7 @@ def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str
 
 
 @contextmanager
-def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bool = False) -> Iterator[None]:
+def failure_policy(judge: Callable[[dict[int, Exception]], bool], survivor_mode: bool = False) -> Iterator[None]:
     """Have trainers ask `judge`, in their controller, whether another worker group starts after one that failed.
 
     It is given the errors by rank, a `RayError` for each lost process. Groups that ended for a preemption always are
@@ -187,12 +187,12 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
             decision = super().make_decision(training_failed_error)
             failures = getattr(training_failed_error, "worker_failures", {})
             errors = {rank: unwrap(error) for rank, error in failures.items()}
-            if outlive and any(isinstance(error, GroupRestartError) for error in errors.values()):
+            if survivor_mode and any(isinstance(error, GroupRestartError) for error in errors.values()):
                 return FailureDecision.RAISE
             if not errors or any(getattr(error, "preempted", False) for error in errors.values()):
                 return decision
             goes_on, lost = judge(errors), all(isinstance(error, LOST) for error in errors.values())
-            return FailureDecision.RETRY if goes_on and (lost or not outlive) else FailureDecision.RAISE
+            return FailureDecision.RETRY if goes_on and (lost or not survivor_mode) else FailureDecision.RAISE
 
     data_parallel_trainer.create_failure_policy = Policy
     try:
@@ -229,7 +229,7 @@ def end_controllers(spared: Collection[str]) -> None:
             global_worker.core_worker.kill_actor(ray.ActorID.from_hex(controller), True)
 
 
-def give_back(groups: set[str]) -> None:
+def remove_placement_groups(groups: set[str]) -> None:
     """Remove placement groups, by their ids, with whatever still runs in them."""
     from ray._raylet import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, remove_placement_group

@@ -40,11 +40,11 @@ from sunspot.plan import Plan, Resources, choose_resources
 from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
 from sunspot.ray_internals.controller import (
     GroupRestartError,
-    asked_of_failures,
     end_controllers,
     end_groups_at_once,
-    give_back,
+    failure_policy,
     live_controllers,
+    remove_placement_groups,
     replace_lost_alone,
     reserved_groups,
 )
@@ -141,7 +141,7 @@ def fit(
             # A trainer that waits for a node, or whose controller failed as it ended its workers, leaves their places
             # reserved: no new group would start. And the one that waits would begin another when a node has come.
             end_controllers(others)
-            give_back(reserved_groups() - reserved)
+            remove_placement_groups(reserved_groups() - reserved)
     return outcome_of_training(plan, claimant, stop_request, failure)
 
 
@@ -253,7 +253,7 @@ def fit_once(
         try:
             leave_out = BrokenInTraining(control, needed, not outlive)
             judge = FailureJudge(control, settings.max_failures, leave_out, outlive, plan.one_machine)
-            with asked_of_failures(judge, outlive):
+            with failure_policy(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
 
