@@ -141,7 +141,7 @@ def test_the_same_message_on_all_ranks_twice_ends_the_run_wherever_it_comes_from
     assert judge({0: RuntimeError()}), "it may be gone the next time"
     assert not judge({0: RuntimeError()})
     assert control.gave_up_for[0].endswith(
-        "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
+        "; all ranks failed alike, and would again; `sunspot check` tries the task in seconds"
     )
 
 
@@ -163,7 +163,7 @@ def test_an_error_of_all_ranks_that_moves_on_with_each_start_ends_the_run(
     assert fail(720, 60)
     assert not fail(780, 60)
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks ended so; "
+        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks failed alike; "
         "`sunspot check` tries the task in seconds"
     )
     assert control.channel.group_end().counts.final
@@ -314,7 +314,7 @@ def test_groups_without_rows_are_counted_apart(control: Control) -> None:
             assert control.said[-1].startswith("rank 1: no step for 300 s, after step 53")
             assert "Ray Data brought no rows" in control.said[-1]
             assert control.said[-1].endswith(
-                f"{left} of {MAX_STARVED} such times left, and SUNSPOT_MAX_FAILURES is not charged"
+                f"{left} of {MAX_STARVED} such restarts left, without charging SUNSPOT_MAX_FAILURES"
             )
     assert not judge({0: LOST, 1: LOST})
     assert "Ray Data brought no rows" in control.gave_up_for[0]
@@ -328,7 +328,7 @@ def test_a_copy_in_memory_that_no_group_gets_going_from_costs_no_failure(control
     for again in ("once more from that copy", "from storage"):
         control.end = told(failed(0, from_memory=True))
         assert judge({0: RuntimeError()})
-        assert control.said[-1].endswith(f"so another starts {again}, at no charge")
+        assert control.said[-1].endswith(f"so another group starts {again}, without charging SUNSPOT_MAX_FAILURES")
     assert not judge({0: RuntimeError()}), "it failed on something else"
 
 
@@ -569,7 +569,7 @@ def test_running_out_of_memory_before_the_first_step_is_not_tried_again_on_one_m
     if not goes_on:
         [said] = control.gave_up_for
         assert said == (
-            f"1 worker lost: {FIGURES}; before the first step, and it would come again: lower SUNSPOT_NUM_WORKERS, "
+            f"1 worker lost: {FIGURES}; it happened before the first step, and would happen again: lower SUNSPOT_NUM_WORKERS, "
             "end other programs, or change the task so that it needs less"
         )
         assert control.channel.group_end().counts.final
@@ -722,7 +722,7 @@ def test_errors_of_another_ray_while_leaving_nodes_out_end_no_run(control: Contr
         raise AttributeError("drain_node")
 
     assert FailureJudge(control, 3, fail)({1: LOST})
-    assert "; whether a GPU is broken is not known: drain_node; starting again" in control.said[0]
+    assert "; could not check for broken GPUs: drain_node; starting again" in control.said[0]
 
 
 def test_a_restart_is_known_by_its_class_and_starts_another_group_at_no_charge(control: Control) -> None:
@@ -752,5 +752,5 @@ def test_a_worker_that_does_not_answer_health_checks_is_lost(monkeypatch: pytest
     with failure_policy(judge, survivor_mode=True):
         policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
         decision = policy.make_decision(WorkerGroupPollStatus({2: silent}).get_worker_group_error())
-    assert decision is FailureDecision.RETRY, "it is replaced alone, and the others train on"
+    assert decision is FailureDecision.RETRY, "only it is replaced, and the others keep training"
     assert isinstance(judged[2], RayActorError)

@@ -371,7 +371,7 @@ class Decisions(RuleBasedStateMachine):
             for process in group
         ]
         start = begin_attempt(
-            Claimant(self.run, "job"), SETTINGS, inventories, CheckpointLoaders(copies=self.find_copies)
+            Claimant(self.run, "job"), SETTINGS, inventories, CheckpointLoaders(add_copies=self.find_copies)
         )
         assert start
         attempt = start.attempt

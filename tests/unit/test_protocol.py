@@ -718,7 +718,7 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
     monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
     monkeypatch.setattr(sunspot.elastic.claim, "record_start", claim_with_start)
     expect_counterexample(
-        NeverDeleted, "starts from .* which is gone|lost its base|no whole checkpoint any more", start=15
+        NeverDeleted, "starts from .* which is gone|lost its base|no intact checkpoint left", start=15
     )
 
 

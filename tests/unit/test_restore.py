@@ -129,7 +129,7 @@ def test_a_state_in_parts_counts_when_all_parts_are_there(
         assert not read_attempts(run)[-1].chosen, "not before it is known to be whole"
         return [each for each in parts if each.rank in damaged and each.held.step == 9]
 
-    found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), loaders=CheckpointLoaders(parts=read))
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), loaders=CheckpointLoaders(load_parts=read))
     assert (found.attempt.step, found.attempt.starts_from) == (step, checkpoint_name(step, 1))
     assert found.attempt.metadata.tier == ("memory" if ranks else "storage")
     parts = found.copy.parts if found.copy else ()
@@ -305,13 +305,13 @@ def damaged_run(run: Run) -> str:
 def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Run) -> None:
     newest = damaged_run(run)
     with pytest.raises(
-        DamageError, match=rf"no whole checkpoint any more(?s:.)*damaged(?s:.)*damaged(?s:.)*ACCEPT=loss-of-{newest}"
+        DamageError, match=rf"no intact checkpoint left(?s:.)*damaged(?s:.)*damaged(?s:.)*ACCEPT=loss-of-{newest}"
     ):
         begun(run)
     assert [attempt.chosen for attempt in read_attempts(run)] == [True, False]
     assert isinstance(read_error(run, 2), DamageError), "a retry of the job ends at once"
     assert begin_attempt(Claimant(run, "me"), SETTINGS, machines(None)) is None
-    with pytest.raises(DamageError, match="no whole checkpoint any more"):
+    with pytest.raises(DamageError, match="no intact checkpoint left"):
         begin_attempt(Claimant(run, "you"), Settings(global_batch_size=5, accept="loss-of-another"), machines(None))
 
 
