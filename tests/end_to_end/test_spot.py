@@ -273,7 +273,7 @@ def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_dat
     assert "wait_for_ever" in restart.detail or "rank" in restart.detail
     [diagnosed] = [finding for finding in examine(RunAccess(run)).findings if finding.finding is Diagnosis.HUNG]
     assert diagnosed.details["ranks"] == [1]
-    assert "stands in wait_for_ever at" in diagnosed.evidence
+    assert "is stuck in wait_for_ever at" in diagnosed.evidence
     assert any("in wait_for_ever" in trace for trace in diagnosed.traces)
     assert_audit_clean(program)
 

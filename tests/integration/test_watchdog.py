@@ -125,7 +125,7 @@ def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
         "rank": 1,
         "waiting": False,
     }
-    assert event["detail"].startswith("rank 1: no step for 2 s; stands in consume_batch at <string>:")
+    assert event["detail"].startswith("rank 1: no step for 2 s; is stuck in consume_batch at <string>:")
     assert abs(event["time"] - time.time()) < 60
     first, _, others = event["stacks"].partition("\nThread 0x")
     assert first.startswith("Training thread")
@@ -192,7 +192,7 @@ def test_a_rank_ends_when_it_hears_nothing_before_the_claim(run: Run) -> None:
     [event] = read_journal(run, "events")
     assert (event["attempt"], event["rank"], event["world_size"], event["starting"]) == (1, 1, 2, True)
     assert event["detail"].startswith(
-        "rank 1: not all ranks answered for 2 s, while the group agreed on its start; stands in do_train at "
+        "rank 1: not all ranks answered for 2 s, while the group agreed on its start; is stuck in do_train at "
     )
     assert left_behind(run) == []
 
@@ -228,7 +228,7 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
         watchdog.claimed(Attempt(4, "job", None, 40))
     [event] = read_journal(run, "events")
     assert (event["attempt"], event["rank"], event["step"], event["event"]) == (3, 1, 41, "hung")
-    assert "kept all its other threads from running" in event["detail"]
+    assert "blocks all its other threads" in event["detail"]
     assert event["stacks"].startswith("Training thread")
     assert "in do_train" in event["stacks"]
     assert told == [(event["detail"], True)]
@@ -356,7 +356,7 @@ def test_the_rank_that_the_others_wait_for_is_told_from_them(run: Run, tmp_path:
     events = sorted(read_journal(run, "events"), key=lambda event: event["rank"])
     assert [event["waiting"] for event in events] == [True, False], [event["stacks"] for event in events]
     assert "waits for other ranks in" in events[0]["detail"]
-    assert "stands in consume_batch" in events[1]["detail"]
+    assert "is stuck in consume_batch" in events[1]["detail"]
     assert suspects(read_hangs(events), 2) == [1]
 
 
@@ -478,7 +478,7 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
         ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
         assert ended.returncode == 1
         assert 'File "<string>"' in ended.stderr, "it tells where it stood"
-    assert "this process ends itself, because it waited 1 s until a group of 3 formed" in ended.stderr
+    assert "this process ends itself because it waited 1 s until a group of 3 formed" in ended.stderr
 
 
 def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:

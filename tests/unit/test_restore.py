@@ -521,16 +521,16 @@ def claimed_by(driver: str, attempt: Attempt) -> Attempt:
     ("last_word", "of", "cause", "detail"),
     [
         (60.0, "old-1", Cause.TAKEN_OVER, "by new-2, from old-1 at step 20"),
-        (40.0, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
+        (40.0, "old-1", Cause.DRIVER_LOST, "the previous driver wrote no status after step 20"),
         (
             48.0,
             "old-1@sunspot/b",
             Cause.TAKEN_OVER,
             "by new-2, from old-1 in namespace sunspot of cluster b at step 20",
         ),
-        (40.0, "old-1@sunspot/b", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
-        (60.0, "new-2", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
-        (None, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing"),
+        (40.0, "old-1@sunspot/b", Cause.DRIVER_LOST, "the previous driver wrote no status after step 20"),
+        (60.0, "new-2", Cause.DRIVER_LOST, "the previous driver wrote no status after step 20"),
+        (None, "old-1", Cause.DRIVER_LOST, "the previous driver wrote no status"),
     ],
     ids=[
         "still trains",
@@ -573,7 +573,7 @@ def test_a_driver_that_saved_after_its_last_status_ended_at_the_step_that_it_sav
     again = begin_attempt(Claimant(run, "new-2", "2" * 8), SETTINGS, machines(None, None))
     incident = first_incident(again)
     assert (incident.cause, incident.last_step) == (Cause.RESUMED, 846)
-    assert incident.detail == "the driver before ended at step 846: failed"
+    assert incident.detail == "the previous driver ended at step 846: failed"
 
 
 def test_a_first_start_is_no_incident(run: Run) -> None:
@@ -694,7 +694,7 @@ def test_a_file_that_changes_while_ranks_read_it_is_refused(tmp_path: Path) -> N
     chosen = choose_init(settings)
     assert load_init(settings, chosen)["weight"].item() == 1
     torch.save({"weight": torch.zeros(1)}, file)
-    with pytest.raises(ConflictError, match=r"weights\.pt: was replaced while it was read"):
+    with pytest.raises(ConflictError, match=r"weights\.pt: it was replaced while it was read"):
         load_init(settings, chosen)
 
 

@@ -266,9 +266,7 @@ class ControlClient:
     def call(
         self, method: Callable[Concatenate[ControlChannel, Given], Answer], *given: Given.args, **named: Given.kwargs
     ) -> Answer:
-        """Call a method of the channel and return its result. Raises `RayError` if there is none within
-        CONTROL_TIMEOUT_S.
-        """
+        """Call a method of the channel and return its result. Raises `RayError` after CONTROL_TIMEOUT_S."""
         answer: Answer = ray.get(self._submit(method, *given, **named), timeout=CONTROL_TIMEOUT_S)
         return answer
 
