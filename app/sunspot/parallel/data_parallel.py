@@ -100,9 +100,7 @@ class DataParallel(DistributedDataParallel):
                 self._averaged[index].grad = None
 
     def _find_waiting(self) -> list[int]:
-        """Return the numbers of the parameters that DDP waits for. The list is empty if averaging has ended or not
-        begun.
-        """
+        """Return the numbers of the parameters that DDP waits for. If averaging has ended or not begun, return none."""
         try:
             self._check_reducer_finalized()  # torch has no public name for it (2.15)
         except RuntimeError as error:
