@@ -1,4 +1,4 @@
-"""When the decider takes a process for lost: at once if it has ended, and after a while if it is silent."""
+"""A process counts as lost at once if it has ended, and after a while if it is silent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def open_server(size: int) -> Iterator[MembershipServer]:
 
 
 def enter(server: MembershipServer, uid: str, node: str = "node", step: int | None = None) -> Connection:
-    """Connect a process with a state at `step`, which asks to be in the next generation."""
+    """Connect a process with a state at `step` that asks to be in the next generation."""
     address = server.address
     connection = Client((address.host, address.port), authkey=address.key)
     connection.send(Member(uid, node))
@@ -58,11 +58,11 @@ def enter(server: MembershipServer, uid: str, node: str = "node", step: int | No
     return connection
 
 
-def next_word(connection: Connection) -> object:
-    """What the decider says next, beside its heartbeats."""
-    while isinstance(word := connection.recv(), str):
+def next_message(connection: Connection) -> object:
+    """Return the server's next message that is not a heartbeat."""
+    while isinstance(message := connection.recv(), str):
         continue
-    return word
+    return message
 
 
 def beat(connection: Connection, until: threading.Event) -> None:
@@ -70,7 +70,7 @@ def beat(connection: Connection, until: threading.Event) -> None:
         connection.send("beat")
 
 
-def test_who_says_nothing_keeps_nobody_waiting(server: MembershipServer) -> None:
+def test_a_silent_connection_keeps_nobody_waiting(server: MembershipServer) -> None:
     address = server.address
     with socket.create_connection((address.host, address.port)):
         client = MembershipClient(address, Member("one", "node"), lambda: None)
@@ -81,19 +81,19 @@ def test_who_says_nothing_keeps_nobody_waiting(server: MembershipServer) -> None
         client.close()
 
 
-def test_a_stranger_is_not_heard(server: MembershipServer) -> None:
+def test_a_process_without_the_key_is_refused(server: MembershipServer) -> None:
     with pytest.raises(AuthenticationError):
         Client((server.address.host, server.address.port), authkey=b"another")
     assert not server._connections
 
 
-def test_the_decider_hears_which_state_a_process_has(server: MembershipServer) -> None:
-    """Otherwise the decider would prefer a newcomer that stays to the only member that has the state."""
+def test_the_server_hears_which_state_a_process_has(server: MembershipServer) -> None:
+    """Otherwise, the server would prefer a staying newcomer to the only member that has the state."""
     leaving, staying = enter(server, "leaving", node="old", step=7), enter(server, "staying")
     for connection in (leaving, staying):
-        assert isinstance(next_word(connection), Generation)
+        assert isinstance(next_message(connection), Generation)
     server.drain({"old"})
-    assert isinstance(next_word(leaving), Change)
+    assert isinstance(next_message(leaving), Change)
     for connection, step in ((leaving, 8), (staying, None)):
         connection.send(JoinRequest(step))
     with leaving, staying:
@@ -108,8 +108,8 @@ def test_a_server_that_is_closed_leaves_no_thread() -> None:
     wait_until(lambda: not [each for each in threading.enumerate() if each.name == "members"], seconds=5)
 
 
-def test_a_change_that_is_told_right_after_the_group_counts() -> None:
-    """The thread that trains may be slower than the one that listens."""
+def test_a_change_that_is_announced_right_after_the_group_counts() -> None:
+    """The training thread may be slower than the listening thread."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
     ours, theirs = Pipe()
     link = client._link = Link(ours, "one-1")
@@ -121,20 +121,20 @@ def test_a_change_that_is_told_right_after_the_group_counts() -> None:
     assert client.join_next(None) is not None
     assert client.changing
     client._generation = 2
-    assert not client.changing, "it was of the generation before"
+    assert not client.changing, "the change belonged to the previous generation"
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "silent"])
-def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, ends: bool) -> None:
+def test_the_other_members_hear_of_a_lost_process(server: MembershipServer, ends: bool) -> None:
     first, second = enter(server, "first"), enter(server, "second")
     done = threading.Event()
     beating = threading.Thread(target=beat, args=(first, done))
     beating.start()
     try:
-        assert [type(next_word(one)) for one in (first, second)] == [Generation, Generation]
+        assert [type(next_message(one)) for one in (first, second)] == [Generation, Generation]
         if ends:
             second.close()
-        assert isinstance(next_word(first), Close)
+        assert isinstance(next_message(first), Close)
         assert server.snapshot().trains
     finally:
         done.set()
@@ -143,10 +143,10 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
         second.close()
 
 
-def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done() -> None:
-    """Alone in its group, it may stay in a step for long, and the driver gives up when no process is left.
+def test_a_process_that_was_taken_for_lost_reconnects_before_its_step_is_done() -> None:
+    """A process that is alone in its group may stay in a step for long, and the driver gives up if no process is left.
 
-    It does so even if its collectives could not be ended.
+    The process reconnects even if its collectives could not be broken.
     """
     ends = Mock(side_effect=RuntimeError("NCCL cannot be aborted"))
     with open_server(1) as server:
@@ -171,7 +171,7 @@ def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done() 
 def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
     server: MembershipServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group would wait for it to stand."""
+    """Its group would wait for its request to join."""
     client = MembershipClient(server.address, Member("one", "node"), lambda: None)
 
     def open_and_leave(*given: Any) -> Connection:
@@ -185,7 +185,7 @@ def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
     wait_until(lambda: ask_living(server.address) == [], seconds=0.9)
 
 
-def test_a_process_that_builds_may_be_silent_for_longer(server: MembershipServer) -> None:
+def test_a_process_that_builds_its_model_may_be_silent_for_longer(server: MembershipServer) -> None:
     builder, other = enter(server, "builder"), enter(server, "other")
     builder.send(HeartbeatLimit(60.0))
     wait_until(lambda: server.snapshot().generation.number == 1, seconds=5)
@@ -208,21 +208,21 @@ def test_a_process_waits_for_a_stopped_driver_with_a_limit(monkeypatch: pytest.M
         assert time.monotonic() - began < 10
 
 
-def test_unauthenticated_connections_are_few_and_closed_in_time(
+def test_unauthenticated_connections_are_limited_in_number_and_time(
     server: MembershipServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_connections, "AUTHENTICATE_S", 0.5)
     address = (server.address.host, server.address.port)
     strangers = [socket.create_connection(address) for _ in range(30)]
     with enter(server, "one"):
-        assert ask_living(server.address) == ["one"], "they keep nobody out"
+        assert ask_living(server.address) == ["one"], "unauthenticated connections do not block members"
         assert len(server._listener._unauthenticated) <= 2 * 2 + 16
         wait_until(lambda: not server._listener._unauthenticated, seconds=5)
     for stranger in strangers:
         stranger.settimeout(5)
         with suppress(ConnectionError):
             assert len(stranger.recv(1024)) < 1024
-            assert stranger.recv(1024) == b"", "its connection has ended"
+            assert stranger.recv(1024) == b"", "the server has closed the connection"
         stranger.close()
 
 
@@ -252,21 +252,21 @@ def test_the_key_is_not_shown(server: MembershipServer) -> None:
     assert repr(server.address.key) not in repr(server.address)
 
 
-def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: MembershipServer) -> None:
+def test_the_store_keeps_only_the_addresses_of_the_newest_generation(server: MembershipServer) -> None:
     first, second = enter(server, "first"), enter(server, "second")
     store = dist.TCPStore(server.address.host, server.address.store_port, timeout=timedelta(seconds=5))  # type: ignore[attr-defined]
     done = threading.Event()
     beating = threading.Thread(target=beat, args=(first, done))
     beating.start()
     with first:
-        assert isinstance(next_word(first), Generation)
+        assert isinstance(next_message(first), Generation)
         for rank in range(2):
             store.set(f"1/{rank}", "address")
         second.close()
-        assert isinstance(next_word(first), Close)
+        assert isinstance(next_message(first), Close)
         store.set("2/0", "address")
         first.send(JoinRequest(None))
-        assert isinstance(next_word(first), Generation)
+        assert isinstance(next_message(first), Generation)
         wait_until(lambda: store.list_keys() == ["2/0"], seconds=5)
         done.set()
         beating.join()
@@ -283,7 +283,7 @@ def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: Mem
     ],
     ids=["silent", "ended", "killed", "no answer", "no route"],
 )
-def test_a_machine_that_does_not_answer_is_a_lost_node(
+def test_a_machine_that_does_not_answer_counts_as_a_lost_node(
     server: MembershipServer, error: Exception | None, cause: Cause
 ) -> None:
     member = Member("first", "node")
@@ -296,8 +296,8 @@ def test_a_machine_that_does_not_answer_is_a_lost_node(
 
 def test_a_change_for_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying"):
-        assert isinstance(next_word(leaving), Generation)
+        assert isinstance(next_message(leaving), Generation)
         server.drain({"old"})
-        assert isinstance(next_word(leaving), Change)
+        assert isinstance(next_message(leaving), Change)
         [incident] = [call.args[1] for call in server._control.send.call_args_list]
         assert (incident.cause, incident.detail) == (Cause.PREEMPTED, "node old")
