@@ -75,11 +75,13 @@ class CheckpointLoaders(NamedTuple):
     """Functions that load the checkpoints and in-memory copies from which a group may start."""
 
     load: Callable[[Checkpoint], list[str]] | None = None
-    "Loads a checkpoint on this rank and returns its faults. If it is None, every byte is compared with the manifest."
+    """Function that loads a checkpoint on this rank and returns its faults. If it is None, every byte is compared with
+    the manifest."""
     load_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
-    "Reads the copies of parts that this rank needs, and returns the damaged ones."
+    "Function that reads the copies of parts that this rank needs, and returns the damaged ones."
     add_copies: Callable[[list[NodeInventory]], list[NodeInventory]] = lambda inventories: inventories
-    "Adds the in-memory copies to the inventories. All workers call it together if no live state can be used."
+    """Function that adds the in-memory copies to the inventories. All workers call it together if no live state can be
+    used."""
 
 
 DEFAULT_LOADERS = CheckpointLoaders()
@@ -258,11 +260,11 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
 
 
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
-    """Claim the next attempt, without choosing its start yet. Returns an empty list if this job may no longer train the
+    """Claim the next attempt without choosing its start yet. Returns an empty list if this job may no longer train the
     run.
 
-    The result is that of `claim_next`: all attempts, the claimed one last. Raises `ConflictError` if the run has since
-    been started over with other settings, and `SupersededError` if it was deleted while these workers trained.
+    The result is that of `claim_next`: all attempts, with the claimed one last. Raises `ConflictError` if the run has
+    since been started over with other settings, and `SupersededError` if it was deleted while these workers trained.
     """
     run = claimant.run
     status = read_status(run, claimant.driver) if claimant.driver else None
@@ -390,9 +392,9 @@ def refuse_to_start_over(
 
 
 def find_lost_start(attempts: list[Attempt]) -> list[PassedOver]:
-    """Return the checkpoint from which the current lineage last started, if any; it is missing from storage.
+    """Return the checkpoint from which the current lineage last started, if any. Call it if storage has no checkpoint.
 
-    A checkpoint at least as new is always kept, so its absence is a loss.
+    A checkpoint at least as new as this one is always kept, so its absence is a loss.
     """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]

@@ -1,6 +1,4 @@
-"""The control channel between driver and workers: a Ray actor on the driver's node, because workers cannot call a
-driver.
-"""
+"""The control channel between driver and workers, a Ray actor on the driver's node. Workers cannot call a driver."""
 
 import time
 from collections import Counter
@@ -49,7 +47,7 @@ class ControlChannel:
         self._hangs: list[Hang] = []
         "Ranks that have hung since the current group began."
         self._judged = 0
-        "Number of these hangs that belong to earlier groups."
+        "Number of hangs in `_hangs` that belong to earlier groups."
         self._gave_up = ""
         self._counts = FailureCounts()
         self._lost_on: list[str] = []
@@ -59,7 +57,7 @@ class ControlChannel:
         self._failed_replacements: Counter[str] = Counter()
         "Number of replacements that could not train, by node."
         self._unjudged_replacements = 0
-        "Number of these replacements that the failure judge has not taken into account yet."
+        "Number of failed replacements that the failure judge has not taken into account yet."
         self._ended = ""
         "Why the newest group ended; empty once the next group begins."
         self._notes: list[Note] = []
@@ -80,8 +78,8 @@ class ControlChannel:
         return replace(self._restart, last_step=last_step, notes=notes)
 
     def explain_start(self, incident: Incident) -> None:
-        """Record why the driver's first group begins, as found by its claim. It takes precedence over facts recorded
-        since.
+        """Record why the driver's first group begins, as found by its claim. This reason precedes facts recorded since
+        then.
         """
         self._incident = incident.completed_by(self._incident)
 
@@ -287,7 +285,7 @@ class ControlClient:
 
 @contextmanager
 def open_control() -> Iterator[ControlClient]:
-    """Yield a client of a new control channel. Its actor runs on the driver's node, where no preemption can end it
+    """Yield a client of a new control channel. Its actor runs on the driver's node, where no preemption ends it
     alone.
     """
     here = ray.get_runtime_context().get_node_id()
@@ -300,8 +298,8 @@ def open_control() -> Iterator[ControlClient]:
 
 
 class CommandPoller(Background):
-    """Keeps the driver's newest command, which is less than a second old even during long steps, while the context
-    lasts.
+    """Keeps the driver's newest command while the context lasts. It is less than a second old, even during long
+    steps.
     """
 
     def __init__(self, control: ControlClient, regroups: Callable[[], bool] = lambda: False) -> None:
@@ -311,7 +309,7 @@ class CommandPoller(Background):
         self._known = Command()
 
     def poll(self) -> Command:
-        """Return the newest command. Until the first answer arrives, it asks for nothing."""
+        """Return the newest command. Until the first answer arrives, the command asks for nothing."""
         return replace(self._known, regroup=self._regroups())
 
     def _fetch(self) -> None:

@@ -59,7 +59,7 @@ class SurvivingState(NamedTuple):
     "True if all of these ranks have evaluated the epoch that ends at this step."
     ranks: tuple[int, ...]
     """Ranks that have the state. A rank without the evaluation, if any, comes first, because all ranks take the first
-    one's metrics."""
+    rank's metrics."""
 
 
 def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
@@ -152,7 +152,7 @@ def exclude_crashing_copy(
     """Remove the copy from which the last RESTORES groups took no step.
 
     Returns the remaining inventories, and the name of the removed copy, or an empty string. Groups count only if all of
-    their nodes are still here: the loss of a node also ends a group, and does not incriminate the copy.
+    their nodes are still here, because the loss of a node also ends a group, and says nothing about the copy.
     """
     last = [attempt for attempt in before if attempt.chosen][-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}

@@ -32,8 +32,8 @@ from sunspot.run.attempts import Attempt
 from sunspot.run.failures import BRING_ROWS, INSTALLED, LOST_PEER, OURS, Failure, blame, describe_failure, starved
 
 OTHERS_S = 5.0
-"""Longest wait in seconds for the errors of the other ranks. Ray reports the first error, and ranks fail alike within a
-moment."""
+"""Longest wait in seconds for the errors of the other ranks. Ray reports only the first error, and ranks that fail
+alike do so within a moment."""
 
 MAX_STARVED = 10
 """Largest number of groups in a row, without a new checkpoint, that may get no rows from Ray Data.
@@ -42,8 +42,8 @@ Each group has waited HANG_TIMEOUT_S, and FIRST_STEP_S more for its first rows (
 hours."""
 
 LOOP_S = 600.0
-"""Longest time in seconds between two failures of the same kind that count as a loop. In so short a time, the workers
-were of no use."""
+"""Longest time in seconds between two failures of the same kind that count as a loop. In such a short time, the workers
+make no useful progress."""
 
 MAX_REASON = 200
 """Largest number of characters kept of Ray's message about a lost worker."""
@@ -119,7 +119,7 @@ def is_from_outside(error: BaseException) -> bool:
 
 
 def find_cuda_error(error: Exception) -> int | None:
-    """Return CUDA's error code, or 0 if it is unknown. Return None if CUDA did not cause the error, or had too little
+    """Return CUDA's error code, or 0 if it is unknown. Return None if CUDA did not fail, or only had too little
     memory.
     """
     if any(isinstance(one, torch.OutOfMemoryError) for one in error_chain(error)):
@@ -235,7 +235,7 @@ class FailureJudge:
             left_out = self._leave_out(suspects)
         except SunspotError as error:
             return False, f"; {error}"
-        except Exception as error:  # another Ray may raise anything
+        except Exception as error:  # other versions of Ray may raise anything
             return True, f"; could not check for broken GPUs: {shorten(error)}{why}"
         self._control.send(ControlChannel.add_left_out, left_out)
         return True, "".join(f"; {line}" for line in left_out) + why

@@ -1,4 +1,4 @@
-"""Decides how many workers to request from each node group, and which nodes to release. Pure functions and state."""
+"""Decides how many workers to request from each node group, and which nodes to release. This module does no I/O."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ class GroupChoice:
     The first group is always asked for as many workers as it may have, so that its nodes come as soon as they are
     available. A later group is asked for the workers that never fit into the groups before it. If those groups lack
     nodes for longer than its `after_s`, it is also asked for the missing workers. It is asked for fewer again once the
-    earlier groups have had enough nodes for as long.
+    earlier groups have had enough nodes for that long.
     """
 
     def __init__(self, groups: Sequence[NodeGroup], workers: int) -> None:

@@ -1,6 +1,4 @@
-"""Authenticated connections between the members of a worker group and the driver, with limits on their number and
-time.
-"""
+"""Authenticated connections between a worker group's members and the driver, limited in number and time."""
 
 import contextlib
 import os
@@ -37,13 +35,13 @@ CONNECTION_ERRORS = (EOFError, OSError, AuthenticationError)
 
 
 class MemberListener:
-    """Listens on one address while the context lasts, and serves each process that knows the key in a thread of its
-    own.
+    """Listens on one address while the context lasts. It serves each process that knows the key in a thread of
+    its own.
     """
 
     def __init__(self, host: str, key: bytes, size: int, serve: Callable[[Connection], None]) -> None:
-        """Create a listener for `size` workers. `serve` ends a connection by returning or by raising one of
-        CONNECTION_ERRORS.
+        """Create a listener for `size` workers. `serve` may return or raise one of CONNECTION_ERRORS to end a
+        connection.
         """
         self._key = key
         self._serve = serve

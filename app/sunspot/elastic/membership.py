@@ -42,7 +42,7 @@ class Member:
     node: str
     "Ray's id of the process's node."
     process: str = ""
-    "Name of the process, which stays the same if it reconnects; empty if it never does."
+    "Name of the process, which stays the same if it reconnects; empty if the process never reconnects."
     host: str = ""
     "Host name of the process's node, which in Kubernetes is the pod's name; empty if unknown."
 
@@ -91,7 +91,7 @@ class MembershipSnapshot:
     size: int
     "Number of processes that were started."
     generation: Generation
-    "The newest generation; its number is 0 until the first group has formed."
+    "Newest generation. Its number is 0 until the first group has formed."
     trains: bool
     "True if a member of the newest generation is alive."
     ended: bool
@@ -116,7 +116,7 @@ class Membership:
         self._open = False
         "True if the newest generation trains, as far as is known."
         self._announced: Message | None = None
-        "Message that its members were sent last."
+        "Message last sent to the members of the newest generation."
         self._settled_at = 0.0
         self._first_request = math.inf
         "Time of the first request to join a group that has no previous member."
@@ -166,8 +166,7 @@ class Membership:
     def drain(self, nodes: Collection[str]) -> None:
         """Record which nodes will go away. Generations leave them out once other members have the state.
 
-        A drained node stays drained, because a node that has just gone may not have closed its members' connections
-        yet.
+        A drained node stays drained. The connections of a node that has just gone may not be closed yet.
         """
         self._draining |= frozenset(nodes)
 
@@ -212,14 +211,16 @@ class Membership:
         self._settled_at = now + SETTLE_S
 
     def _wanted(self) -> set[str]:
-        """Return the uids of the next generation if it formed now, and all members had equally new states."""
+        """Return the uids that the next generation would have if it formed now and all members had equally new
+        states.
+        """
         return {member.uid for member in self._choose(self._requests.keys() | self.generation.ranks.keys())}
 
     def _ask_for_change(self) -> list[tuple[str, Message]]:
         return [] if self._wanted() == self.generation.ranks.keys() else self._announce(Change)
 
     def _announce(self, kind: type[Close] | type[Change]) -> list[tuple[str, Message]]:
-        """Return the message for all living members of the newest generation, unless they already had it."""
+        """Return the message for all living members of the newest generation, unless they have already received it."""
         message = kind(self.generation.number)
         if self._announced == message:
             return []
@@ -227,7 +228,7 @@ class Membership:
         return [(uid, message) for uid in self._living()]
 
     def _form(self, now: float) -> list[tuple[str, Message]]:
-        """Form the next generation once all living processes of the last one have asked for it, if need be under a new
+        """Form the next generation once all living processes of the last one have asked for it, even if under a new
         uid.
         """
         living = self._living()
@@ -246,9 +247,9 @@ class Membership:
     def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
         """Choose the next members. Members of the last generation keep their order, and newcomers follow.
 
-        A candidate on a draining node is left out if a member on a staying node has a state at least as new. If others
-        stay, a newcomer without a state is left out there, too. The state of a newcomer on a staying node does not
-        count, because the members may have trained since it left.
+        A candidate on a draining node is left out if a member on a staying node has a state at least as new. A newcomer
+        without a state on a draining node is also left out if others stay. The state of a newcomer on a staying node
+        does not count, because the members may have trained since it left.
         """
         order = {member.process or member.uid: place for place, member in enumerate(self.generation.members)}
         living = [member for uid, member in self._members.items() if uid in candidates]

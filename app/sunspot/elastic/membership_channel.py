@@ -1,12 +1,12 @@
-"""Connects the members of a worker group with the membership server in the driver, over one connection for each.
+"""Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
 If a process ends, its connection ends, and the loss is known at once. A node that goes away closes no connection, but
 its kernel no longer answers. Both sides send heartbeats, and even a busy kernel acknowledges them, so a limit of
-MACHINE_LIMIT_S is enough. If a process stands still, its kernel still answers: it is lost after PROCESS_LIMIT_S without
-a heartbeat, or after a longer time while it builds what it trains with.
+MACHINE_LIMIT_S is enough. The kernel of a stopped process still answers. Such a process is lost after PROCESS_LIMIT_S
+without a heartbeat, or later while it builds its model.
 
 A process that was wrongly taken for lost finds its connection closed, and reconnects at once under another uid. If the
-others have not formed a group by then, they wait until it asks to join; otherwise it joins them later.
+others have not formed a group by then, they wait until it asks to join. Otherwise it joins them later.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ class MembershipServer:
                     self._membership.end(member.uid)
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
-        """Report why the current group ends, unless the member was expected to leave.
+        """Report why the current group ends, unless the group has ended as a whole or the process is not a member.
 
         `error` is the error that ended the connection, or None if the member was silent for too long.
         """
@@ -239,9 +239,7 @@ class MembershipServer:
 
 
 def ask_living(address: MembershipAddress) -> list[str]:
-    """Return the uids of the processes that the membership server knows to be alive. Raises one of
-    CONNECTION_ERRORS.
-    """
+    """Return the uids of the processes that the server knows to be alive. Raises one of CONNECTION_ERRORS."""
     with open_connection(address.host, address.port, address.key, ANSWER_S) as connection:
         connection.send(ASK_LIVING)
         living: list[str] = connection.recv()
@@ -266,7 +264,7 @@ class MembershipClient:
     """Keeps this process connected to the membership server."""
 
     def __init__(self, address: MembershipAddress, identity: Member, on_close: Callable[[], None]) -> None:
-        """Create a client. It calls `on_close` in a thread of its own to end the collectives of this process."""
+        """Create a client. In a thread of its own, it calls `on_close` to end the collectives of this process."""
         self._address = address
         self._identity = identity
         self._on_close = on_close

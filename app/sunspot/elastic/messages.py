@@ -13,8 +13,7 @@ from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
 
 OUT_OF_MEMORY = 2
-"""CUDA's error code for too little memory. The GPU itself works: other processes use its memory, or have yet to free
-it."""
+"""CUDA's error code for too little memory. The GPU itself works, but its memory is in use, or not yet freed."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Command:
     deadline: float | None = None
     "Time at which the first preempted node is gone."
     save: bool = False
-    "Save and keep training. The head is about to go, and a new one continues from this checkpoint."
+    "Save and keep training. The head is about to go, and a new head continues from this checkpoint."
     moves: bool = False
     "True if nodes are released together with the copies in their memory, so that the state must be in storage."
     regroup: bool = False
@@ -122,13 +121,12 @@ class FailureCounts:
     lost: int = 0
     "Number of workers lost since the newest step, in survivor mode."
     workers: int = 0
-    "Size of the group when the first of these workers was lost."
+    "Size of the group when the first of the `lost` workers was lost."
     error: tuple[object, ...] | None = None
     "Description of the newest failure, if all ranks failed alike."
     loops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """Number of failures of one kind in a row, each soon after the previous one, and the time of the newest in seconds
-    since the epoch. A key is an error that all ranks raised, or Ray's id of a node where a process ran out of
-    memory."""
+    """Count and newest time (seconds since the epoch) of each kind of failure that repeats soon after the previous one.
+    A key is an error that all ranks raised, or Ray's id of a node where a process ran out of memory."""
     final: bool = False
     "True if another group would fail in the same way on any cluster."
 

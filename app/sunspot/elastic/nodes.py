@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ray.autoscaler.sdk import request_resources  # noqa: TID251  # of Ray's public reference, unlike the rest
+from ray.autoscaler.sdk import request_resources  # noqa: TID251  # in Ray's public reference, unlike the rest of its module
 
 from sunspot.elastic.groups import GroupChoice, capacity_by_group, nodes_to_release
 from sunspot.elastic.messages import WorkerGroup
@@ -22,14 +22,14 @@ NODE_CHECK_EVERY_S = 0.5
 
 SETTLED_S = 5.0
 """Seconds that room for more workers must last before a restart, which stops all workers for several seconds. Nodes
-that were requested together join within seconds of each other. The lag of Ray's own view of the nodes is added."""
+that were requested together join within seconds of each other. The delay of Ray's own view of the nodes is added."""
 
 FIRST_WAIT_S = 30.0
-"""Longest time in seconds that such a start waits for more nodes."""
+"""Longest time in seconds that a start in survivor mode waits for more nodes."""
 
 FIRST_SETTLED_S = 15.0
-"""Seconds without another node after which a group to which Ray adds no workers begins. With 5 s, three of three starts
-began with one worker (three nodes, two busy cores), and growing cost 41, 50 and 76 s."""
+"""Seconds without a new node after which a start in survivor mode begins, because Ray adds no workers later. With 5 s,
+three of three starts began with one worker (three nodes, two busy cores), and growing cost 41, 50 and 76 s."""
 
 BACKOFF_FACTOR = 4
 """Factor by which the required time grows after each restart in which Ray did not make a larger group, because another
@@ -114,9 +114,7 @@ class NodeMonitor:
         return found
 
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Return an event if better nodes can replace some of the group's. Nodes without a worker are idle, and end by
-        themselves.
-        """
+        """Return an event if better nodes can replace some of the group's nodes. Idle nodes end without an event."""
         if not self._choice:
             return None
         used = set(group.nodes.values())

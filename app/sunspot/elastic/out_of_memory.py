@@ -34,10 +34,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
-    """Return the node where a process was killed for using too much memory, by Ray's id, and the figures.
+    """Return the node (by Ray's id) and the memory figures of a process that Ray killed because memory ran out.
 
     `error` is the error that Ray raised for the process, or the failed health check that found it. Returns two empty
-    strings if the process was not killed for its memory.
+    strings if the process was not killed for this reason.
     """
     cause = getattr(error, "health_check_failure", error)
     if not isinstance(cause, OutOfMemoryError):

@@ -76,7 +76,9 @@ def make_receipt(
 
 def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
     """Return the cause of a restart and its description."""
-    lost_first = incident.cause in (Cause.SCALE_UP, Cause.MOVED) and incident.loss  # before it could restart
+    lost_first = (
+        incident.cause in (Cause.SCALE_UP, Cause.MOVED) and incident.loss
+    )  # a worker was lost before the restart
     unnoticed = Cause.WORKER_LOST if before else Cause.BEGIN
     cause = incident.cause if incident.cause and not lost_first else unnoticed
     details = (incident.loss, incident.detail) if cause is Cause.WORKER_LOST else (incident.detail, incident.loss)
@@ -84,12 +86,12 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 
 
 def first_incident(start: StartPoint) -> Incident:
-    """Return why a driver starts its first worker group, as found by that group's claim. For a later group, return no
-    facts.
+    """Return why a driver starts its first worker group, as its claim found. Return an empty incident for a later
+    group.
 
     Another start of the run was alive if it wrote a status after this driver had begun or, if it is in another place,
-    shortly before the claim. A start of the same job is a driver that was lost; its workers may survive it for a
-    minute.
+    shortly before the claim. An earlier start of the same job is a driver that was lost; its workers may survive it for
+    a minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -121,9 +123,7 @@ class FailureRecorder(ray.train.UserCallback):
         self._control = control
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Record the errors. Ray calls this at every poll while there are errors, and the control channel keeps the
-        first ones.
-        """
+        """Record the errors. Ray calls this at every poll while there are errors, and only the first ones are kept."""
         lost = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, GroupRestartError)}
         if lost:
             lines = "; ".join(f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items()))[:MAX_DETAIL]

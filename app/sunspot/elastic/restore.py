@@ -117,9 +117,7 @@ def load_start(
     found: LocalState,
     group: dist.ProcessGroup | None,
 ) -> TrainingState:
-    """Load the state from which the group continues, given the results of `agree_on_start`. All workers call this
-    together.
-    """
+    """Load the state from which the group continues, given the result of `agree_on_start`, on all workers together."""
     if not start.checkpoint:
         found.state.close()  # frees a checkpoint that turned out to be damaged
     if start.copy:
@@ -141,9 +139,7 @@ def load_start(
 def _load_sharded(
     run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Load a sharded checkpoint on every rank. Only rank 0 reads the parts' contents, with one request for each
-    part.
-    """
+    """Load a sharded checkpoint on every rank. Rank 0 reads the parts' contents for all, with one request per part."""
 
     def patiently(read: Callable[[], Any]) -> Any:
         return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint")

@@ -1,8 +1,8 @@
-"""Tells the workers, twice a second, about nodes that come and go, and when to stop. Runs in the driver.
+"""Tells the workers, twice a second, about nodes that come and go, and when to stop. It runs in the driver.
 
-It waits for the control channel and for Ray, but never for storage: storage that hangs must not delay a notice or a
-SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Because a terminal may block
-a process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
+It waits for the control channel and for Ray, but never for storage, because storage that hangs must not delay a notice
+or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Because a terminal may
+block a process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
 """
 
 import logging
@@ -49,8 +49,8 @@ class Supervisor:
         monitor: NodeMonitor | None = None,
         membership: MembershipServer | None = None,
     ) -> None:
-        """Create a supervisor. Without a `monitor`, it does not check nodes. A `membership` server is given in survivor
-        mode.
+        """Create a supervisor. Without a `monitor`, it does not check nodes. In survivor mode, it gets a `membership`
+        server.
         """
         self._control = control
         self._stop_request = stop_request
@@ -146,7 +146,7 @@ def supervised(
         if number == signal.SIGINT and stop_request.signal is signal.SIGINT:
             raise EndAtOnceError
         if number == signal.SIGINT or stop_request.signal is None:
-            stop_request.signal = signal.Signals(number)  # and no more: a signal may interrupt anything
+            stop_request.signal = signal.Signals(number)  # nothing more, because a signal may interrupt any code
 
     is_main = threading.current_thread() is threading.main_thread()
     handled = [signal.SIGINT, *end_signals()] if is_main else []

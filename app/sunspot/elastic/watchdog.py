@@ -109,9 +109,7 @@ class Watchdog:
         on_hang: OnHang,
         around_pauses: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Create a watchdog. It uses `around_pauses` to make a context for each time during which it expects no
-        heartbeat.
-        """
+        """Create a watchdog. It enters the context that `around_pauses` makes whenever it expects no heartbeat."""
         self._around_pauses = around_pauses
         self._run = run
         self._rank = rank
@@ -138,8 +136,8 @@ class Watchdog:
         self._attempt = attempt.number
 
     def heartbeat(self, step: int | None = None) -> None:
-        """Record progress. `step` is the number of optimizer steps taken, or None if a batch was evaluated or the other
-        ranks answered.
+        """Record progress. `step` is the number of optimizer steps, or None after a batch of an evaluation or a
+        round.
         """
         self._last_heartbeat = time.monotonic()
         if step is not None:

@@ -26,7 +26,7 @@ class Sums:
 
     @property
     def rows(self) -> int:
-        """Largest number of rows that have a value of the same name."""
+        """Number of rows that have a value. If it differs between names, this is the largest number."""
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:

@@ -14,8 +14,8 @@ from sunspot.run.history import Columns
 from sunspot.run.streams import SIZES, LineWriter, new_stream
 
 MIN_RECORDS = 64
-"""Smallest number of the newest records that stay unchanged. The number of older records, after combination, is at most
-equal to that of the newest, and at least half of it."""
+"""Smallest number of the newest records that stay unchanged. Older records are combined to at most as many, and at
+least half as many."""
 
 MIN_BYTES = SIZES[-1] // 4
 """Smallest number of bytes of the newest records that stay unchanged."""
@@ -24,7 +24,7 @@ FLUSH_BURST = 60
 """Number of flushes that write at once, at the beginning of an attempt or after a pause."""
 
 FLUSH_EVERY_S = 60.0
-"""Seconds between two later writes."""
+"""Seconds between two writes once the burst is used up."""
 
 SUMS = {"rows", "seconds", "steps_s", "forward_s", "data_wait_s", "throttled_s"}
 """Numbers that are combined to their sum."""
@@ -59,7 +59,7 @@ class RankHistory:
         self._ends = True
 
     def flush(self) -> None:
-        """Write the added numbers, unless they have to wait. After a `StorageError`, it can be called again."""
+        """Write the added numbers, unless they have to wait. Raises `StorageError`, and can then be called again."""
         with self._lock:
             due = bool(self._waiting) and (self._ends or self._pace.take())
             waiting, self._waiting = (self._waiting, []) if due else ([], self._waiting)

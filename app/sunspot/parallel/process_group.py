@@ -38,12 +38,10 @@ NCCL_SETTINGS = {
 
 
 class ProcessGroups:
-    """Process groups of this process's newest generation: the default group for gradients, and another for
-    agreements.
-    """
+    """Process groups of this process's newest generation: the default one for gradients, and another for agreements."""
 
     def __init__(self, device: torch.device, limit_s: float, server: tuple[str, int] = ("", 0)) -> None:
-        """Create the groups' state. Gradients are summed on `device`, and collectives on the CPU wait for at most
+        """Create the state of the groups. Gradients are summed on `device`. Collectives on the CPU wait at most
         `limit_s`.
 
         Connections to `server`, the address of the membership server, may open while a group forms, and are never cut.

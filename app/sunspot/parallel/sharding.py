@@ -43,8 +43,8 @@ class TensorSlice(NamedTuple):
 
 
 def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
-    """Return the model that `build` returns, with parameters on the meta device, which take no memory or initialization
-    time.
+    """Return the model that `build` returns, with parameters on the meta device. They take no memory, and no time to
+    initialize.
 
     Use it for a model that gets its state_dict next. Returns None if the state_dict would not complete the model,
     because it has other tensors that depend on the parameters' values or may be random.
@@ -178,9 +178,7 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_slices(tensors: list[torch.Tensor]) -> list[TensorSlice | None]:
-    """Return the position of this worker's part of each tensor, or None for a tensor that every worker has
-    completely.
-    """
+    """Return the position of this worker's part of each tensor, or None for a tensor that is not cut."""
     parts = {str(number): tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
     # The plan leaves out empty parts. The last workers have them if a tensor has fewer rows than there are workers.
     slices = [TensorSlice(tuple(each.shape), tuple(each.shape)) if is_dtensor(each) else None for each in tensors]
@@ -200,9 +198,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Cut each tensor of an optimizer's whole state_dict like its parameter. Under ddp, only give it the same
-    layout.
-    """
+    """Cut each tensor of an optimizer's whole state_dict like its parameter. Under ddp, only adapt its layout."""
     parameters = parameters_of(optimizer)
 
     def shard(value: Any, parameter: torch.Tensor) -> Any:

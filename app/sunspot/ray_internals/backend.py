@@ -20,9 +20,7 @@ runs `note_processes_up` in the worker before the training function, and the two
 
 
 class Backend(_TorchBackend):
-    """Ray's torch backend, together with a library's backend if one is configured. It runs in Ray Train's
-    controller.
-    """
+    """Ray's torch backend, together with a library's backend if one is configured. Runs in Ray Train's controller."""
 
     def on_start(self, worker_group: Any, backend_config: "BackendConfig") -> None:
         """Form the process group once all processes answer."""
@@ -84,7 +82,5 @@ def note_processes_up() -> None:
 
 
 def processes_up() -> float | None:
-    """Return the time at which all processes of the group answered, in seconds since the epoch. Only rank 0 knows
-    it.
-    """
+    """Return the time at which all processes of the group answered, in seconds since the epoch, on rank 0."""
     return _processes_up

@@ -33,8 +33,8 @@ LOOK_EVERY_S = 0.5
 """Seconds between two checks of workers that have not answered."""
 
 ANSWER_S = 10.0
-"""Seconds that a worker may take to answer if it is not known to be alive. The membership server allows as many seconds
-between heartbeats."""
+"""Seconds that a worker may take to answer if it is not known to be alive. The membership server waits as long for a
+heartbeat."""
 
 LIVING_S = 600.0
 """Seconds that a worker may take to answer if it is known to be alive, because it may be busy or its network slow."""
@@ -154,7 +154,7 @@ def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) ->
 def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str]:
     try:
         return find_living()
-    except Exception as error:  # without an answer, no worker is known to live
+    except Exception as error:  # without an answer, no worker is known to be alive
         log.debug("could not find out which workers are alive: %s", error)
         return ()
 
@@ -208,7 +208,7 @@ def failure_policy(judge: Callable[[dict[int, Exception]], bool], survivor_mode:
 
 
 def reserved_groups() -> set[str]:
-    """Return the ids of this job's placement groups. Returns none in an actor, because its job may have other
+    """Return the ids of this job's placement groups, or an empty set in an actor, because its job may have other
     trainings.
     """
     context = ray.get_runtime_context()
@@ -228,8 +228,9 @@ def live_controllers() -> dict[str, str]:
 
 
 def end_controllers(spared: Collection[str]) -> None:
-    """End this job's controllers except the `spared` ones. Does nothing in an actor, because its job may have other
-    trainings.
+    """End this job's controllers, except the `spared` ones.
+
+    Does nothing in an actor, because the actor's job may have other trainings.
     """
     from ray._private.worker import global_worker
 

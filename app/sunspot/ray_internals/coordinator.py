@@ -22,7 +22,7 @@ COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor that tells Ray Train which nodes it may use."""
 
 COORDINATOR_START_TIMEOUT_S = 60.0
-"""Largest number of seconds for starting the actor's process. It takes some seconds, and tens of them on a busy
+"""Largest number of seconds for starting the actor's process. It takes some seconds, or tens of seconds on a busy
 machine."""
 
 RAY_TICK_S = 20.0
@@ -37,8 +37,8 @@ TRAIN_REQUESTER = "train-"
 
 
 def install_coordinator() -> float:
-    """Make Ray Train size worker groups by the nodes that stay, and return the delay of its view of the nodes in
-    seconds.
+    """Make Ray Train size worker groups by the nodes that stay, and return the delay in seconds of its view of the
+    nodes.
 
     Call it before `fit`. Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After a
     loss, it therefore first sizes a worker group for nodes that are gone, and waits for them. Ray uses an existing

@@ -152,8 +152,8 @@ class Survivor:
     def form(self) -> WorkerPlace | None:
         """Ask to be in the next group, and form it with the others. Returns None if there is no next group.
 
-        Raises `DriverUnreachableError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A replacement
-        has one try, because the others would wait for it in each.
+        Raises `DriverUnreachableError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A
+        replacement has one try, because the others would wait for it in each.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
