@@ -739,7 +739,7 @@ def test_a_restart_is_recognized_by_its_class_and_costs_no_failure(control: Cont
 
     run: Any = None
     FailureRecorder(control).after_exception(run, group.errors)
-    assert not control.reported
+    assert not control.told
     FailureRecorder(control).after_exception(run, {**group.errors, 1: ValueError(str(GroupRestartError()))})
     assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends, for a restart"
 

@@ -1,9 +1,9 @@
-"""A model of how processes share a run: whatever their order, faults and deaths, nothing that counts is lost or mixed.
+"""Model of processes that share a run: in any order, with faults and deaths, nothing that counts is lost or mixed up.
 
 Up to three processes at a time run the real code for claims, commits, retention, copies in memory, restoring, deletion
 and `checkpoints gc`, and take turns at every storage operation (tests/harness/interleaving.py). Hypothesis chooses the
-order and the faults. A state names who took each of its steps, so that whatever is restored or audited can be compared
-with what happened.
+order and the faults. A state names the attempt that took each of its steps, so that whatever is restored or audited can
+be compared with what happened.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ IDENTITY_OF_ROWS = Rows("data", ROWS, STEPS_PER_EPOCH, "order", "NumPy")
 NODES = 2
 
 SAVE_EVERY = 2
-"""Steps between checkpoints; every step is copied to memory."""
+"""Steps between checkpoints. Every step is copied to memory."""
 
 GROUP_STEPS = 5
-"""Steps after which a process goes on in another group, with the state that it has."""
+"""Steps after which a process continues in another group, with its current state."""
 
 STATE_BYTES = 4096
 
@@ -120,7 +120,7 @@ LANDMARKS = [
 """Operations around which interleavings matter most: the verb, and a part of the key."""
 
 FAR = 80
-"""Operations within which a process comes to any landmark: more than between two checkpoints."""
+"""Number of operations within which a process reaches any landmark: more than between two checkpoints."""
 
 TRUTH = ("attempts/", "checkpoints/", "audit/", "run.json")
 
@@ -128,14 +128,16 @@ RUN = "run"
 
 
 def rows_of(taker: int, step: int) -> list[int]:
-    """The rows that a step consumes, in an order of each taker's own: mixing two shows in the rows."""
+    """Return the rows that a step consumes, in an order that differs between takers, so that mixed states are
+    detected.
+    """
     epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
     order = random.Random(1000 * taker + epoch).sample(range(ROWS), ROWS)
     return order[place * BATCH : (place + 1) * BATCH]
 
 
 def consumed(state: list[int]) -> list[Epoch]:
-    """What an audit has to say of a state, which lists who took each step."""
+    """Return the audit's expected result for a state, which lists who took each step."""
     epochs = []
     for first in range(0, len(state), STEPS_PER_EPOCH):
         taken = state[first : first + STEPS_PER_EPOCH]
@@ -147,7 +149,7 @@ def consumed(state: list[int]) -> list[Epoch]:
 
 
 class Protocol(RuleBasedStateMachine):
-    """Jobs that start, train and die on two nodes, while their run is tidied, deleted and begun again."""
+    """Model of jobs that start, train and die on two nodes, while their run is tidied, deleted and started over."""
 
     schedules: ClassVar[int] = 0
     operations: ClassVar[int] = 0
@@ -166,21 +168,21 @@ class Protocol(RuleBasedStateMachine):
         self.owners: list[str] = []
         self.deletions = 0
         self.begun = 0
-        "Times that the run has been deleted, and so can begin anew."
+        "Number of times that the run has been deleted, and can therefore be started over."
         self.marked = False
-        "Whether it is being deleted."
+        "True while the run is being deleted."
         self.claims: dict[Process, int] = {}
-        "`begun` when a process claimed its attempt."
+        "Value of `begun` when a process claimed its attempt."
         self.takers: list[tuple[int, Attempt]] = []
-        "`begun` and the attempt of each start, by its number in states."
+        "Value of `begun` and the attempt of each start, by its number in states."
         self.committed: dict[str, list[int]] = {}
-        "The states of all checkpoints whose manifests were ever written, by name."
+        "States of all checkpoints whose manifests were ever written, by name."
         self.claimed: list[tuple[int, str]] = []
-        "`begun` and the key of each claim."
+        "Value of `begun` and the key of each claim."
         self.jobs: dict[str, str] = {}
-        "The job whose process made each claim, by the claim's key."
+        "Job whose process made each claim, by the claim's key."
         self.landed: set[str] = set()
-        "Keys of claims that were carried out late, of runs that had been deleted: nobody trains in them."
+        "Keys of claims in deleted runs that were carried out late. No process trains in them."
         self.retired: set[str] = set()
         "Keys of the manifests that retention or `gc` has deleted."
         self.violations: list[str] = []
@@ -200,20 +202,20 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize(operations=st.sampled_from([0, 60, 120]))
     def begin(self, operations: int) -> None:
-        """The first job, which may have committed."""
+        """Start the first job, which may commit."""
         self.start(node=0, operations=operations)
 
     @precondition(lambda self: len(self.world.living) < 3)
     @rule(node=st.integers(0, NODES - 1), operations=st.sampled_from([0, 20, 60]))
     def start(self, node: int, operations: int) -> None:
-        """Another job takes the run over."""
+        """Start another job, which takes the run over."""
         self.owners.append(f"job-{len(self.owners) + 1}")
         self.restart(-1, node, operations)
 
     @precondition(lambda self: len(self.world.living) < 3)
     @rule(owner=st.integers(0, 2), node=st.integers(0, NODES - 1), operations=st.sampled_from([0, 20, 60]))
     def restart(self, owner: int, node: int, operations: int) -> None:
-        """A job starts another worker group, whether or not the last one is dead."""
+        """Start another worker group of a job, even if the last one is still alive."""
         name = self.owners[owner if owner < 0 else owner % len(self.owners)]
         self.world.start(f"{name}.{len(self.world.processes)}", lambda process: self.train(process, name, node))
         self.advance(-1, operations)
@@ -221,7 +223,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.living)
     @rule(process=st.integers(0, 2), operations=st.sampled_from([1, 2, 3, 5, 10, 20, 40]))
     def advance(self, process: int, operations: int) -> None:
-        """Let a process go on for a while."""
+        """Let a process continue for a while."""
         chosen = self.living(process)
         for _ in range(operations):
             if chosen.next:
@@ -235,7 +237,7 @@ class Protocol(RuleBasedStateMachine):
         operations=st.sampled_from([0, 10, 40, 80]),
     )
     def pause(self, process: int, landmark: tuple[str, str], other: int, operations: int) -> None:
-        """Let a process go on to an operation of a kind, and another one overtake it there."""
+        """Let a process continue to an operation of a kind, and let another process overtake it there."""
         self.go_to(self.living(process), landmark)
         if self.world.living:
             self.advance(other, operations)
@@ -243,7 +245,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.living)
     @rule(process=st.integers(0, 2), landmark=st.sampled_from([*LANDMARKS, ("", "")]), fate=st.sampled_from(FAULTS))
     def fail(self, process: int, landmark: tuple[str, str], fate: Fate) -> None:
-        """Let an operation of a kind, or the next one, fail."""
+        """Let an operation of a kind, or the next operation, fail."""
         chosen = self.living(process)
         self.go_to(chosen, landmark)
         if chosen.next:
@@ -252,7 +254,9 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.late)
     @rule(number=st.integers(0, 3))
     def land(self, number: int) -> None:
-        """A late operation is carried out; not a commit of what retention has deleted, which takes minutes longer."""
+        """Carry out a late operation, except a commit that retention has deleted, because retention waits for
+        minutes.
+        """
         self.world.land(number % len(self.world.late), but=self.retired)
 
     @precondition(lambda self: self.committed and self.deletions < self.most_deletions)
@@ -291,11 +295,11 @@ class Protocol(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------------------- processes
 
     def owner_of(self, job: str) -> str:
-        """The owner that a start of a job claims for."""
+        """Return the owner for which a start of a job claims."""
         return job
 
     def train(self, process: Process, owner: str, node: int) -> None:
-        """One start of a worker group with one worker: as train/join.py and train/loop.py have it."""
+        """Run one start of a worker group with one worker, as train/join.py and train/loop.py do."""
         run = Run(process.storage, RUN)
         sunspot.checkpoint.memory_files.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location)
@@ -316,7 +320,11 @@ class Protocol(RuleBasedStateMachine):
             claimant = Claimant(run, self.owner_of(owner))
             try:
                 start = retry_storage(partial(begin_attempt, claimant, SETTINGS, machines), limit_s, "beginning")
-            except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
+            except (
+                ConflictError,
+                StorageError,
+                NotFoundError,
+            ):  # the run was taken over or is being deleted, or storage fails
                 return
             if not start:
                 return
@@ -336,13 +344,14 @@ class Protocol(RuleBasedStateMachine):
             except SupersededError:
                 process.superseded = True
                 return
-            found = None  # of those who have a state, no group looks for a copy
+            found = None  # a group with a live state looks for no copy
 
     def restore(self, run: Run, start: StartPoint, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
-        """The state to go on from, and its rows that are not in storage."""
+        """Return the state from which to continue, and its rows that are not in storage."""
         if start.copy:
             return json.loads(bytes(found.data.numpy())), found.sidecar.ledger
-        if not (checkpoint := start.checkpoint):
+        checkpoint = start.checkpoint
+        if not checkpoint:
             return [], ()
         limit_s = SETTINGS.storage_timeout_s
         return json.loads(retry_storage(lambda: read_file(run, checkpoint, "model.pt"), limit_s, "reading")), ()
@@ -350,7 +359,7 @@ class Protocol(RuleBasedStateMachine):
     def take_steps(
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
     ) -> tuple[LiveState, Any]:
-        """Train until the group has lost another process; returns what this one goes on with."""
+        """Train until the group has lost another process, and return the state with which this process continues."""
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
         committer = CheckpointCommitter(run, attempt, SETTINGS, OneFile(run), CommitOrder(), {}, ledger)
         for step in range(attempt.step + 1, attempt.step + 1 + GROUP_STEPS):
@@ -379,7 +388,7 @@ class Protocol(RuleBasedStateMachine):
         return LiveState(manifest.name, evaluated=True), windows
 
     def remove(self, process: Process) -> None:
-        """`sunspot delete`, until it succeeds or gives up."""
+        """Run `sunspot delete` until it succeeds or gives up."""
         run = Run(process.storage, RUN)
         for _ in range(3):
             try:
@@ -390,13 +399,15 @@ class Protocol(RuleBasedStateMachine):
                 return None
 
     def collect(self, process: Process) -> None:
-        """`sunspot checkpoints gc`."""
+        """Run `sunspot checkpoints gc`."""
         with contextlib.suppress(ConflictError, StorageError, NotFoundError):
             for removal in list(find_removals(Run(process.storage, RUN), None, time.time())):
                 removal.remove()
 
     def prove(self, process: Process) -> None:
-        """`sunspot audit`: it may find faults in what changes meanwhile, but nothing clean that is not."""
+        """Run `sunspot audit`. It may report faults while the run changes, but must not report rows clean that
+        are not.
+        """
         try:
             proof = prove(Run(process.storage, RUN))
         except (StorageError, NotFoundError, DamageError):
@@ -408,7 +419,7 @@ class Protocol(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------------------- invariants
 
     def changed(self, process: Process, operation: Operation, late: bool) -> None:
-        """Look at what has been changed."""
+        """Check the storage after a change."""
         part = operation.key.removeprefix(f"{RUN}/")
         if process.superseded and not late and part.startswith(TRUTH):
             self.violations.append(f"{process.name} has noticed that it was superseded, and still: {operation}")
@@ -432,7 +443,7 @@ class Protocol(RuleBasedStateMachine):
             if file == MANIFEST and operation.verb == "delete" and not process.name.startswith("delete"):
                 self.retired.add(operation.key)
             if file == MANIFEST and operation.verb == "write":
-                with contextlib.suppress(NotFoundError):  # a late commit
+                with contextlib.suppress(NotFoundError):  # the commit was late, and its files are gone
                     self.committed[name] = self.state_of(name)
         if not deletion_begun(self.run) and part.startswith(("checkpoints/", "attempts/")):
             self.claims_are_there()
@@ -440,33 +451,38 @@ class Protocol(RuleBasedStateMachine):
             self.base_is_held()
 
     def state_of(self, name: str) -> list[int]:
-        """The state in a checkpoint."""
+        """Return the state in a checkpoint."""
         state: list[int] = json.loads(self.run.storage.read(self.run.key("checkpoints", name, "model.pt")))
         return state
 
     def claims_are_there(self) -> None:
-        """Nothing takes a claim from a run that is not being deleted: what it trained would not count any more."""
+        """Check that a run that is not being deleted keeps all claims, because their training would no longer count
+        otherwise.
+        """
         for begun, key in self.claimed:
             if begun == self.begun and not self.run.storage.exists(key):
                 self.violations.append(f"{key} is gone of a run that is not being deleted")
 
     def commits_are_whole(self) -> None:
-        """Every checkpoint that counts is intact, except one whose manifest arrived after its files were removed."""
+        """Check that every checkpoint that counts is intact, except one whose manifest arrived after its files were
+        removed.
+        """
         counted = self.counted()
         for name in counted:
             checkpoint = read_manifest(self.run, name)
             if name != counted[-1] and list_directories(self.run)[name].keys() == {MANIFEST}:
                 continue
-            if checkpoint and (faults := find_faults(self.run, checkpoint)):
+            faults = find_faults(self.run, checkpoint) if checkpoint else []
+            if faults:
                 self.violations.append(f"{name} was committed and is damaged: {'; '.join(faults)}")
 
     def counted(self) -> list[str]:
-        """The checkpoints that count, by step."""
+        """Return the checkpoints that count, by step."""
         counted, _, _ = classify(list_directories(self.run), lineage(read_attempts(self.run)))
         return counted
 
     def base_is_held(self) -> None:
-        """What the newest attempt starts from can be loaded until it has committed."""
+        """Check that the newest attempt's base can be loaded until the attempt has committed."""
         newest = next((attempt for attempt in reversed(read_attempts(self.run)) if attempt.chosen), None)
         if not newest or newest.metadata.tier != "storage":
             return
@@ -482,7 +498,7 @@ class Protocol(RuleBasedStateMachine):
             self.violations.append(f"attempt {start.attempt.number} lost its base: {error}")
 
     def restored(self, process: Process, start: StartPoint, state: list[int]) -> None:
-        """What was restored is what the attempt claims to start from, and every step of it counts."""
+        """Check that the restored state is the one that the attempt claims, and that every step of it counts."""
         attempt = start.attempt
         if len(state) != attempt.step:
             self.violations.append(f"attempt {attempt.number} starts from step {attempt.step} with {len(state)} steps")
@@ -497,7 +513,7 @@ class Protocol(RuleBasedStateMachine):
                 )
 
     def check_audit(self) -> None:
-        """The audit says of the newest checkpoint what happened."""
+        """Check that the audit of the newest checkpoint reports what happened."""
         self.nothing_is_wrong()
         if not read_attempts(self.run) or deletion_begun(self.run):
             return
@@ -516,13 +532,13 @@ class Protocol(RuleBasedStateMachine):
 
 
 class NeverDeleted(Protocol):
-    """The same without deletions of the run."""
+    """Model in which the run is never deleted."""
 
     most_deletions = 0
 
 
 class TwoPlaces(NeverDeleted):
-    """RayJobs of one name in two clusters: the first two come from a repository, all others are submitted."""
+    """Model of RayJobs of one name in two clusters. The first two come from a repository, all others are submitted."""
 
     def owner_of(self, job: str) -> str:
         number = int(job.rpartition("-")[2])
@@ -530,21 +546,21 @@ class TwoPlaces(NeverDeleted):
 
 
 class OverDirectory(Protocol):
-    """The same in a directory."""
+    """Model with a directory as storage."""
 
     def make_storage(self) -> Storage:
         return LocalStorage(str(self.folder / "storage"))
 
 
 class OverGrowingFiles(Protocol):
-    """The same where an upload writes into the object's own file."""
+    """Model in which an upload writes into the object's own file."""
 
     def make_storage(self) -> Storage:
         return MemoryStorage(grows=True)
 
 
 class OneFile:
-    """Writes a state of one file."""
+    """Writes a state as one file."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -556,13 +572,13 @@ class OneFile:
 
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits, and nothing runs in a thread that the model does not drive."""
+    """Remove all waits, and run everything in threads that the model drives."""
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0,))
     for module in (sunspot.background, sunspot.elastic.claim):
         monkeypatch.setattr(module, "start_thread", run_inline)
     monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
-    # Each start changes it.
+    # Each start changes this folder, so it is restored at the end.
     monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY)
 
 
@@ -581,26 +597,26 @@ def explore(machine: type[Protocol], examples: int, **options: Any) -> None:
 
 
 def examples(quick: int, thorough: int) -> int:
-    """By the profile of Hypothesis (tests/conftest.py)."""
+    """Return the number of examples for the current profile of Hypothesis (tests/conftest.py)."""
     return thorough if settings().max_examples > 100 else quick
 
 
-@pytest.mark.timeout(1800)  # thousands of examples: ten minutes and more on a busy machine
+@pytest.mark.timeout(1800)  # thousands of examples take ten minutes or more on a busy machine
 def test_no_interleaving_breaks_the_protocol() -> None:
     explore(Protocol, examples(80, 4000))
 
 
-def test_no_interleaving_breaks_it_in_a_directory() -> None:
+def test_no_interleaving_breaks_the_protocol_in_a_directory() -> None:
     explore(OverDirectory, examples(15, 500))
 
 
-def test_no_interleaving_of_two_clusters_breaks_it() -> None:
+def test_no_interleaving_of_two_clusters_breaks_the_protocol() -> None:
     explore(TwoPlaces, examples(6, 500))
 
 
 @contextlib.contextmanager
 def replay() -> Iterator[Protocol]:
-    """A model that a test drives by itself; at its end it looks for violations."""
+    """Yield a model that a test drives by itself, and check its invariants at the end."""
     protocol = Protocol()
     try:
         yield protocol
@@ -608,8 +624,8 @@ def replay() -> Iterator[Protocol]:
         protocol.teardown()
 
 
-def about_to_go_on(protocol: Protocol) -> Process:
-    """The first job, right before its second claim with the state that it has."""
+def about_to_continue(protocol: Protocol) -> Process:
+    """Return the process of the first job, right before its second claim with its current state."""
     protocol.begin(operations=0)
     job = protocol.living(0)
     for _ in range(4):
@@ -617,10 +633,10 @@ def about_to_go_on(protocol: Protocol) -> Process:
     return job
 
 
-def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
-    """What `make test-all` found: the record of how its first attempt began was gone, and with it the steps of that."""
+def test_no_group_continues_in_a_run_whose_deletion_has_begun() -> None:
+    """The record of its first attempt's start is already gone, so that the steps of that attempt no longer count."""
     with replay() as protocol:
-        job = about_to_go_on(protocol)
+        job = about_to_continue(protocol)
         protocol.delete()
         protocol.advance(1, 4)
         assert protocol.world.trace[-1].endswith("-start-" + protocol.takers[0][1].nonce + ".json")
@@ -628,10 +644,10 @@ def test_no_group_goes_on_in_a_run_whose_deletion_has_begun() -> None:
         assert not job.next
 
 
-def test_who_trained_in_a_run_that_is_gone_does_not_begin_it_anew() -> None:
-    """The claim of its next group had no answer, and was tried again when all was deleted."""
+def test_a_process_of_a_deleted_run_does_not_start_it_over() -> None:
+    """The claim of its next group got no answer, and was repeated after everything had been deleted."""
     with replay() as protocol:
-        job = about_to_go_on(protocol)
+        job = about_to_continue(protocol)
         job.go(Fate(Effect.NEVER, Answer.ERROR))
         protocol.delete()
         protocol.advance(1, 80)
@@ -641,8 +657,8 @@ def test_who_trained_in_a_run_that_is_gone_does_not_begin_it_anew() -> None:
 
 
 @pytest.mark.parametrize("starts", [1, 2, 3])
-def test_a_deletion_that_is_carried_out_late_spares_the_run_begun_anew(starts: int) -> None:
-    """What `make test-all` found: it hits the claim of the newest attempt, of its base, or of both's base."""
+def test_a_deletion_that_is_carried_out_late_spares_a_run_that_was_started_over(starts: int) -> None:
+    """The deletion hits the claim of the newest attempt, or of its base, or of the base of that base."""
     with replay() as protocol:
         protocol.begin(operations=60)
         protocol.world.end()
@@ -658,8 +674,8 @@ def test_a_deletion_that_is_carried_out_late_spares_the_run_begun_anew(starts: i
             protocol.land(0)
 
 
-def test_a_deletion_that_goes_on_late_spares_the_run_begun_anew() -> None:
-    """It stood still, with the claim listed, while another one completed it."""
+def test_a_deletion_that_continues_late_spares_a_run_that_was_started_over() -> None:
+    """The deletion was frozen after it had listed the claim, while another deletion completed."""
     with replay() as protocol:
         protocol.begin(operations=60)
         protocol.world.end()
@@ -671,8 +687,8 @@ def test_a_deletion_that_goes_on_late_spares_the_run_begun_anew() -> None:
         protocol.advance(0, 40)
 
 
-def test_a_group_goes_on_with_all_that_it_trained_while_its_run_is_deleted() -> None:
-    """Or not at all: the deletion had taken its first claim, not yet its last."""
+def test_a_group_continues_with_its_whole_state_or_not_at_all_while_its_run_is_deleted() -> None:
+    """The deletion has removed the group's first claim, but not its last one yet."""
     with replay() as protocol:
         protocol.begin(operations=0)
         for number in range(1, 4):
@@ -683,8 +699,10 @@ def test_a_group_goes_on_with_all_that_it_trained_while_its_run_is_deleted() -> 
         protocol.advance(0, 40)
 
 
-def test_a_group_does_not_go_on_from_where_another_has_gone_on_already() -> None:
-    """Nobody had heard that its claim was there; the other one deletes the checkpoints before its own."""
+def test_a_group_does_not_continue_from_a_point_that_another_group_has_left() -> None:
+    """The first group never learned that its claim succeeded. The other group deletes the checkpoints before its
+    own.
+    """
     with replay() as protocol:
         protocol.begin(operations=120)
         protocol.fail(0, ("create", "attempts/0003"), Fate(Effect.NOW, Answer.ERROR))
@@ -696,9 +714,11 @@ def test_a_group_does_not_go_on_from_where_another_has_gone_on_already() -> None
 
 
 def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) -> None:
-    """Without one of its cures the protocol is broken, and a few schedules show how; soon, from the seed `start`."""
-    # Hypothesis would draw numbers from the source of whatever modules are loaded, too: other schedules for each set
-    # of tests that runs.
+    """Expect that a few schedules break the protocol without one of its safeguards. They are found soon from the seed
+    `start`.
+    """
+    # Otherwise Hypothesis would also draw numbers from the source of all loaded modules, and the schedules would depend
+    # on the set of tests that runs.
     without_constants = patch.object(HypothesisProvider, "_maybe_draw_constant", return_value=None)
     with without_constants, pytest.raises((AssertionError, DamageError), match=text):
         explore(seed(start)(machine), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
@@ -715,7 +735,7 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
         return [*before, attempt] if attempt else []
 
     monkeypatch.setattr(sunspot.elastic.claim, "claim_next", make_next)
-    monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
+    monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not the owner before the claim
     monkeypatch.setattr(sunspot.elastic.claim, "record_start", claim_with_start)
     expect_counterexample(
         NeverDeleted, "starts from .* which is gone|lost its base|no intact checkpoint left", start=15
@@ -728,7 +748,7 @@ def test_owners_that_differ_only_in_name_take_a_run_from_each_other(monkeypatch:
 
 
 def test_claims_without_a_nonce_mix_two_runs_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a copy in memory, a file of a checkpoint, or the audit, whichever comes first."""
+    """The mixture appears in a copy in memory, in a file of a checkpoint, or in the audit."""
     monkeypatch.setattr(sunspot.elastic.claim, "new_nonce", str)
     expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=9)
 

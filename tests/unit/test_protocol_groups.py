@@ -1,8 +1,8 @@
-"""A model of groups of processes that share a run, and are lost, join or go on while commits are under way.
+"""Model of process groups that share a run, and that lose or gain members or continue while commits are running.
 
-It adds to tests/unit/test_protocol.py, whose processes are groups of one that commit before they go on. Here a group
-saves at its end, and the commit runs while the next groups train, as a thread of the process that was rank 0. That
-process may go on, be cut off while its commit still runs, or be gone.
+It extends tests/unit/test_protocol.py, whose processes are groups of one that commit before they continue. Here, a
+group saves at its end, and the commit runs while the next groups train, in a thread of the process that was rank 0.
+That process may continue, be cut off while its commit still runs, or be gone.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from tests.unit.test_protocol import (
 __all__ = ["inline"]
 
 STEPS = 2
-"""Number of steps of a group. The group saves after its last step, unless the previous commit is under way."""
+"""Number of steps of a group. The group saves after its last step, unless the previous commit is still running."""
 
 
 @dataclass
 class Member:
-    """A process of a group."""
+    """Process of a group."""
 
     name: str
     node: int
@@ -74,7 +74,7 @@ class Member:
 
 @dataclass
 class CommitThread:
-    """A commit thread: what it commits, and the attempts that it saw at its last check."""
+    """Commit thread with the state that it commits, and the attempts that it saw at its last check."""
 
     attempt: Attempt
     name: str
@@ -82,7 +82,7 @@ class CommitThread:
 
 
 class Groups(Protocol):
-    """Jobs whose groups change in place while they commit."""
+    """Model of jobs whose groups change in place while they commit."""
 
     changes: ClassVar[list[str]] = [
         *("lose first", "cut off first", "lose last", "join", "fall behind", "forget", "freeze", "thaw")
@@ -234,12 +234,12 @@ class Groups(Protocol):
             members.append(self.make_member(process, f"{process.name}/{len(self.world.trace)}", len(members)))
         elif change == "freeze" and len(members) > 1:
             frozen.append(members.pop())
-        elif change == "thaw" and frozen:  # it returns alone, perhaps with an old state
+        elif change == "thaw" and frozen:  # the frozen member returns alone, perhaps with an old state
             members[:] = [frozen.pop()]
-        elif change == "forget":  # parts, or half a step: they go back to a copy
+        elif change == "forget":  # sharded states and broken steps go back to a copy
             for member in members:
                 member.live = None
-        elif change == "fall behind" and len(members) > 1:  # the first has begun to change parameters again
+        elif change == "fall behind" and len(members) > 1:  # the first member has begun to change parameters again
             members[0].live = None
             for member in members[1:]:
                 assert member.live
@@ -250,7 +250,7 @@ class Groups(Protocol):
     # -------------------------------------------------------------------------------------------------- invariants
 
     def changed(self, process: Process, operation: Operation, late: bool) -> None:
-        """A commit thread writes and deletes only what the attempts that it has seen allow."""
+        """Check that a commit thread only writes and deletes what the attempts that it has seen allow."""
         commit = self.commits.get(process)
         folder, _, file = operation.key.removeprefix(f"{RUN}/").rpartition("/")
         if commit and not late and file == MANIFEST and folder.startswith("checkpoints/"):
@@ -266,7 +266,9 @@ class Groups(Protocol):
         super().changed(process, operation, late)
 
     def refused(self, commit: CommitThread) -> None:
-        """A commit is not refused if it leads to the newest attempt and its process has been rank 0 of all since."""
+        """Check that the refused commit does not lead to the newest attempt, or that another process has been rank 0
+        since.
+        """
         attempts = read_attempts(self.run)
         since = [attempt for attempt in attempts if attempt.number > commit.attempt.number]
         same = all(each.metadata.processes[:1] == commit.attempt.metadata.processes[:1] for each in since)
@@ -281,7 +283,7 @@ class Behind(Groups):
 
 
 class Forgetful(Groups):
-    """Groups that go back to a copy in memory each time."""
+    """Groups that go back to an in-memory copy each time."""
 
     changes: ClassVar[list[str]] = ["forget"]
     most_deletions = 0
@@ -291,7 +293,9 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_a_commit_that_may_not_outlive_its_attempt_is_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_are_refused_without_need_if_only_the_newest_attempt_may_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
     expect_counterexample(Groups, "was refused, and leads to attempt")
 
@@ -306,12 +310,12 @@ def let_commit(monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, Attempt, li
     monkeypatch.setattr(sunspot.run.checkpoints, "may_commit", rule)
 
 
-def test_a_process_that_another_has_followed_as_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_no_longer_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     let_commit(monkeypatch, lambda name, attempt, attempts: leads_to_newest(name, lineage(attempts)))
     expect_counterexample(Groups, "is of another")
 
 
-def test_a_step_that_the_next_group_starts_before_may_not_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_after_the_start_of_the_next_group_may_not_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     def same_process(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
         return all(each.metadata.processes[:1] == attempt.metadata.processes[:1] for each in attempts[attempt.number :])
 
