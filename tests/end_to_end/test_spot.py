@@ -184,7 +184,7 @@ def test_a_frozen_run_is_silent_and_writes_nothing_when_it_continues(
 
 
 @pytest.mark.slow
-def test_a_take_over_from_a_live_start_is_not_a_lost_driver(program: Program, make_data: MakeData) -> None:
+def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(program: Program, make_data: MakeData) -> None:
     settings = {**SLOW, "DATASET": make_data(100_000, row_group=1000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
     run = the_run(program)
     first = program.start(**settings)

@@ -140,7 +140,7 @@ def test_the_last_checkpoint_also_has_the_whole_model(groups: Path) -> None:
         pytest.param("adjacent", 0, id="the neighbouring node is lost, too, so no copy is left"),
     ],
 )
-def test_the_loss_of_one_node_goes_back_to_memory(name: str, step: int, groups: Path) -> None:
+def test_a_group_that_loses_a_node_continues_from_memory(name: str, step: int, groups: Path) -> None:
     """Node b of a, b and c is lost. Two steps later, the weights equal those of a group without a loss."""
     lost, uninterrupted = (torch.load(groups / f"{each}.pt") for each in (name, "uninterrupted"))
     assert lost["from"] == step
@@ -394,7 +394,7 @@ def test_a_part_may_take_twice_as_long_as_the_part_of_rank_0(run: Run, monkeypat
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1]
 
 
-def test_the_commit_waits_for_a_late_part_which_is_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_waits_for_a_late_part_and_writes_it_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write_part = list[int](), ShardWriter.write_part
     note = lambda writer, snapshot: (written.append(writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", note)

@@ -307,7 +307,7 @@ def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_group_restarts_as_nodes_join_are_preempted_and_get_lost(
+def test_a_group_restarts_when_nodes_join_are_preempted_or_are_lost(
     no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elastic_nodes, "SETTLED_S", 1.0)
@@ -414,7 +414,7 @@ def test_a_waiting_group_releases_its_preempted_nodes(no_coordinator: None, ray_
         while not told.exists():
             if here in draining_nodes():
                 told.touch()
-                raise RuntimeError("the group ends, for a restart")
+                raise RuntimeError("the group ends for a restart")
             time.sleep(0.1)
 
     install_coordinator()

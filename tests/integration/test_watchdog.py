@@ -303,7 +303,7 @@ def test_the_timer_ends_a_rank_whose_report_hangs(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_child_ends_as_without_a_watchdog(run: Run) -> None:
+def test_a_forked_child_ends_as_if_there_were_no_watchdog(run: Run) -> None:
     forks = """
         import os, signal
         time.sleep(2)  # by now the timer is set
@@ -480,7 +480,7 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
         ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
         assert ended.returncode == 1
         assert 'File "<string>"' in ended.stderr, "the output shows where the process hung"
-    assert "this process ends itself because it waited 1 s until a group of 3 formed" in ended.stderr
+    assert "this process ends itself, because this did not happen within 1 s: a group of 3 formed" in ended.stderr
 
 
 def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:

@@ -43,7 +43,7 @@ def test_the_next_group_is_asked_only_for_the_missing_workers() -> None:
     assert story.after(1, spot=0, ondemand=1) == [4, 4], "all workers that are missing when the wait ends are requested"
 
 
-def test_spot_nodes_that_come_and_go_change_nothing() -> None:
+def test_spot_nodes_that_come_and_go_do_not_change_the_request() -> None:
     story = Story(SPOT, ON_DEMAND)
     story.after(301)
     for _ in range(10):

@@ -337,7 +337,7 @@ def test_a_copy_in_memory_from_which_no_group_takes_a_step_costs_no_failure(cont
     [(failed(0, from_memory=True, taken=1), False), (failed(0), False), (failed(0, from_memory=True), True)],
     ids=["took a step", "from storage", "a rank was lost"],
 )
-def test_other_failures_are_charged(control: Control, errors: list[RankError], lost: bool) -> None:
+def test_other_failures_are_charged_to_max_failures(control: Control, errors: list[RankError], lost: bool) -> None:
     control.end = group_end(errors)
     assert not FailureJudge(control, 0)({0: RuntimeError()} | ({1: LOST} if lost else {}))
 
@@ -741,7 +741,7 @@ def test_a_restart_is_recognized_by_its_class_and_costs_no_failure(control: Cont
     FailureRecorder(control).after_exception(run, group.errors)
     assert not control.told
     FailureRecorder(control).after_exception(run, {**group.errors, 1: ValueError(str(GroupRestartError()))})
-    assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends, for a restart"
+    assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends for a restart"
 
 
 def test_a_worker_that_does_not_answer_health_checks_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def test_a_process_that_was_taken_for_lost_reconnects_before_its_step_is_done() 
         client.close()
 
 
-def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
+def test_a_process_that_leaves_while_it_connects_does_not_count_as_alive(
     server: MembershipServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its group would wait for its request to join."""
@@ -195,7 +195,7 @@ def test_a_process_that_builds_its_model_may_be_silent_for_longer(server: Member
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
-def test_a_process_waits_for_a_stopped_driver_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_only_for_a_limited_time_for_a_stopped_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's kernel accepts the connection, but the driver never answers."""
     monkeypatch.setattr(membership_channel, "RECONNECT_S", 0.3)
     monkeypatch.setattr(membership_channel, "ANSWER_S", 0.2)

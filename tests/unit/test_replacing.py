@@ -82,7 +82,7 @@ def test_a_worker_that_never_answers_is_ended_after_a_limit(known: bool, time: l
     assert time[0] <= (controller.LIVING_S if known else controller.ANSWER_S) + 1
 
 
-def test_a_replacement_that_hangs_after_all_others_are_lost_does_not_keep_the_trainer(
+def test_a_trainer_ends_if_only_a_hung_replacement_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)

@@ -545,7 +545,7 @@ def claimed_by(driver: str, attempt: Attempt) -> Attempt:
         "left no status",
     ],
 )
-def test_taking_over_a_live_run_is_not_a_lost_driver(
+def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
     last_status: float | None, of: str, cause: Cause, detail: str, run: Run
 ) -> None:
     """The driver begins at 50, while the first start's group takes step 20. The driver claims at 70."""

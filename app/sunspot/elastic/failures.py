@@ -287,9 +287,7 @@ def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
 
 
 def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[object, ...]]) -> tuple[object, ...] | None:
-    """Return the description that all ranks' errors share. Returns None if they differ, or come from outside the
-    program.
-    """
+    """Return the description that all ranks' errors share, or None if they differ or come from outside the program."""
     kinds = {describe(one.failure) for one in errors}
     if len(kinds) != 1 or len(errors) < errors[0].world_size:
         return None
@@ -323,7 +321,9 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
 
 
 def describe_failure_in_line(failure: Failure) -> str:
-    """Return `NameError: name 'functional' is not defined, in loss at buggy.py:6, after step 0`."""
+    """Return a failure as one line, such as `NameError: name 'x' is not defined, in loss at buggy.py:6, after
+    step 0`.
+    """
     place = f", in {failure.function} at {failure.file}:{failure.line}" if failure.file else ""
     return f"{failure.summary[:MAX_ERROR]}{place}, after step {failure.step}"
 

@@ -200,7 +200,7 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
     other = _init_run(settings)
     checkpoint, _ = find_newest_good(other, read_attempts(other))
     if not checkpoint:
-        absence = describe_absence(other) or f"{other.location} has no good checkpoint"
+        absence = describe_absence(other) or f"{other.location} has no intact checkpoint"
         raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {absence}")
     return checkpoint, None if "model.pt" in checkpoint.files else read_contents(other, checkpoint)
 

@@ -231,13 +231,14 @@ def _cancel_timers_at_fork() -> None:
 def ended_after(limit_s: float, until: str) -> Iterator[None]:
     """End this process, with its stacks on stderr, if the context lasts for `limit_s` seconds.
 
-    The message says that the process waited `until` something happened. No watchdog may be active at the same time,
-    because a process has only one timer that works without the GIL (`faulthandler`).
+    `until` describes what should have happened within this time. No watchdog may be active at the same time, because a
+    process has only one timer that works without the GIL (`faulthandler`).
     """
     _cancel_timers_at_fork()
 
     def end() -> None:
-        print(f"this process ends itself because it waited {limit_s:.0f} s until {until}", file=sys.stderr, flush=True)
+        why = f"this did not happen within {limit_s:.0f} s: {until}"
+        print(f"this process ends itself, because {why}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(STDERR)
         os._exit(1)
 

@@ -52,7 +52,7 @@ class GroupRestartError(RayActorError):
     """
 
     def __init__(self) -> None:
-        super().__init__(error_msg="the worker group ends, for a restart", preempted=True)
+        super().__init__(error_msg="the worker group ends for a restart", preempted=True)
 
 
 def end_groups_at_once() -> list[Any]:
@@ -66,9 +66,7 @@ def end_groups_at_once() -> list[Any]:
         from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
         from ray.train.v2._internal.execution.controller.state import RestartingState
     except ImportError as error:
-        warn_once(
-            log, f"with too few nodes left, preempted nodes may be replaced only after their notice has ended: {error}"
-        )
+        warn_once(log, f"if too few nodes are left, preempted nodes may be replaced only after their notice: {error}")
         return []
 
     class EndAtOnce(ControllerCallback, WorkerGroupCallback):

@@ -61,7 +61,7 @@ def install_coordinator() -> float:
     except Exception as error:  # other versions of Ray may raise anything
         why = f"could not start Sunspot's coordinator: {shorten(error)}"
         _remove_coordinator()
-    warn_once(log, f"restarts after a lost node may take up to 20 s more: {why}")
+    warn_once(log, f"restarts after a lost node may take up to 20 s longer: {why}")
     return RAY_TICK_S
 
 
