@@ -42,7 +42,8 @@ ROUND_S = 5.0
 of any collective."""
 
 _listeners: list[Callable[[], Any]] = []
-"""Functions that are called after each round (`listening_to_rounds`)."""
+"""Functions that are called after each round (`listening_to_rounds`). They are in a module variable because most
+callers of `run_on_all_ranks` do not know the watchdog that listens."""
 
 
 def sync_buffers(model: torch.nn.Module) -> None:
@@ -78,7 +79,7 @@ def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def same_parameters(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
-    """Return True if all workers have the same parameters, by the sums of their bits. All workers call this
+    """Return True if the sums of the bits of all parameters are equal on all workers. All workers call this
     together.
     """
     with torch.no_grad():

@@ -26,10 +26,10 @@ WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank
 
 
 class DataParallel(DistributedDataParallel):
-    """A model whose gradients are averaged over the workers at the end of each backward pass.
+    """Model whose gradients are averaged over the workers at the end of each backward pass.
 
-    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has
-    none, so that the optimizer leaves it alone.
+    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has no
+    gradient, so that the optimizer leaves it alone.
     """
 
     def __init__(self, module: nn.Module, name: str = "", **options: Any) -> None:
@@ -49,9 +49,9 @@ class DataParallel(DistributedDataParallel):
                 dist.broadcast(parameter.detach(), 0, self.process_group)
         parameters = [each for name, each in module.named_parameters() if name not in self.parameters_to_ignore]
         self._averaged = [each for each in parameters if each.requires_grad]
-        "The parameters that DDP averages, in its order."
+        "Parameters that DDP averages, in its order."
         self._others = [*sparse, *(each for each in parameters if not each.requires_grad)]
-        "The parameters that DDP ignores: frozen ones, even if they are trained later, and those with sparse gradients."
+        "Parameters that DDP ignores: frozen ones, even if they are trained later, and those with sparse gradients."
         self._usage = UsageBoard(self.process_group, name)
         self._passes = 0
         "Number of forward passes after which gradients are averaged."
@@ -100,7 +100,9 @@ class DataParallel(DistributedDataParallel):
                 self._averaged[index].grad = None
 
     def _find_waiting(self) -> list[int]:
-        """Return the numbers of the parameters that DDP waits for. If averaging has ended or not begun, return none."""
+        """Return the numbers of the parameters that DDP waits for: an empty list if averaging has ended or not
+        begun.
+        """
         try:
             self._check_reducer_finalized()  # torch has no public name for it (2.15)
         except RuntimeError as error:
@@ -155,7 +157,7 @@ class UsageBoard:
         self._store = group.get_group_store()
         self._unused: set[int] | None = None
         self._passes: list[int] = []
-        "The numbers under which this rank's two newest announcements are stored."
+        "Numbers under which this rank's two newest announcements are stored."
 
     @property
     def announced(self) -> bool:

@@ -17,8 +17,8 @@ MAX_STEPS_BETWEEN = 16
 """Largest number of steps between two decisions. If fast steps suddenly take seconds, a notice must not wait long."""
 
 LONG_STEP_S = 0.3
-"""Seconds of a step after which workers wait for the decision after it. A broadcast to 64 ranks takes less than a
-millisecond."""
+"""Duration of a step in seconds above which workers wait for the decision after it. A broadcast to 64 ranks takes less
+than a millisecond."""
 
 
 class StepActions(NamedTuple):
@@ -113,9 +113,7 @@ class EvaluationEnd:
     """
 
     def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
-        """Create it. `together` is True if the workers make each forward pass together, which needs a round before each
-        pass.
-        """
+        """Create the rounds of one evaluation. `together` is True if the workers make each forward pass together."""
         self._group, self._together = group, together
         self._flags = torch.zeros(3, dtype=torch.uint8)
         self._pending: dist.Work | None = None

@@ -19,7 +19,7 @@ from sunspot.settings import Settings
 def prepare(
     model: nn.Module, settings: Settings, averages: bool = True, synced: bool = False, name: str = ""
 ) -> nn.Module:
-    """Return the model to train, given that of `shard_model`: its gradients are averaged over the workers.
+    """Return the model to train, made from the result of `shard_model`. Its gradients are averaged over the workers.
 
     A worker that trains alone (not `averages`) needs no averaging. If the workers' parameters are not `synced` yet, all
     workers take those of rank 0 together. `name` distinguishes the model from the task's other models.
@@ -41,8 +41,7 @@ def prepare(
 
 
 def release(model: nn.Module) -> None:
-    """Stop a prepared model from averaging gradients, so that the wrapped model can be prepared again for another
-    group.
+    """Stop a prepared model from averaging gradients. The wrapped model can then be prepared again for another group.
 
     This also removes its hooks on gradients, because a loop may still hold the prepared model. torch has no public name
     for that (2.15).
@@ -54,7 +53,7 @@ def release(model: nn.Module) -> None:
 
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
-    """Surround a pass of a prepared model. With `now`, gradients are averaged over workers; otherwise they are summed
+    """Surround a pass of a prepared model. Gradients are averaged over workers if `now` is True, or else only summed
     locally.
     """
     if is_fsdp(model):
@@ -76,7 +75,7 @@ def complete_gradients(model: nn.Module) -> None:
 
 
 class FiniteGradients:
-    """Keeps rows that do not count out of gradients while it is on.
+    """Filter that keeps rows that do not count out of gradients while it is on.
 
     A weight of 0 is not enough: 0 times the infinite loss of a row is NaN, and the average brings it to all workers.
     Also, a parameter that only such rows use would get a gradient of zeros, and the optimizer would change it.

@@ -23,8 +23,6 @@ def begin_log(log: Path) -> None:
 
 
 def read_network(log: Path) -> str:
-    """Return NCCL's name of the network that it uses (Socket, IB, Libfabric), or an empty string if the log has
-    none.
-    """
+    """Return NCCL's name of the network that it uses (Socket, IB, Libfabric), or an empty string if unknown."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     return next(iter(re.findall(r"NCCL INFO Using network (.+)", text)), "").strip()
