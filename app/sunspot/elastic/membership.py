@@ -47,7 +47,7 @@ class Member:
     "Host name of the process's node, which in Kubernetes is the pod's name; empty if unknown."
 
     @property
-    def place(self) -> str:
+    def display_name(self) -> str:
         """Name of the process's host, or of its node if the host name is unknown."""
         return self.host or f"node {self.node[:12]}"
 
@@ -251,7 +251,7 @@ class Membership:
         without a state on a draining node is also left out if others stay. The state of a newcomer on a staying node
         does not count, because the members may have trained since it left.
         """
-        order = {member.process or member.uid: place for place, member in enumerate(self.generation.members)}
+        order = {member.process or member.uid: rank for rank, member in enumerate(self.generation.members)}
         living = [member for uid, member in self._members.items() if uid in candidates]
         living.sort(key=lambda member: order.get(member.process or member.uid, len(order)))
         staying = [member for member in living if member.node not in self._draining]

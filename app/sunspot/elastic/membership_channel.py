@@ -197,9 +197,9 @@ class MembershipServer:
         rank = self._membership.generation.ranks.get(member.uid)
         if rank is None or self._membership.ended:
             return
-        cause, detail = Cause.WORKER_LOST, f"rank {rank} on {member.place}"
+        cause, detail = Cause.WORKER_LOST, f"rank {rank} on {member.display_name}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-            cause, detail = Cause.NODE_LOST, f"{member.place} (rank {rank})"
+            cause, detail = Cause.NODE_LOST, f"{member.display_name} (rank {rank})"
         self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
@@ -225,7 +225,7 @@ class MembershipServer:
 
     def _incident_of_change(self) -> Incident:
         """Return why the members are asked to change their group: some leave it with their nodes, or others join."""
-        leaving = sorted({member.place for member in self._membership.leavers})
+        leaving = sorted({member.display_name for member in self._membership.leavers})
         if leaving:
             return Incident(Cause.PREEMPTED, ", ".join(leaving), time.time())
         return Incident(Cause.JOINED, f"{plural(self._membership.newcomers, 'worker')} more", time.time())

@@ -95,9 +95,9 @@ def _create_coordinator() -> None:
 
         def _send(self, bundles: list[Any], label_selectors: list[Any] | None = None) -> None:
             if self._of_groups:
-                others = [place for place, bundle in enumerate(bundles) if bundle != self._per_worker]
-                bundles = [bundles[place] for place in others]
-                label_selectors = label_selectors and [label_selectors[place] for place in others]
+                others = [index for index, bundle in enumerate(bundles) if bundle != self._per_worker]
+                bundles = [bundles[index] for index in others]
+                label_selectors = label_selectors and [label_selectors[index] for index in others]
                 for group, workers in self._of_groups.items():
                     bundles += [{**self._per_worker, group: 1.0}] * workers
                     if label_selectors:
