@@ -1,4 +1,4 @@
-"""What a run loses when nodes come and go, workers die, hang, or come back from the dead; on real Ray workers."""
+"""A run loses little when nodes come and go, and when workers die, hang, or return after a pause, on real Ray."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SLOW = {
     "CHECKPOINT_EVERY_STEPS": 0,
     "REPORT_EVERY_S": 1,
 }
-"""About 50 steps in a second, and no checkpoint before the end of the epoch."""
+"""Settings for about 50 steps per second, without a checkpoint before the end of the epoch."""
 
 ELASTIC = {
     **SLOW,
@@ -65,7 +65,7 @@ ELASTIC = {
 }
 
 
-def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory(
+def test_a_notice_costs_no_step_and_a_loss_costs_the_steps_since_the_copy_in_memory(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -88,9 +88,9 @@ def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory
         worker_processes()[0].kill()
         lost = wait_for_receipts(run, 3, training)[-1]
         assert (lost.cause, lost.tier) == (Cause.WORKER_LOST, "memory")
-        assert lost.last_step > committed + 50, "it had hardly gone on"
+        assert lost.last_step > committed + 50, "the run had taken many steps since the checkpoint"
         since = lost.last_step - committed
-        assert lost.replayed < since, "from the checkpoint in storage, all steps since the notice would have been lost"
+        assert lost.replayed < since, "the copy in memory is newer than the checkpoint in storage"
         training.result(240)
     assert newest(run).step == 600
     assert "test_accuracy" in newest(run).metrics
@@ -99,7 +99,7 @@ def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory
 
 
 @pytest.mark.slow
-def test_a_node_whose_gpu_breaks_is_left_out_and_the_rest_trains(
+def test_a_node_whose_gpu_breaks_is_left_out_and_the_others_train(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -119,7 +119,7 @@ def test_a_node_whose_gpu_breaks_is_left_out_and_the_rest_trains(
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_is_used_and_costs_no_step(program: Program, make_data: MakeData, ray_address: str) -> None:
+def test_a_new_node_is_used_and_costs_no_step(program: Program, make_data: MakeData, ray_address: str) -> None:
     run = the_run(program)
     process = program.start(**ELASTIC, DATASET=make_data(60_000, row_group=1000))
     wait_for_receipts(run, 1, process)
@@ -137,10 +137,10 @@ def test_a_node_that_comes_is_used_and_costs_no_step(program: Program, make_data
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["", "job"], ids=["another process", "the same job started again"])
-def test_what_was_frozen_is_said_to_be_silent_and_writes_nothing_when_it_comes_back(
+def test_a_frozen_run_is_silent_and_writes_nothing_when_it_continues(
     job: str, program: Program, make_data: MakeData
 ) -> None:
-    """As in a network that was cut: all processes stand still while others take over and finish, and then go on."""
+    """All processes are frozen, as if their network were cut, while others take over and finish. Then they continue."""
     settings = {**SLOW, "DATASET": make_data(20_000, row_group=1000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
     settings["JOB_ID"] = job
     old = program.start(**settings)
@@ -184,7 +184,7 @@ def test_what_was_frozen_is_said_to_be_silent_and_writes_nothing_when_it_comes_b
 
 
 @pytest.mark.slow
-def test_a_take_over_from_a_live_start_is_no_lost_driver(program: Program, make_data: MakeData) -> None:
+def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(program: Program, make_data: MakeData) -> None:
     settings = {**SLOW, "DATASET": make_data(100_000, row_group=1000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
     run = the_run(program)
     first = program.start(**settings)
@@ -211,7 +211,7 @@ def test_a_take_over_from_a_live_start_is_no_lost_driver(program: Program, make_
 def test_storage_that_hangs_ends_the_run_at_its_limit(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str
 ) -> None:
-    """Every answer trickles in, so that no read of a socket runs into its limit."""
+    """Every answer arrives in small pieces, so that no read of a socket reaches its own time limit."""
     slow = {**SLOW, "DATASET": make_data(60_000, row_group=1000), "NUM_WORKERS": 2, "CHECKPOINT_EVERY_STEPS": 50}
     process = program.start(**slow, STORAGE_TIMEOUT_S=5, STORAGE_PATH=f"s3://{s3_bucket}/runs")
     wait_for_step(open_run(f"s3://{s3_bucket}/runs", "run"), 50, process)
@@ -225,10 +225,11 @@ def test_storage_that_hangs_ends_the_run_at_its_limit(
 
 
 @pytest.mark.slow
-def test_ranks_that_get_no_rows_of_ray_data_are_started_again_at_no_charge(
+def test_ranks_without_rows_from_ray_data_restart_without_a_charge(
     program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (reads := tmp_path / "reads").mkdir()
+    reads = tmp_path / "reads"
+    reads.mkdir()
     program.run(
         TASK="tests.tasks.stalling",
         TASK_ARGS=json.dumps({"folder": str(reads)}),
@@ -253,7 +254,9 @@ def test_ranks_that_get_no_rows_of_ray_data_are_started_again_at_no_charge(
 
 
 @pytest.mark.slow
-def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_data: MakeData, tmp_path: Path) -> None:
+def test_a_hung_rank_reports_where_it_is_stuck_and_restarts(
+    program: Program, make_data: MakeData, tmp_path: Path
+) -> None:
     marker = tmp_path / "has hung"
     program.run(
         TASK="tests.tasks.hanging",
@@ -275,13 +278,13 @@ def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_dat
     assert "wait_for_ever" in restart.detail or "rank" in restart.detail
     [diagnosed] = [finding for finding in examine(RunAccess(run)).findings if finding.finding is Diagnosis.HUNG]
     assert diagnosed.details["ranks"] == [1]
-    assert "stands in wait_for_ever at" in diagnosed.evidence
+    assert "is stuck in wait_for_ever at" in diagnosed.evidence
     assert any("in wait_for_ever" in trace for trace in diagnosed.traces)
     assert_audit_clean(program)
 
 
 @pytest.mark.slow
-def test_a_node_that_is_gone_keeps_no_run_from_starting(
+def test_a_run_starts_even_if_a_listed_node_is_gone(
     ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with start_node(ray_address) as node:
@@ -292,20 +295,20 @@ def test_a_node_that_is_gone_keeps_no_run_from_starting(
         assert f"1 node did not answer, asked about the storage: {node.node_id[:12]}: " in capsys.readouterr().out
 
 
-def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> None:
+def test_a_notice_before_the_first_step_is_kept(ray_address: str) -> None:
     with open_control() as control:
-        control.ask(ControlChannel.add_incident_facts, Incident(Cause.NODE_LOST, noticed=1.0))
-        assert control.ask(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST
-        control.ask(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node x", 2.0), 30.0)
-        lines = control.ask(ControlChannel.fetch_news).lines
-        assert lines == [f"{Cause.PREEMPTED}: node x; the workers save, and start again"]
-        assert control.ask(ControlChannel.group) is None, "it is about to end"
-        control.ask(ControlChannel.close_incident)
-        assert control.ask(ControlChannel.command).restart
-        again = control.ask(ControlChannel.begin_group, worker_group(3))
+        control.call(ControlChannel.add_incident_facts, Incident(Cause.NODE_LOST, noticed=1.0))
+        assert control.call(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST
+        control.call(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node x", 2.0), 30.0)
+        lines = control.call(ControlChannel.fetch_news).lines
+        assert lines == [f"{Cause.PREEMPTED}: node x; the workers save and start again"]
+        assert control.call(ControlChannel.group) is None, "the group is about to end"
+        control.call(ControlChannel.close_incident)
+        assert control.call(ControlChannel.command).restart
+        again = control.call(ControlChannel.begin_group, worker_group(3))
         assert (again.cause, again.noticed) == (Cause.PREEMPTED, 2.0)
-        assert not control.ask(ControlChannel.command).restart
-        control.ask(ControlChannel.restart_group, Incident(Cause.MOVED, "from node x", 3.0), None)
-        assert control.ask(ControlChannel.command).moves
-        control.ask(ControlChannel.begin_group, worker_group(4))
-        assert not control.ask(ControlChannel.command).moves
+        assert not control.call(ControlChannel.command).restart
+        control.call(ControlChannel.restart_group, Incident(Cause.MOVED, "from node x", 3.0), None)
+        assert control.call(ControlChannel.command).moves
+        control.call(ControlChannel.begin_group, worker_group(4))
+        assert not control.call(ControlChannel.command).moves

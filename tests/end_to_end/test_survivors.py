@@ -1,4 +1,4 @@
-"""Workers that outlive each other: what a loss, a notice and a newcomer cost those who train on; on real Ray."""
+"""Losses, notices and newcomers in survivor mode cost the other workers little, on real Ray."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from tests.harness.training import (
 )
 from tests.harness.waiting import wait_until
 
-OUTLIVING = {**SLOW, "SURVIVORS": "auto"}
+SURVIVING = {**SLOW, "SURVIVORS": "auto"}
 
 
 @pytest.mark.slow
-def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
+def test_the_others_keep_training_and_a_killed_worker_is_replaced(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
-    training = program.begin(**OUTLIVING, NUM_WORKERS=2, DATASET=make_data(40_000, row_group=1000, test_rows=100))
+    training = program.begin(**SURVIVING, NUM_WORKERS=2, DATASET=make_data(40_000, row_group=1000, test_rows=100))
     wait_for_reported_step(run, 60, training)
     first, second = worker_processes()
     first.kill()
@@ -59,12 +59,12 @@ def test_the_others_train_on_and_another_takes_the_place_of_a_killed_one(
 
 
 @pytest.mark.slow
-def test_a_paused_worker_that_is_alone_in_its_run_trains_on_in_its_process(
+def test_a_paused_worker_that_is_alone_in_its_run_keeps_its_process(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     """The driver takes the worker for lost, and no collective of a group of one shows that to the worker."""
     run = the_run(program)
-    training = program.begin(**OUTLIVING, NUM_WORKERS=1, DATASET=make_data(40_000, row_group=1000))
+    training = program.begin(**SURVIVING, NUM_WORKERS=1, DATASET=make_data(40_000, row_group=1000))
     wait_for_reported_step(run, 60, training)
     [worker] = worker_processes()
     worker.suspend()
@@ -80,13 +80,15 @@ def test_a_paused_worker_that_is_alone_in_its_run_trains_on_in_its_process(
 
 
 @pytest.mark.slow
-def test_one_that_was_about_to_join_forms_a_group_with_one_that_came_later(
+def test_a_prepared_newcomer_forms_a_group_with_one_that_came_later(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
-    """All who trained are gone meanwhile: the first had prepared itself alone, which the second had no reason to."""
+    """All workers that trained are gone by then. The first newcomer has prepared itself alone, and the second has
+    not.
+    """
     run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
     preparing |= {"TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "DATASET": make_data(20_000, row_group=1000)}
-    training = program.begin(**{**OUTLIVING, **preparing}, NUM_WORKERS=2)
+    training = program.begin(**{**SURVIVING, **preparing}, NUM_WORKERS=2)
     wait_for_reported_step(run, 60, training)
     first, second = worker_processes()
     first.kill()
@@ -100,14 +102,14 @@ def test_one_that_was_about_to_join_forms_a_group_with_one_that_came_later(
 
 
 @pytest.mark.slow
-def test_a_replacement_that_fails_to_prepare_itself_is_replaced_while_the_others_train(
+def test_a_replacement_that_fails_to_prepare_is_replaced_while_the_others_train(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
     run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
     preparing |= {"TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "DATASET": make_data(40_000, row_group=1000)}
     (tmp_path / "fail").touch()
     (tmp_path / "go").touch()
-    training = program.begin(**{**OUTLIVING, **preparing}, NUM_WORKERS=2)
+    training = program.begin(**{**SURVIVING, **preparing}, NUM_WORKERS=2)
     wait_for_reported_step(run, 60, training)
     first, second = worker_processes()
     first.kill()
@@ -124,18 +126,18 @@ def test_a_replacement_that_fails_to_prepare_itself_is_replaced_while_the_others
 
 
 @pytest.mark.slow
-def test_workers_with_a_part_of_the_state_each_keep_their_processes(
+def test_workers_with_sharded_state_keep_their_processes(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
-    in_parts = {**OUTLIVING, "PARALLEL": "fsdp", "NUM_WORKERS": 3}
+    in_parts = {**SURVIVING, "PARALLEL": "fsdp", "NUM_WORKERS": 3}
     training = program.begin(**in_parts, DATASET=make_data(40_000, row_group=1000, test_rows=100))
     wait_for_reported_step(run, 60, training)
     first, *others = worker_processes()
     first.kill()
     lost = wait_for_receipts(run, 2, training)[-1]
     assert (lost.cause, lost.tier, lost.world_after) == (Cause.WORKER_LOST, "memory", 2)
-    assert lost.replayed < lost.last_step, "from the copy, and not from the beginning"
+    assert lost.replayed < lost.last_step, "the run continues from the copy, and not from the beginning"
     joined = wait_for_receipts(run, 3, training)[-1]
     assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, "memory", 0, 3)
     assert all(process.is_running() for process in others)
@@ -146,20 +148,20 @@ def test_workers_with_a_part_of_the_state_each_keep_their_processes(
 
 
 @pytest.mark.slow
-def test_a_node_with_notice_leaves_and_the_run_ends_without_another(
-    program: Program, make_data: MakeData, ray_address: str
-) -> None:
+def test_a_run_finishes_without_a_preempted_node(program: Program, make_data: MakeData, ray_address: str) -> None:
     run = the_run(program)
     workers = {"NUM_WORKERS": 2, "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
     with start_node(ray_address, **WORKER_NODE) as going:
-        training = program.begin(**OUTLIVING, **workers, DATASET=make_data(20_000, row_group=1000))
+        training = program.begin(**SURVIVING, **workers, DATASET=make_data(20_000, row_group=1000))
         wait_for_reported_step(run, 60, training)
         going.reclaim()
         left = wait_for_receipts(run, 2, training)[-1]
         assert (left.cause, left.tier, left.replayed) == (Cause.PREEMPTED, IN_PLACE, 0)
         assert (left.world_before, left.world_after) == (2, 1)
         training.result(240)
-        wait_until(lambda: not (reserved_groups() or live_controllers()))  # or the next training would wait for them
+        wait_until(
+            lambda: not (reserved_groups() or live_controllers())
+        )  # otherwise the next training would wait for them
     assert len(receipts_of(run)) == 2
     assert newest(run).step == 1000
     assert_complete(run)
@@ -167,21 +169,23 @@ def test_a_node_with_notice_leaves_and_the_run_ends_without_another(
 
 
 @pytest.mark.slow
-def test_an_elastic_run_trains_on_without_a_lost_node_and_another_joins(
+def test_an_elastic_run_continues_without_a_lost_node_until_another_joins(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
     workers = {"NUM_WORKERS": "1..2", "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
     with start_node(ray_address, **WORKER_NODE) as going:
-        training = program.begin(**OUTLIVING, **workers, DATASET=make_data(40_000, row_group=1000))
+        training = program.begin(**SURVIVING, **workers, DATASET=make_data(40_000, row_group=1000))
         begun = wait_for_receipts(run, 1, training)[0]
-        assert begun.world_after == 2, "it begins with all nodes that are there"
+        assert begun.world_after == 2, "the run begins on all nodes"
         wait_for_reported_step(run, 60, training)
         going.lose()
         lost = wait_for_receipts(run, 2, training)[-1]
         assert (lost.tier, lost.replayed, lost.world_after) == (IN_PLACE, 0, 1)
         placed = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
-        assert [group["strategy"] for group in placed] == ["STRICT_SPREAD"], "or Ray's head would never rest"
+        assert [group["strategy"] for group in placed] == ["STRICT_SPREAD"], (
+            "otherwise Ray's head would try to place the worker without a pause"
+        )
     with start_node(ray_address, **WORKER_NODE):
         joined = wait_for_receipts(run, 3, training)[-1]
         assert (joined.cause, joined.tier, joined.replayed, joined.world_after) == (Cause.JOINED, IN_PLACE, 0, 2)
@@ -192,16 +196,16 @@ def test_an_elastic_run_trains_on_without_a_lost_node_and_another_joins(
 
 
 @pytest.mark.slow
-def test_a_run_whose_nodes_all_went_with_notice_goes_on_when_another_comes(
+def test_a_run_whose_nodes_were_all_preempted_continues_when_another_node_comes(
     program: Program, make_data: MakeData, ray_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray sees no error of workers that saved and ended, as their nodes are gone before it looks."""
+    """Ray sees no error of the workers that saved and ended, because their nodes are gone before its next poll."""
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "15")
     run = the_run(program)
     workers = {"NUM_WORKERS": "1..2", "RESOURCES_PER_WORKER": '{"CPU": 1, "spot-worker": 1}'}
     spot = partial(start_node, ray_address, **{"spot-worker": 1.0})
     with spot() as first, spot() as second:
-        training = program.begin(**OUTLIVING, **workers, DATASET=make_data(40_000, row_group=1000))
+        training = program.begin(**SURVIVING, **workers, DATASET=make_data(40_000, row_group=1000))
         wait_for_reported_step(run, 60, training)
         first.reclaim()
         second.reclaim()
@@ -218,11 +222,11 @@ def test_a_run_whose_nodes_all_went_with_notice_goes_on_when_another_comes(
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_hung_rank_trains_on_without_it(
+def test_workers_that_wait_for_a_hung_rank_continue_without_it(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
     hanging = {"TASK": "tests.tasks.hanging", "TASK_ARGS": json.dumps({"marker": str(tmp_path / "has hung")})}
-    program.run(**{**OUTLIVING, **hanging}, NUM_WORKERS=2, DATASET=make_data(2000), HANG_TIMEOUT_S=8)
+    program.run(**{**SURVIVING, **hanging}, NUM_WORKERS=2, DATASET=make_data(2000), HANG_TIMEOUT_S=8)
     run = the_run(program)
     hung = receipts_of(run)[1]
     assert (hung.cause, hung.tier, hung.replayed, hung.world_after) == (Cause.HUNG, IN_PLACE, 0, 1)

@@ -14,11 +14,11 @@ class LocalControl(ControlClient):
         self.channel = ControlChannel()
         self.told: list[tuple[str, tuple[Any, ...]]] = []
 
-    def tell(self, method: Callable[..., Any], *given: Any, **named: Any) -> None:
+    def send(self, method: Callable[..., Any], *given: Any, **named: Any) -> None:
         self.told.append((method.__name__, given))
-        self.ask(method, *given, **named)
+        self.call(method, *given, **named)
 
-    def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         return method(self.channel, *given, **named)
 
     def heard(self, method: str) -> list[Any]:

@@ -25,7 +25,7 @@ from sunspot.checkpoint.memory_files import Sidecar, as_bytes, find_parts, find_
 from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.order import Steps
 from sunspot.data.source import read_rows
-from sunspot.elastic.copies import NodeInventory, choose_copy, without_copies
+from sunspot.elastic.copies import NodeInventory, choose_copy, exclude_damaged_parts
 from sunspot.parallel.collectives import WorkerPlace, any_rank, gather_objects
 from sunspot.parallel.gradients import prepare
 from sunspot.parallel.sharding import shard_model
@@ -164,7 +164,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     chosen = choose_copy([first], machines)
     mine = node_parts.read(chosen.parts if chosen else ())
     if faulty := [copy for copies in gather_objects(mine, world) for copy in copies]:
-        chosen = choose_copy([first], without_copies(machines, faulty))
+        chosen = choose_copy([first], exclude_damaged_parts(machines, faulty))
         assert not node_parts.read(chosen.parts if chosen else ())
     held = chosen and chosen.snapshot
     step = held.step if held else 0

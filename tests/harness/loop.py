@@ -22,7 +22,7 @@ from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.source import Batch, read_rows, rows_in
-from sunspot.elastic.claim import LocalState, Readers, begin_attempt
+from sunspot.elastic.claim import CheckpointLoaders, LocalState, begin_attempt
 from sunspot.elastic.copies import NodeInventory
 from sunspot.elastic.restore import TrainingState, load_start
 from sunspot.parallel.collectives import WorkerPlace
@@ -78,7 +78,9 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
     nodes = ["node"] * dist.get_world_size(group)
     node = NodeState(run, group, nodes)
     machines = [NodeInventory("host", "node", None, []) for _ in nodes]
-    start = begin_attempt(Claimant(run, owner), plan.settings, machines, group=group, readers=Readers(node.read))
+    start = begin_attempt(
+        Claimant(run, owner), plan.settings, machines, group=group, loaders=CheckpointLoaders(node.read)
+    )
     assert start
     state = load_start(run, plan.settings, start, LocalState(None, node, NodeParts(group, nodes)), group)
 

@@ -1,4 +1,4 @@
-"""PARALLEL=fsdp: the same weights as ddp, checkpoints in parts at any world size, and a language model."""
+"""PARALLEL=fsdp trains the same weights as ddp, and writes sharded checkpoints that load at any world size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sunspot.elastic.restore import read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.gradients import gradient_sync
-from sunspot.parallel.sharding import Place, find_blocks, part_of, shard_model
+from sunspot.parallel.sharding import TensorSlice, find_blocks, part_of, shard_model
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
@@ -67,13 +67,14 @@ from tests.harness.training import (
 from tests.harness.waiting import wait_until
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
-"""Tolerance for weights after the same steps on another number of ranks. Sums of gradients are rounded in another
-order, and Adam amplifies the rounding of tiny ones. On the same number of ranks, weights agree to 1e-7."""
+"""Tolerance of weights after the same steps on another number of ranks. Sums of gradients are rounded in another order,
+and Adam amplifies differences in tiny gradients. On the same number of ranks, weights are equal to 1e-7.
+"""
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the finished runs of tests/harness/fsdp_ranks.py."""
+    """Return the folder of the finished runs of tests/harness/fsdp_ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.harness.fsdp_ranks", str(folder)]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
@@ -96,13 +97,15 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *
         torch.testing.assert_close(tensor, other[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_fsdp_has_the_weights_of_ddp(groups: Path) -> None:
-    """Ranks have different numbers of rows, gradients are accumulated, and a run starts from the other's checkpoint."""
+def test_fsdp_trains_the_weights_of_ddp(groups: Path) -> None:
+    """The ranks have different numbers of rows, add up gradients over several passes, and load a checkpoint of the
+    other kind.
+    """
     ddp = load_model(*of(groups, "ddp"))
     assert_close(load_model(*of(groups, "to-fsdp")), ddp, rtol=0, atol=1e-7)
     assert_close(load_model(*of(groups, "to-ddp")), ddp, rtol=0, atol=1e-7)
     before, after = load_model(*of(groups, "ddp", 2)), ddp
-    assert not torch.allclose(before["head.weight"], after["head.weight"], atol=1e-3), "the weights changed"
+    assert not torch.allclose(before["head.weight"], after["head.weight"], atol=1e-3), "the weights have changed"
 
 
 def test_parts_load_at_any_world_size(groups: Path) -> None:
@@ -133,12 +136,12 @@ def test_the_last_checkpoint_also_has_the_whole_model(groups: Path) -> None:
     [
         pytest.param("replaced", 4, id="another node replaces it"),
         pytest.param("smaller", 4, id="one rank fewer"),
-        pytest.param("damaged", 2, id="a copy is damaged: the previous one"),
-        pytest.param("adjacent", 0, id="its neighbor is lost too: nothing is left"),
+        pytest.param("damaged", 2, id="one copy is damaged, so an older one is used"),
+        pytest.param("adjacent", 0, id="the neighbouring node is lost, too, so no copy is left"),
     ],
 )
-def test_a_group_that_lost_a_node_resumes_from_memory(name: str, step: int, groups: Path) -> None:
-    """Node b of a, b and c is lost. Two steps later, the weights are those of an uninterrupted group."""
+def test_a_group_that_loses_a_node_continues_from_memory(name: str, step: int, groups: Path) -> None:
+    """Node b of a, b and c is lost. Two steps later, the weights equal those of a group without a loss."""
     lost, uninterrupted = (torch.load(groups / f"{each}.pt") for each in (name, "uninterrupted"))
     assert lost["from"] == step
     assert_close(lost["model"], uninterrupted["model"], **(TOLERANCE if name == "smaller" else {"rtol": 0, "atol": 0}))
@@ -169,7 +172,7 @@ def test_the_last_checkpoint_may_have_safetensors(name: str, groups: Path) -> No
     assert one.keys() == safetensors.torch.load_file(f"{folder}/{files[0]}").keys()
 
 
-def test_files_that_are_not_safetensors_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_valid_safetensors_is_refused(tmp_path: Path) -> None:
     for name, content in [("a.safetensors", b"?"), ("b.safetensors.index.json", b"[]")]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(SettingsError, match="give a state_dict"):
@@ -187,8 +190,8 @@ def test_files_that_are_not_safetensors_are_refused(tmp_path: Path) -> None:
     refuse_other_than_tensors(nn.Linear(2, 2))
 
 
-def test_torch_itself_can_read_the_parts(groups: Path) -> None:
-    import torch.distributed.checkpoint as dcp  # takes seconds
+def test_torch_can_read_the_parts(groups: Path) -> None:
+    import torch.distributed.checkpoint as dcp  # importing it takes seconds
 
     run, checkpoint = of(groups, "fsdp", 2)
     expected = load_model(run, checkpoint)
@@ -200,12 +203,12 @@ def test_torch_itself_can_read_the_parts(groups: Path) -> None:
 
 @pytest.fixture
 def copied(groups: Path, run: Run) -> Run:
-    """Return a copy of the fsdp run, as the run of this test."""
+    """Copy the fsdp run, and return it as this test's run."""
     shutil.copytree(groups / "fsdp", run.location)
     return run
 
 
-def test_another_run_can_begin_from_parts(copied: Run) -> None:
+def test_another_run_can_start_from_a_sharded_checkpoint(copied: Run) -> None:
     copied.storage.delete(copied.key("checkpoints", list_checkpoints(copied)[-1].name, MANIFEST))
     early = list_checkpoints(copied)[-1]
     assert early.step == 4
@@ -217,7 +220,7 @@ def test_another_run_can_begin_from_parts(copied: Run) -> None:
 
 
 @pytest.mark.parametrize("file", ["__1_1.distcp", "part-00001.json", ".metadata", "model.pt"])
-def test_a_checkpoint_with_a_damaged_part_is_passed_over(file: str, copied: Run, sunspot: Command) -> None:
+def test_a_checkpoint_with_a_damaged_part_is_skipped(file: str, copied: Run, sunspot: Command) -> None:
     assert sunspot("checkpoints", "verify", "run") == 0
     final = list_checkpoints(copied)[-1]
     path = Path(copied.storage.locate(copied.key("checkpoints", final.name, file)))
@@ -234,7 +237,7 @@ def test_a_checkpoint_with_a_damaged_part_is_passed_over(file: str, copied: Run,
             load_model(copied, final) if file == "model.pt" else load_whole(copied, final, read_contents(copied, final))
 
 
-def test_only_needed_bytes_are_read(copied: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_required_bytes_are_read(copied: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     early = list_checkpoints(copied)[0]
     pieces, expected = read_index(copied, early), load_model(copied, early)
     wanted = [piece for piece in pieces if piece.name == "model.blocks.1.feed_in.weight"]
@@ -265,7 +268,7 @@ def test_only_needed_bytes_are_read(copied: Run, monkeypatch: pytest.MonkeyPatch
     read_into(copied, early, others, {others[0].name: torch.zeros(others[0].shape)})
 
 
-def test_small_pieces_close_together_are_read_in_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_adjacent_pieces_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.pieces, "REQUEST_BYTES", 100)
     monkeypatch.setattr(sunspot.checkpoint.pieces, "CHUNK", 10)
 
@@ -278,7 +281,7 @@ def test_small_pieces_close_together_are_read_in_one_request(monkeypatch: pytest
 
 
 class LlamaRMSNorm(nn.Module):
-    """A norm like those of Hugging Face's models, which is not a class of torch."""
+    """Normalization layer as in models of Hugging Face, which is not a class of torch."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -289,7 +292,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm, LlamaRMSNorm])
-def test_gathering_in_bf16_changes_no_number(norm: type[nn.Module], group: object) -> None:
+def test_gathering_in_bf16_changes_no_value(norm: type[nn.Module], group: object) -> None:
     def train(parallel: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
         blocks = [nn.Sequential(norm(120), nn.Linear(120, 120), nn.ReLU()) for _ in range(2)]
@@ -318,7 +321,7 @@ def test_gathering_in_bf16_changes_no_number(norm: type[nn.Module], group: objec
         assert torch.equal(ours, theirs)
 
 
-def test_the_verbs_accept_checkpoints_in_parts(copied: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_the_commands_accept_sharded_checkpoints(copied: Run, sunspot: Command, tmp_path: Path) -> None:
     early = list_checkpoints(copied)[0]
     assert sunspot("checkpoints", "get", "run", early.name, "--output", str(tmp_path / "out")) == 0
     there = {path.name for path in (tmp_path / "out").iterdir()}
@@ -333,10 +336,12 @@ def test_the_verbs_accept_checkpoints_in_parts(copied: Run, sunspot: Command, tm
 
 
 class Halves:
-    """A model whose rows are split between two ranks, saved without a process group."""
+    """Model of which each of two ranks has half of the rows, saved without a process group."""
 
     def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, wait_s: float = 2) -> None:
-        """Rank 0 waits for the other part for `wait_s` seconds plus the time that its own part takes."""
+        """Create the model. A rank waits for the other part for `wait_s` in addition to the time that its own part
+        takes.
+        """
         monkeypatch.setattr(sunspot.checkpoint.parts, "PEER_TIMEOUT_S", wait_s - 30)
         self._patch = monkeypatch
         attempt = Attempt(1, "me", None, 0)
@@ -360,11 +365,11 @@ class Halves:
 
     def save(self, rank: int, step: int) -> None:
         self.models[rank].weight.data = self.weight[3 * rank : 3 * rank + 3] + step
-        self._patch.setattr(sunspot.checkpoint.snapshot, "find_places", lambda _: [Place((6, 2), (3 * rank, 0))])
+        self._patch.setattr(sunspot.checkpoint.snapshot, "find_slices", lambda _: [TensorSlice((6, 2), (3 * rank, 0))])
         self.checkpoints[rank].save(step, {"loss": 1.0})
 
 
-def test_a_checkpoint_without_every_part_is_not_committed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_exists_only_with_every_part(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     halves = Halves(run, monkeypatch)
     for rank in (1, 0):
         halves.save(rank, 1)
@@ -379,17 +384,17 @@ def test_a_checkpoint_without_every_part_is_not_committed(run: Run, monkeypatch:
     assert str(passed_over) == "step-00000002-attempt-0001: incomplete, it has no manifest"
 
 
-def test_a_part_may_take_twice_as_long_as_rank_0s_part(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_may_take_twice_as_long_as_the_part_of_rank_0(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     halves, write_part = Halves(run, monkeypatch, wait_s=0.1), ShardWriter.write_part
     slowly = lambda writer, snapshot: (time.sleep(2 - writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", slowly)
     halves.save(0, 1)
-    threading.Timer(2, halves.save, (1, 1)).start()  # one second after rank 0's part, which took two
+    threading.Timer(2, halves.save, (1, 1)).start()  # it takes one second after rank 0's part, which takes two
     halves.checkpoints[0].drain()
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1]
 
 
-def test_rank_0_waits_for_a_late_part_which_is_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_waits_for_a_late_part_and_writes_it_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write_part = list[int](), ShardWriter.write_part
     note = lambda writer, snapshot: (written.append(writer._rank), write_part(writer, snapshot))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "write_part", note)
@@ -411,7 +416,7 @@ def test_rank_0_waits_for_a_late_part_which_is_written_once(run: Run, monkeypatc
     assert sorted(written) == [0, 1]
 
 
-def test_blocks_are_the_repeated_modules_of_a_model() -> None:
+def test_repeated_layers_are_gathered_as_blocks() -> None:
     model = gpt.build_model(settings_of(**FSDP), SimpleNamespace(classes=256))
     assert list(find_blocks(model)) == list(model.blocks)
     small = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(200, 200), nn.Linear(10, 10)))
@@ -421,7 +426,7 @@ def test_blocks_are_the_repeated_modules_of_a_model() -> None:
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def test_rows_of_text_follow_each_other() -> None:
+def test_rows_of_text_are_consecutive() -> None:
     train, test = open_text("sample", 100)
     assert test
     text = read_text(REFERENCE)
@@ -438,7 +443,7 @@ def test_rows_of_text_follow_each_other() -> None:
     assert open_text("sample", 50)[0].fingerprint != train.fingerprint != test.fingerprint
 
 
-def test_any_file_can_be_a_text(tmp_path: Path) -> None:
+def test_any_file_can_be_used_as_text(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)))
     train, test = open_text(str(file), 10)
@@ -458,8 +463,8 @@ def test_any_file_can_be_a_text(tmp_path: Path) -> None:
     ("arguments", "named"),
     [({"depth": 3}, "depth=3"), ({"width": 30, "heads": 4}, "4 heads"), ({"tied": 1}, "tied=1"), ({"layers": 0}, "=0")],
 )
-def test_sizes_that_make_no_valid_model_are_refused(arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(SettingsError, match=named):
+def test_model_sizes_that_do_not_fit_are_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
         gpt.read_sizes(Settings(task_args=arguments))
 
 
@@ -478,15 +483,15 @@ GPT = {
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_at_another_world_size_with_the_weights_of_ddp(program: Program, tmp_path: Path) -> None:
+def test_a_killed_run_continues_at_another_world_size_with_the_weights_of_ddp(program: Program, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(read_text(REFERENCE)[:150_000])
-    # The run resumes from storage, as if its nodes were gone too. From memory, unwritten records would be missing.
+    # The run continues from storage, as if its nodes were gone, too. From memory, unwritten records would be missing.
     settings = {**GPT, "DATASET": text, "SNAPSHOT_COST": 0}
     run = the_run(program)
     process = program.start(**settings, PARALLEL="fsdp")
     wait_for_step(run, 10, process)
-    kill_all(process)  # all processes, in the middle of the epoch
+    kill_all(process)  # with all processes, in the middle of the epoch
     program.run(**settings, PARALLEL="fsdp", NUM_WORKERS=3)
     assert [attempt.metadata.world_size for attempt in read_attempts(run)] == [2, 3]
     resumed = read_attempts(run)[-1]
@@ -502,7 +507,7 @@ def test_a_killed_run_resumes_at_another_world_size_with_the_weights_of_ddp(prog
     ours, theirs = at_step(run, 10), at_step(ddp, 10)
     assert "model.pt" not in ours.files
     assert_close(load_model(run, ours), load_model(ddp, theirs), rtol=0, atol=1e-6)
-    # From then on there were three ranks, and Adam amplifies every rounding difference.
+    # From there on, there were three ranks, and Adam amplifies every rounding difference.
     assert newest(run).metrics["test_loss"] == pytest.approx(newest(ddp).metrics["test_loss"], rel=1e-3)
     assert_close(weights(run), load_whole(run, newest(run), read_contents(run, newest(run)))["model"], rtol=0, atol=0)
 
@@ -520,7 +525,7 @@ def test_a_lost_node_costs_only_the_steps_since_the_copies_in_memory(
         process = program.start(**settings)
 
         def kept() -> bool:
-            """Return True if both nodes have both parts."""
+            """Return True if both parts of the state are on both nodes."""
             copies = Counter(held.step for held in find_parts(run.location))
             return any(step > 20 and count == 4 for step, count in copies.items())
 
@@ -529,14 +534,14 @@ def test_a_lost_node_costs_only_the_steps_since_the_copies_in_memory(
         [worker] = [child for child in children if child.name().startswith("ray::RayTrain")]
         [lock] = [file.path for file in worker.open_files() if file.path.endswith("/lock") and "sunspot" in file.path]
         going.lose()
-        shutil.rmtree(Path(lock).parent)  # both nodes of this test share the same memory
+        shutil.rmtree(Path(lock).parent)  # both nodes of this test share one memory
         lost = wait_for_receipts(run, 2, process)[-1]
         output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
-    assert lost.cause in (Cause.NODE_LOST, Cause.WORKER_LOST)  # whichever Ray reports first
+    assert lost.cause in (Cause.NODE_LOST, Cause.WORKER_LOST)  # the cause depends on what Ray reports first
     assert (lost.tier, lost.world_before, lost.world_after) == ("memory", 2, 1)
     assert lost.last_step > 20
-    assert lost.replayed <= lost.last_step - 20, "with no checkpoint in storage, all steps would have been lost"
+    assert lost.replayed <= lost.last_step - 20, "the steps before the copies are kept without a checkpoint in storage"
     assert newest(run).step == 528
     assert_complete(run)
     assert_audit_clean(program)

@@ -1,4 +1,4 @@
-"""What a run exports for Prometheus, and what is made of it: alerts, and a dashboard for Grafana."""
+"""A run's metrics for Prometheus, and the alerts and the Grafana dashboard that use them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promto
 needs_kubectl = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 
 START_S = 400
-"""For the workers of a busy machine to come up, and for their numbers to travel."""
+"""Seconds for the workers to start on a busy machine, and for their metrics to arrive."""
 
 RAYS_LABELS = r'\b(Component|NodeAddress|SessionName|Version|WorkerId|otel_\w+)="[^"]*",?'
-"""Which Ray writes in its own way, and puts on whatever it exports."""
+"""Matches the labels that Ray adds to everything that it exports, with names of its own style."""
 
 FORGOTTEN_S = 40
-"""Two of the agent's intervals, and what a process takes to end."""
+"""Seconds after which a gauge is gone: two of the agent's intervals, and the time in which a process ends."""
 
 
 @functools.cache
@@ -62,14 +62,14 @@ def promtool(*words: str, text: str = "") -> None:
 
 @pytest.fixture
 def rules(tmp_path: Path) -> Path:
-    """The rules as Prometheus reads them: the operator's object holds them as its spec."""
+    """Return the path of the rules as Prometheus reads them. The operator's object has them as its spec."""
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump(load("rules.yaml")["spec"], sort_keys=False))
     return path
 
 
 @needs_promtool
-def test_the_rules_load(rules: Path) -> None:
+def test_prometheus_can_load_the_rules(rules: Path) -> None:
     promtool("check", "rules", str(rules))
 
 
@@ -79,7 +79,7 @@ def test_the_alerts_fire_when_they_should(rules: Path) -> None:
     promtool("test", "rules", str(rules.parent / ALERTS.name))
 
 
-def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
+def test_every_alert_names_a_command_and_is_tested_firing_and_silent() -> None:
     rules = [rule for group in load("rules.yaml")["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
     assert {rule["alert"] for rule in rules} == {
         "SunspotStalled",
@@ -112,7 +112,7 @@ def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
 
 
 def groups() -> Iterator[dict[str, Any]]:
-    """Heads and workers of what is rendered, and of the cluster that is kept."""
+    """Yield the heads and worker groups of the rendered clusters and of the permanent cluster."""
     clusters = [yaml.safe_load((manifests() / "raycluster.yaml").read_text())["spec"]]
     for profile, settings in [("kind", {}), ("gke-spot", {}), ("eks-spot", {"NUM_WORKERS": "2..4", "LOADER": "ray"})]:
         clusters.append(render(profile, settings).manifest["spec"]["rayClusterSpec"])
@@ -135,18 +135,20 @@ def test_the_pod_monitor_finds_every_pod() -> None:
         assert str(ports[endpoint["port"]]) == group["rayStartParams"]["metrics-export-port"]
 
 
-def test_the_operator_is_found_by_the_label_that_lets_it_in() -> None:
+def test_the_operator_is_found_by_its_network_policy_label() -> None:
     spec = load("operator.yaml")["spec"]
     assert spec["selector"]["matchLabels"] == dict([OPERATOR.split("=")])
     assert spec["namespaceSelector"] == {"any": True}
     [endpoint] = spec["podMetricsEndpoints"]
-    assert endpoint["honorLabels"], "or every run would be in the operator's namespace"
+    assert endpoint["honorLabels"], "otherwise every run would appear in the operator's namespace"
     [keep] = endpoint["metricRelabelings"]
     assert keep["regex"] in json.dumps(load("rules.yaml"))
 
 
 def test_the_head_names_all_of_its_ports() -> None:
-    """The operator makes the head's Service of the ports that it names, and of its own list only when it names none."""
+    """The operator makes the head's Service from the ports that it names, or from a default list only if it names
+    none.
+    """
     for group in groups():
         ports = {port["name"]: port["containerPort"] for port in group["template"]["spec"]["containers"][0]["ports"]}
         if "num-cpus" in group["rayStartParams"]:
@@ -164,7 +166,7 @@ def test_prometheus_may_scrape_every_pod() -> None:
         assert [str(port["port"]) for port in rule["ports"]] == [group["rayStartParams"]["metrics-export-port"]]
 
 
-def test_the_relabelling_keeps_what_the_run_exports() -> None:
+def test_relabelling_keeps_the_exported_metrics() -> None:
     keep, drop = load("podmonitor.yaml")["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
     assert keep["action"] == "keep"
     assert all(re.fullmatch(keep["regex"], name) for name in wanted())
@@ -175,14 +177,14 @@ def test_the_relabelling_keeps_what_the_run_exports() -> None:
 
 
 def build(folder: str) -> dict[str, dict[str, Any]]:
-    """What `kubectl apply -k` applies, by kind."""
+    """Return the objects that `kubectl apply -k` applies, by kind."""
     built = subprocess.run(["kubectl", "kustomize", str(manifests() / folder)], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return {item["kind"]: item for item in yaml.safe_load_all(built.stdout)}
 
 
 @needs_kubectl
-def test_kustomize_builds_it() -> None:
+def test_kustomize_builds_the_monitoring_objects() -> None:
     objects = build("monitoring")
     assert set(objects) == {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule"}
     base = yaml.safe_load((manifests() / "base" / "kustomization.yaml").read_text())
@@ -195,8 +197,8 @@ def test_kustomize_builds_it() -> None:
 
 
 @needs_kubectl
-def test_google_and_azure_collect_the_same_by_kinds_of_their_own() -> None:
-    """The same rules, too, where rules are objects of the cluster."""
+def test_google_and_azure_collect_the_same_metrics_with_their_own_kinds() -> None:
+    """They also use the same rules, if rules are objects of the cluster."""
     ours, google, azure = map(build, ["monitoring", "monitoring-google", "monitoring-azure"])
     assert set(google) == {"ConfigMap", "NetworkPolicy", "PodMonitoring", "Rules"}
     assert {google[kind]["apiVersion"] for kind in ("PodMonitoring", "Rules")} == {"monitoring.googleapis.com/v1"}
@@ -221,11 +223,11 @@ def test_google_and_azure_collect_the_same_by_kinds_of_their_own() -> None:
 
 
 def queries() -> list[str]:
-    """The expressions of the dashboard."""
+    """Return the expressions of the dashboard."""
     return [target["expr"] for panel in load("dashboard.json")["panels"] for target in panel.get("targets", ())]
 
 
-def test_the_dashboard_is_one() -> None:
+def test_the_dashboard_is_valid() -> None:
     dashboard = load("dashboard.json")
     assert dashboard["uid"]
     assert dashboard["title"]
@@ -269,14 +271,14 @@ def test_prometheus_understands_the_dashboard(tmp_path: Path) -> None:
     ("every_s", "steps_s", "commit_s", "interval_s"),
     [(60, 500, 1, 60), (0, 500, 1, 500), (60, 20, 1, 20), (60, 500, 90, 90)],
 )
-def test_the_interval_of_checkpoints_is_that_of_what_comes_first(
+def test_the_checkpoint_interval_is_the_shorter_trigger_but_at_least_the_commit_time(
     every_s: float, steps_s: float, commit_s: float, interval_s: float
 ) -> None:
     assert checkpoint_interval(every_s, steps_s, commit_s) == interval_s
 
 
 class Series(NamedTuple):
-    """One line of what a node offers."""
+    """One series that a node exposes."""
 
     name: str
     labels: dict[str, str]
@@ -284,8 +286,8 @@ class Series(NamedTuple):
 
 
 def scrape(run: str) -> tuple[list[Series], str]:
-    """What this machine's Ray exports of a run; and the same as Prometheus gets it, less Ray's own labels."""
-    # A node that an earlier test lost may be alive to Ray for a while.
+    """Return a run's series that this machine's Ray exports, and their text without Ray's own labels."""
+    # Ray may consider a node alive that an earlier test lost.
     [node] = [node for node in ray.nodes() if HEAD in node["Resources"]]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     lines = urllib.request.urlopen(url, timeout=30).read().decode().splitlines()
@@ -314,13 +316,13 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def wanted() -> set[str]:
-    """The metrics that the dashboard and the rules are made of."""
+    """Return the metrics that the dashboard and the rules use."""
     rules = [rule for group in load("rules.yaml")["spec"]["groups"] for rule in group["rules"]]
     variables = [variable.get("definition", "") for variable in load("dashboard.json")["templating"]["list"]]
     return set().union(*map(metrics_in, [*queries(), *variables, *(rule["expr"] for rule in rules)]))
 
 
-def test_the_dashboard_uses_no_rule_that_is_not_there() -> None:
+def test_the_dashboard_uses_only_existing_rules() -> None:
     recorded = {
         rule["record"] for group in load("rules.yaml")["spec"]["groups"] for rule in group["rules"] if "record" in rule
     }
@@ -328,10 +330,10 @@ def test_the_dashboard_uses_no_rule_that_is_not_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
+def test_a_real_run_exports_every_metric_of_the_dashboard_and_the_alerts(
     program: Program, make_data: Callable[..., str], tmp_path: Path
 ) -> None:
-    """And its values are those of the run. Nothing that Prometheus's own check of names and units minds is among it."""
+    """The values are those of the run, and Prometheus's own check of names and units finds no fault."""
     data = make_data(rows=320, test_rows=32)
     every = {f"ray_sunspot_{name}" for name in (*COUNTERS, *GAUGES, *RUN_GAUGES, INCIDENTS, RUN_ACTIVE)}
     every |= {f"ray_sunspot_step_duration_seconds_{part}" for part in ("bucket", "sum", "count")}
@@ -341,8 +343,8 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
         TASK="tests.tasks.slow",
         RUN_NAME="exported",
         DATASET=data,
-        GLOBAL_BATCH_SIZE=16,  # 20 steps of an epoch
-        EPOCHS=2000,  # it does not end before it has been seen
+        GLOBAL_BATCH_SIZE=16,  # an epoch has 20 steps
+        EPOCHS=2000,  # the run does not end before its metrics are scraped
         CHECKPOINT_EVERY_S=30,
         REPORT_EVERY_S=1,
     )
@@ -365,7 +367,7 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
     assert began < gauges["attempt_timestamp_seconds"] <= gauges["checkpoint_timestamp_seconds"] < ended
     assert 0 < gauges["loss"] < 3
     assert 0 < gauges["goodput_ratio"] < 1
-    assert 0 < gauges["checkpoint_interval_seconds"] < 30  # an epoch is shorter
+    assert 0 < gauges["checkpoint_interval_seconds"] < 30  # an epoch takes less
     assert 0 < gauges["checkpoint_commit_seconds"] < 30
     assert only(seen, RUN_ACTIVE) == 1
     incidents = {one.labels["cause"]: one.value for one in seen if one.name == "ray_sunspot_incidents"}
@@ -376,7 +378,7 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
     if shutil.which("promtool"):
         promtool("check", "metrics", text=text)
 
-    # Counters stay at their last value, which is the run's.
+    # Counters keep their last value, which is that of the whole run.
     run = open_run(program.settings["STORAGE_PATH"], "exported")
     [attempt], status = read_attempts(run), read_status(run)
     assert attempt.metadata.world_size == 2
@@ -387,7 +389,7 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
         time.sleep(0.5)
     assert by_rank(series, "step_duration_seconds_count") == by_rank(series, "steps_total")
     assert sum(by_rank(series, "rows_total").values()) == 16 * steps
-    evaluations = (steps - 1) // 20  # a run that stops where an epoch ends leaves out the last one
+    evaluations = (steps - 1) // 20  # a run that stops at the end of an epoch skips its last evaluation
     assert min(by_rank(series, "evaluated_batches_total").values()) >= evaluations
     for rank, seconds in by_rank(series, "step_seconds_total").items():
         own = by_rank(series, "forward_seconds_total")[rank] + by_rank(series, "data_wait_seconds_total")[rank]
@@ -420,7 +422,7 @@ def test_gauges_follow_the_run_through_an_incident_and_end_with_it(
             attempts = [one.value for one in series if one.name == "ray_sunspot_attempt"]
             workers = {one.labels["WorkerId"] for one in series if one.name == "ray_sunspot_steps_total"}
             told = {cause: times for cause, times in causes.items() if times}
-            return 3.0 in attempts and told == counted and len(workers) >= 3  # counters of those before stay
+            return 3.0 in attempts and told == counted and len(workers) >= 3  # the counters of earlier workers stay
 
         series = wait_for(recovered, START_S)
         assert only(series, RUN_ACTIVE) == 1

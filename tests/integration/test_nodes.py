@@ -1,4 +1,4 @@
-"""What happens to the nodes is found out once, and Ray Train counts the nodes that stay."""
+"""Events of nodes are found exactly once, and Ray Train counts only the nodes that stay."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMoni
 from sunspot.elastic.supervisor import supervised
 from sunspot.ray_internals.controller import (
     end_groups_at_once,
-    give_back,
     live_controllers,
+    remove_placement_groups,
     replace_lost_alone,
     reserved_groups,
 )
@@ -56,7 +56,8 @@ def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
 
 
 HEAD = node("head", **{"node:__internal_head__": 1.0, "memory": 1e9})
-A, B, C = node("a"), node("b"), node("c")
+A, B = node("a"), node("b")
+C = node("c")
 DEAD_A, DEAD_B = node("a", alive=False), node("b", alive=False)
 
 
@@ -80,29 +81,31 @@ DEAD_A, DEAD_B = node("a", alive=False), node("b", alive=False)
         ([HEAD, A, B, node("c", alive=False)], {}, None),
         ([HEAD, DEAD_A, B], {}, NodeEvent(Cause.NODE_LOST, "node a (ranks 0, 2)")),
         ([HEAD, A], {}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
-        # The group ends by itself, so a restart would gain nothing.
+        # The group ends by itself, so that a restart would gain nothing.
         ([HEAD, A, DEAD_B], {"a": 50.0}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
     ],
 )
-def test_what_happens_to_a_groups_nodes(
+def test_each_event_of_a_groups_nodes_is_found_once(
     nodes: list[dict[str, Any]], draining: dict[str, float | None], found: NodeEvent | None
 ) -> None:
     monitor = NodeMonitor(PER_WORKER, WorkerRange(3, 3), list)
     assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 0.0) == found
-    assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 1.0) is None, "said twice"
+    assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 1.0) is None, "the event is found only once"
     assert monitor.check({}, nodes, draining, 2.0) is None
-    assert monitor.check(group(2, "a", "b", "a"), nodes, draining, 3.0) == found, "the next group has to hear it too"
+    assert monitor.check(group(2, "a", "b", "a"), nodes, draining, 3.0) == found, (
+        "the event is found again for the next group"
+    )
 
 
 def test_a_lost_node_is_named_by_its_host_if_that_is_known() -> None:
-    """In Kubernetes that is the pod, which `kubectl` knows, too; Ray's id of a node is in no other list."""
+    """The host is the pod in Kubernetes, which `kubectl` also knows. No other list contains Ray's node ids."""
     monitor = NodeMonitor(PER_WORKER, WorkerRange(2, 2), list)
     named = replace(group(1, "a", "b"), hosts={0: "run-1-x-worker-1", 1: "run-1-x-worker-2"})
     found = monitor.check(named, [HEAD, A, DEAD_B], {}, 0.0)
     assert found == NodeEvent(Cause.NODE_LOST, "run-1-x-worker-2 (rank 1)")
 
 
-def test_a_node_that_was_told_to_go_is_not_lost() -> None:
+def test_a_preempted_node_is_not_also_reported_as_lost() -> None:
     monitor = NodeMonitor(PER_WORKER, WorkerRange(1, 3), list)
     found = monitor.check(group(1, "a", "b"), [HEAD, A, B], {"b": 50.0}, 0.0)
     assert found.cause is Cause.PREEMPTED
@@ -126,7 +129,7 @@ def test_a_node_that_was_told_to_go_is_not_lost() -> None:
         ({}, {"CPU": 2.0}, 0),
     ],
 )
-def test_the_workers_that_a_node_could_hold(
+def test_room_on_a_node_is_limited_by_its_scarcest_resource(
     per_worker: dict[str, float], resources: dict[str, float], room: int
 ) -> None:
     assert find_room([node("x", **resources)], per_worker) == ({"x": room} if room else {})
@@ -134,7 +137,7 @@ def test_the_workers_that_a_node_could_hold(
 
 
 @pytest.mark.parametrize(("workers", "begin"), [(WorkerRange(2, 2), 2), (WorkerRange(2, 8), 4)], ids=str)
-def test_one_machine_waits_for_no_other_node(
+def test_a_run_on_one_machine_does_not_wait_for_other_nodes(
     workers: WorkerRange, begin: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(elastic_nodes, "staying_nodes", lambda: [node("x", CPU=4.0)])
@@ -143,8 +146,8 @@ def test_one_machine_waits_for_no_other_node(
     assert capsys.readouterr().out == f"  this machine has room for {begin} workers\n"
 
 
-class Story:
-    """Looks at a changing cluster, one second apart."""
+class FakeCluster:
+    """Checks the nodes of a changing cluster once per simulated second."""
 
     def __init__(self, workers: WorkerRange, lag_s: float = 0.0) -> None:
         self.silent: set[str] = set()
@@ -153,10 +156,10 @@ class Story:
     def reachable(self, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [node for node in nodes if node["NodeID"] not in self.silent]
 
-    def go_on(
+    def run_for(
         self, seconds: float, group: dict[str, Any], *nodes: dict[str, Any], draining: tuple[str, ...] = ()
     ) -> list[tuple[float, str]]:
-        """What was found, and after how many seconds."""
+        """Return the events found, each with the seconds until it was found."""
         found = []
         for second in range(int(seconds)):
             one = self.monitor.check(group, [HEAD, *nodes], dict.fromkeys(draining), self.now)
@@ -166,96 +169,98 @@ class Story:
 
 
 def test_a_group_restarts_to_scale_up() -> None:
-    story = Story(WorkerRange(1, 3))
-    assert story.go_on(60, group(1, "a"), A) == []
-    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S, "scale_up: 1 -> 2 workers")]
-    assert story.go_on(60, {}, A, B) == []
-    assert story.go_on(60, group(2, "a", "b"), A, B) == []
-    assert story.go_on(3, group(2, "a", "b"), A, B, C) == []
-    # One more than may be: the group is to have three.
-    assert story.go_on(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "scale_up: 2 -> 3 workers")]
-    assert story.go_on(60, group(3, "a", "b", "c"), A, B, C, node("d")) == []
-    # Ray Train would make a group of the nodes that it knew 20 s before.
-    story = Story(WorkerRange(1, 3), lag_s=20)
-    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "scale_up: 1 -> 2 workers")]
+    cluster = FakeCluster(WorkerRange(1, 3))
+    assert cluster.run_for(60, group(1, "a"), A) == []
+    assert cluster.run_for(60, group(1, "a"), A, B) == [(SETTLED_S, "scale_up: 1 -> 2 workers")]
+    assert cluster.run_for(60, {}, A, B) == []
+    assert cluster.run_for(60, group(2, "a", "b"), A, B) == []
+    assert cluster.run_for(3, group(2, "a", "b"), A, B, C) == []
+    # The fourth node is one too many, because the group may have three workers.
+    assert cluster.run_for(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "scale_up: 2 -> 3 workers")]
+    assert cluster.run_for(60, group(3, "a", "b", "c"), A, B, C, node("d")) == []
+    # Ray Train would form a group of the nodes that it knew 20 s earlier.
+    cluster = FakeCluster(WorkerRange(1, 3), lag_s=20)
+    assert cluster.run_for(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "scale_up: 1 -> 2 workers")]
 
 
 def test_nodes_that_join_together_cost_one_restart() -> None:
-    story = Story(WorkerRange(1, 4))
-    assert story.go_on(4, group(1, "a"), A) + story.go_on(4, group(1, "a"), A, B) == []
-    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
+    cluster = FakeCluster(WorkerRange(1, 4))
+    assert cluster.run_for(4, group(1, "a"), A) + cluster.run_for(4, group(1, "a"), A, B) == []
+    assert cluster.run_for(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
 
 
 @pytest.mark.parametrize(
     ("workers", "nodes", "draining"),
     [
-        pytest.param(WorkerRange(1, 1), (A, B), (), id="fixed"),
+        pytest.param(WorkerRange(1, 1), (A, B), (), id="fixed size"),
         pytest.param(WorkerRange(1, 3), (A, node("b", CPU=1.0)), (), id="not a node for workers"),
-        pytest.param(WorkerRange(1, 3), (A, B), ("b",), id="told to go"),
+        pytest.param(WorkerRange(1, 3), (A, B), ("b",), id="preempted"),
         pytest.param(WorkerRange(1, 3), (A, DEAD_B), (), id="dead"),
     ],
 )
-def test_no_restart_without_room_for_more_workers(
+def test_a_group_does_not_restart_without_room_for_more_workers(
     workers: WorkerRange, nodes: tuple[dict[str, Any], ...], draining: tuple[str]
 ) -> None:
-    assert Story(workers).go_on(60, group(1, "a"), *nodes, draining=draining) == []
+    assert FakeCluster(workers).run_for(60, group(1, "a"), *nodes, draining=draining) == []
 
 
 def test_an_unreachable_node_has_no_room() -> None:
-    story = Story(WorkerRange(1, 4))
-    story.silent = {"b"}
-    assert story.go_on(60, group(1, "a"), A, B) == []
-    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 2 workers")]
+    cluster = FakeCluster(WorkerRange(1, 4))
+    cluster.silent = {"b"}
+    assert cluster.run_for(60, group(1, "a"), A, B) == []
+    assert cluster.run_for(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 2 workers")]
 
 
-def test_a_node_that_comes_and_goes_is_not_worth_a_restart() -> None:
-    story = Story(WorkerRange(1, 2))
+def test_a_node_that_comes_and_goes_causes_no_restart() -> None:
+    cluster = FakeCluster(WorkerRange(1, 2))
     for _ in range(10):
-        assert story.go_on(4, group(1, "a"), A, B) + story.go_on(2, group(1, "a"), A) == []
+        assert cluster.run_for(4, group(1, "a"), A, B) + cluster.run_for(2, group(1, "a"), A) == []
 
 
 def test_scaling_up_backs_off_while_it_fails() -> None:
-    story = Story(WorkerRange(1, 3))
-    tried = [story.now + after for attempt in range(1, 601) for after, _ in story.go_on(10, group(attempt, "a"), A, B)]
+    cluster = FakeCluster(WorkerRange(1, 3))
+    tried = [
+        cluster.now + after for attempt in range(1, 601) for after, _ in cluster.run_for(10, group(attempt, "a"), A, B)
+    ]
     waits = [after - before for before, after in zip([0.0, *tried], tried, strict=False)]
     assert len(waits) == 5
     for tries, wait in enumerate(waits):
         assert SETTLED_S * BACKOFF_FACTOR**tries <= wait <= SETTLED_S * BACKOFF_FACTOR**tries + 11
-    # Another node makes it worth a try at once, and so does a group that has grown.
-    assert story.go_on(60, group(601, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
-    assert story.go_on(60, group(602, "a", "b", "c"), A, B, C) == []
-    assert story.go_on(60, group(603, "a"), A, B, C) != []
+    # A new node, or a group that has grown, makes another attempt worthwhile at once.
+    assert cluster.run_for(60, group(601, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
+    assert cluster.run_for(60, group(602, "a", "b", "c"), A, B, C) == []
+    assert cluster.run_for(60, group(603, "a"), A, B, C) != []
 
 
 def test_a_group_moves_to_better_nodes_once_they_have_stayed() -> None:
     groups = [NodeGroup(name="spot", most=2, after_s=0), NodeGroup(name="paid", most=2, after_s=60)]
     paid, spot = [[node(f"{name}{n}", CPU=1.0, **{name: 1.0}) for n in "01"] for name in ("paid", "spot")]
-    story = Story(WorkerRange(1, 2))
-    story.monitor = NodeMonitor({"CPU": 1.0}, WorkerRange(1, 2), story.reachable, choice=GroupChoice(groups, 2))
+    cluster = FakeCluster(WorkerRange(1, 2))
+    cluster.monitor = NodeMonitor({"CPU": 1.0}, WorkerRange(1, 2), cluster.reachable, choice=GroupChoice(groups, 2))
     on_paid = group(1, "paid0", "paid1")
-    assert story.go_on(61, on_paid, *paid) == []
-    assert story.monitor.asked == {"spot": 2, "paid": 2}
-    assert story.go_on(59, on_paid, *paid, *spot) == []
-    story.silent = {"spot1"}
-    assert story.go_on(60, on_paid, *paid, *spot) == [], "one of them does not answer"
-    story.silent = set()
-    event = story.monitor.check(on_paid, [HEAD, *paid, *spot], {}, story.now)
+    assert cluster.run_for(61, on_paid, *paid) == []
+    assert cluster.monitor.asked == {"spot": 2, "paid": 2}
+    assert cluster.run_for(59, on_paid, *paid, *spot) == []
+    cluster.silent = {"spot1"}
+    assert cluster.run_for(60, on_paid, *paid, *spot) == [], "one of the better nodes does not answer"
+    cluster.silent = set()
+    event = cluster.monitor.check(on_paid, [HEAD, *paid, *spot], {}, cluster.now)
     assert event == NodeEvent(Cause.MOVED, "from node paid0 (rank 0), node paid1 (rank 1)", spare=("paid0", "paid1"))
-    assert story.go_on(60, group(2, "spot0", "spot1"), *paid, *spot, draining=("paid0", "paid1")) == []
-    assert story.monitor.asked == {"spot": 2, "paid": 0}
+    assert cluster.run_for(60, group(2, "spot0", "spot1"), *paid, *spot, draining=("paid0", "paid1")) == []
+    assert cluster.monitor.asked == {"spot": 2, "paid": 0}
 
 
-def test_idle_nodes_are_given_back_without_a_restart() -> None:
+def test_idle_nodes_are_released_without_a_restart() -> None:
     groups = [NodeGroup(name="spot", most=2, after_s=0), NodeGroup(name="paid", most=2, after_s=60)]
     paid, spot = [[node(f"{name}{n}", CPU=1.0, **{name: 1.0}) for n in "01"] for name in ("paid", "spot")]
-    story = Story(WorkerRange(1, 2))
-    story.monitor = NodeMonitor({"CPU": 1.0}, WorkerRange(1, 2), story.reachable, choice=GroupChoice(groups, 2))
-    assert story.go_on(200, group(1, "spot0", "spot1"), *paid, *spot) == []
-    assert story.monitor.asked == {"spot": 2, "paid": 0}
+    cluster = FakeCluster(WorkerRange(1, 2))
+    cluster.monitor = NodeMonitor({"CPU": 1.0}, WorkerRange(1, 2), cluster.reachable, choice=GroupChoice(groups, 2))
+    assert cluster.run_for(200, group(1, "spot0", "spot1"), *paid, *spot) == []
+    assert cluster.monitor.asked == {"spot": 2, "paid": 0}
 
 
-def next_told(control: LocalControl, within: float) -> tuple[str, Incident, float | None]:
-    """What the control channel is told next: the method, the incident and the deadline."""
+def next_call(control: LocalControl, within: float) -> tuple[str, Incident, float | None]:
+    """Return the next call of the control channel: the method, the incident and the deadline."""
     wait_until(lambda: control.told, seconds=within)
     [(method, given)] = control.told
     control.told.clear()
@@ -264,7 +269,7 @@ def next_told(control: LocalControl, within: float) -> tuple[str, Incident, floa
 
 @pytest.fixture
 def no_coordinator(ray_address: str) -> None:
-    """As if nobody had trained before, asked Ray for its nodes, or been warned."""
+    """Make it look as if nobody had trained before, asked Ray for its nodes, or been warned."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's keeps the last controller of this process alive
 
     def nobody_trains() -> bool:
@@ -280,7 +285,7 @@ def remove_coordinator() -> None:
     while time.monotonic() < until:
         try:
             ray.kill(ray.get_actor(COORDINATOR, COORDINATOR))
-        except ValueError:  # its name is free
+        except ValueError:  # the name is free
             return
         time.sleep(0.1)
 
@@ -296,13 +301,15 @@ def reserve(requester: str, workers: int, per_worker: dict[str, float]) -> None:
 
 
 def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
-    """The workers that Ray Train would start on each node."""
+    """Return the number of workers that Ray Train would start on each node."""
     answer = ray.get(ray.get_actor(COORDINATOR, COORDINATOR).get_reserved_resources.remote(requester))
     return {node: int(min(there[name] // per_worker[name] for name in per_worker)) for node, there in answer.items()}
 
 
 @pytest.mark.slow
-def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_restarts_when_nodes_join_are_preempted_or_are_lost(
+    no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(elastic_nodes, "SETTLED_S", 1.0)
 
     @ray.remote(num_cpus=1)
@@ -321,34 +328,40 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
         assert reserved("train-test", PER_WORKER) == {a.node_id: 1}
         with start_node(ray_address, notice_s=20, CPU=2, spot=2) as b:
             assert reserved("train-test", PER_WORKER) == {a.node_id: 1, b.node_id: 2}
-            told, incident, _ = next_told(control, within=10)
+            told, incident, _ = next_call(control, within=10)
             assert (told, incident.cause, incident.detail) == ("restart_group", Cause.SCALE_UP, "1 -> 3 workers")
 
-            rank = Rank.options(resources={"spot": 2}).remote()  # a node without work goes at once
+            rank = Rank.options(resources={"spot": 2}).remote()  # a preempted node without work ends at once
             assert ray.get(rank.node.remote()) == b.node_id
             control.channel.begin_group(group(2, a.node_id, b.node_id, b.node_id))
             b.reclaim()
-            told, incident, deadline = next_told(control, within=20)
+            told, incident, deadline = next_call(control, within=20)
             assert (told, incident.cause) == ("restart_group", Cause.PREEMPTED)
             assert incident.detail == f"node {b.node_id[:12]} (ranks 1, 2)"
             assert deadline
             assert incident.noticed
-            assert 0 < incident.noticed - (deadline - 20) < 2, "seconds since it was told to go"
-            assert reserved("train-test", PER_WORKER) == {a.node_id: 1}, "Ray Train would wait for a node that goes"
+            assert 0 < incident.noticed - (deadline - 20) < 2, "seconds since the notice"
+            assert reserved("train-test", PER_WORKER) == {a.node_id: 1}, (
+                "a draining node is not counted, or Ray Train would wait for it"
+            )
 
             ray.kill(rank)
             b.wait(timeout=15)
             control.channel.begin_group(group(3, a.node_id, b.node_id))
-            told, incident, _ = next_told(control, within=15)
+            told, incident, _ = next_call(control, within=15)
             assert (told, incident.cause) == ("add_incident_facts", Cause.NODE_LOST), "Ray restarts the group itself"
             assert incident.detail == f"node {b.node_id[:12]} (rank 1)"
         a.lose()
-        assert next(one for one in ray.nodes() if one["NodeID"] == a.node_id)["Alive"], "then this shows nothing"
-        assert reserved("train-test", PER_WORKER) == {}, "Ray Train would wait for a node that does not answer"
+        assert next(one for one in ray.nodes() if one["NodeID"] == a.node_id)["Alive"], (
+            "Ray still considers the node alive, as this test requires"
+        )
+        assert reserved("train-test", PER_WORKER) == {}, (
+            "a node that does not answer is not counted, or Ray Train would wait for it"
+        )
 
 
-def test_a_group_ends_early_only_where_its_restart_has_to_wait() -> None:
-    """With nodes enough for the next group Ray ends the old one itself, at once and in its own order."""
+def test_a_group_is_ended_early_only_if_its_restart_has_to_wait() -> None:
+    """Ray ends the old group itself, at once and in its own order, if there are enough nodes for the next group."""
     ended: list[str] = []
     [callback] = end_groups_at_once()
     running, next_one = RunningState(), SchedulingState(ResizeDecision(2, PER_WORKER))
@@ -368,15 +381,17 @@ def test_a_group_ends_early_only_where_its_restart_has_to_wait() -> None:
     restart("does not wait", 0)
     assert ended == []
     restart("waits", 5)
-    assert ended == ["waits"], "once"
-    restart("cannot be ended", 2, OSError("no answer"))  # an error of a callback would end the training
+    assert ended == ["waits"], "the group is shut down once"
+    restart("cannot be ended", 2, OSError("no answer"))  # an error in a callback would end the training
     restart("does not wait either", 0)
     assert ended == ["waits", "cannot be ended"]
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), WorkerGroupStartupFailedError("it died as it was initialized")])
-def test_a_replacement_that_dies_is_replaced_after_the_next_look(error: Exception) -> None:
-    """Ray would try again at once, and then also replace those that it had replaced before, which may train already."""
+def test_a_replacement_that_dies_is_replaced_after_the_next_poll(error: Exception) -> None:
+    """Ray would try again at once, and would then also replace workers that it had replaced before, which may already
+    train.
+    """
 
     def replace(number: int) -> None:
         raise error
@@ -388,10 +403,8 @@ def test_a_replacement_that_dies_is_replaced_after_the_next_look(error: Exceptio
 
 
 @pytest.mark.slow
-def test_a_group_that_waits_for_nodes_gives_back_those_that_were_told_to_go(
-    no_coordinator: None, ray_address: str, tmp_path: Path
-) -> None:
-    """An elastic run whose minimum does not fit on the nodes that stay."""
+def test_a_waiting_group_releases_its_preempted_nodes(no_coordinator: None, ray_address: str, tmp_path: Path) -> None:
+    """The minimum size of this elastic run does not fit on the nodes that stay."""
 
     told = tmp_path / "told"
 
@@ -401,7 +414,7 @@ def test_a_group_that_waits_for_nodes_gives_back_those_that_were_told_to_go(
         while not told.exists():
             if here in draining_nodes():
                 told.touch()
-                raise RuntimeError("the group ends, for a restart")
+                raise RuntimeError("the group ends for a restart")
             time.sleep(0.1)
 
     install_coordinator()
@@ -423,8 +436,8 @@ def test_a_group_that_waits_for_nodes_gives_back_those_that_were_told_to_go(
             assert training.result(120).error is None
 
 
-def test_resources_of_a_killed_driver_are_free_again(no_coordinator: None) -> None:
-    cpu = {"CPU": 0.33}  # three of them are less than 0.99 to a computer
+def test_the_resources_of_a_killed_driver_are_freed(no_coordinator: None) -> None:
+    cpu = {"CPU": 0.33}  # in floating point, three times 0.33 is less than 0.99
     assert install_coordinator() == 0
     reserve("train-killed", 3, cpu)
     assert list(reserved("train-killed", cpu).values()) == [3]
@@ -432,7 +445,7 @@ def test_resources_of_a_killed_driver_are_free_again(no_coordinator: None) -> No
     assert reserved("train-killed", cpu) == {}
 
 
-def test_nodes_of_each_group_are_asked_for(no_coordinator: None) -> None:
+def test_the_coordinator_requests_nodes_of_each_group(no_coordinator: None) -> None:
     assert install_coordinator() == 0
     per_worker = {"CPU": 1.0, "training-worker": 1.0}
     reserve("train-asking", 3, per_worker)
@@ -445,13 +458,13 @@ def test_nodes_of_each_group_are_asked_for(no_coordinator: None) -> None:
 
 
 def asked_of_ray() -> list[dict[str, float]]:
-    """What Ray's autoscaler, if there were one, would be asked for."""
+    """Return the bundles that Ray's autoscaler, if there were one, would have to provide."""
     asked: list[dict[str, float]] = json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL))
     return asked
 
 
 @pytest.mark.slow
-def test_a_node_that_is_given_back_ends_when_it_is_idle(ray_address: str) -> None:
+def test_a_released_node_ends_when_it_is_idle(ray_address: str) -> None:
     @ray.remote(num_cpus=1, resources={"spot": 1})
     class Rank:
         def node(self) -> str:
@@ -463,9 +476,9 @@ def test_a_node_that_is_given_back_ends_when_it_is_idle(ray_address: str) -> Non
         drain_nodes([a.node_id])
         assert draining_nodes() == {a.node_id: None}
         time.sleep(2)
-        assert ray.get(rank.node.remote()) == a.node_id, "it is not ended while it works"
+        assert ray.get(rank.node.remote()) == a.node_id, "the node stays while it has work"
         ray.kill(rank)
-        # `ray start --block` itself stays: it outlives a raylet that ends in order, and the autoscaler ends the pod.
+        # `ray start --block` continues after an orderly end of the raylet, so the autoscaler has to delete the pod.
         wait_until(lambda: not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == a.node_id), seconds=20)
 
 
@@ -479,11 +492,11 @@ def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_a_ray_with_other_internals_is_no_obstacle(
+def test_a_run_starts_with_a_ray_that_has_other_internals(
     no_coordinator: None, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     class Other:
-        """Takes no `get_cluster_nodes`."""
+        """Coordinator that does not accept `get_cluster_nodes`."""
 
     import ray._private.state
 
@@ -492,11 +505,11 @@ def test_a_ray_with_other_internals_is_no_obstacle(
     install_coordinator()
     assert draining_nodes() == {}
     assert draining_nodes() == {}
-    assert len(warned) == 2, "one for each of the two uses"
+    assert len(warned) == 2, "each of the two uses warns once"
     remove_coordinator()
 
 
-def test_resources_of_a_failed_controller_are_given_back(ray_address: str) -> None:
+def test_the_resources_of_a_failed_controller_are_freed(ray_address: str) -> None:
     @ray.remote(num_cpus=0)
     class Controller:
         def reserve(self) -> None:
@@ -508,25 +521,25 @@ def test_resources_of_a_failed_controller_are_given_back(ray_address: str) -> No
     before = reserved_groups()
     controller = Controller.remote()
     ray.get(controller.reserve.remote())
-    assert ray.get(controller.seen.remote()) == set(), "in an actor, they may be another trial's"
+    assert ray.get(controller.seen.remote()) == set(), "in an actor, placement groups may belong to another trial"
     ray.kill(controller)
     time.sleep(1)
     [left] = reserved_groups() - before
-    give_back({left})
+    remove_placement_groups({left})
     again = ray.util.placement_group([{"CPU": 1}] * 3)
     ray.get(again.ready(), timeout=20)
     assert reserved_groups() - before == {again.id.hex()}
-    give_back({again.id.hex()})
+    remove_placement_groups({again.id.hex()})
 
 
-def test_a_command_is_known_after_the_step_it_came_in(ray_address: str) -> None:
+def test_a_command_is_known_after_the_step_in_which_it_was_sent(ray_address: str) -> None:
     with open_control() as control, CommandPoller(control) as commands:
         assert commands.poll() == Command()
-        control.ask(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)
-        time.sleep(3 * COMMAND_EVERY_S)  # a step, in which nobody polls
+        control.call(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)
+        time.sleep(3 * COMMAND_EVERY_S)  # a step during which nobody polls
         assert commands.poll().restart
 
 
-def test_each_worker_has_a_node_of_its_own_where_none_has_room_for_two() -> None:
+def test_each_worker_has_its_own_node_if_no_node_has_room_for_two() -> None:
     assert choose_placement({"a": 1, "b": 1}) == "STRICT_SPREAD"
     assert choose_placement({"a": 1, "b": 2}) == choose_placement({}) == "PACK"

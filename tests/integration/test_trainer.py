@@ -36,7 +36,7 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
             if gone:
                 ray.kill(config.control._actor)
             else:
-                config.control.ask(ControlChannel.set_fatal_error, SettingsError("what a worker found"))
+                config.control.call(ControlChannel.set_fatal_error, SettingsError("what a worker found"))
             raise TrainingFailedError("what Ray knows")
 
         return SimpleNamespace(fit=fit)
@@ -52,13 +52,13 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
 def test_a_trainer_that_follows_another_knows_how_far_its_workers_were() -> None:
     """Or the steps since the checkpoint from which it starts would count as never taken."""
     before, after = LocalControl(), LocalControl()
-    before.tell(ControlChannel.begin_group, worker_group(1, "a"))
-    before.tell(ControlChannel.set_progress, Progress(step=7))
-    before.tell(ControlChannel.add_loss, "a", Incident(Cause.WORKER_LOST, "rank 0 on a", 100.0))
-    before.tell(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
+    before.send(ControlChannel.begin_group, worker_group(1, "a"))
+    before.send(ControlChannel.set_progress, Progress(step=7))
+    before.send(ControlChannel.add_loss, "a", Incident(Cause.WORKER_LOST, "rank 0 on a", 100.0))
+    before.send(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
     start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
     assert start
-    after.tell(ControlChannel.add_incident_facts, start.incident)
+    after.send(ControlChannel.add_incident_facts, start.incident)
     for attempt, noted in ((2, 1), (3, 0)):  # the second one, too, if the first took no step
-        incident = after.ask(ControlChannel.begin_group, worker_group(attempt, "b"))
+        incident = after.call(ControlChannel.begin_group, worker_group(attempt, "b"))
         assert (incident.last_step, incident.cause, len(incident.notes)) == (7, Cause.OUT_OF_MEMORY, noted)

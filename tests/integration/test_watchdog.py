@@ -1,4 +1,4 @@
-"""A rank that hangs says where it stands and ends itself; one that goes on, or is allowed to wait, does not."""
+"""A rank that hangs reports where it is stuck, and ends itself. A rank that makes progress, or may wait, does not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_rank():
     thread.start()
     thread.join()
 """
-"""As Ray Train does it: the training is no main thread."""
+"""Program of a rank. As in Ray Train, the training thread is not the main thread."""
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def start_rank(
     begin: str = "run_rank()",
     claims: bool = True,
 ) -> subprocess.Popen[str]:
-    """Run the body of `do_train(watchdog)` as a rank of attempt 3, which begins at step 40; or of none yet."""
+    """Run `do_train(watchdog)` with this body as a rank of attempt 3, which begins at step 40, or of no attempt yet."""
     body = textwrap.indent(textwrap.dedent(train), "    ")
     rank_program = RANK.replace("TIMEOUT_S", str(timeout_s), 1).replace("CLAIMS", str(claims))
     program = f"{rank_program}\ndef do_train(watchdog):\n{body}\n{begin}\n"
@@ -88,7 +88,7 @@ def start_rank(
 
 
 def run_rank(run: Run, train: str, **options: Any) -> tuple[int, str, float]:
-    """Exit code, output, and the seconds it took."""
+    """Return the exit code, the output, and the seconds that it took."""
     began = time.monotonic()
     process = start_rank(run, train, **options)
     output = wait_for(process)
@@ -96,7 +96,7 @@ def run_rank(run: Run, train: str, **options: Any) -> tuple[int, str, float]:
 
 
 def wait_for(process: subprocess.Popen[str], timeout_s: float = 60) -> str:
-    """The output of a process that has ended."""
+    """Return the output of a process once it has ended."""
     try:
         return process.communicate(timeout=timeout_s)[0]
     finally:
@@ -125,15 +125,15 @@ def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
         "rank": 1,
         "waiting": False,
     }
-    assert event["detail"].startswith("rank 1: no step for 2 s; stands in consume_batch at <string>:")
+    assert event["detail"].startswith("rank 1: no step for 2 s; is stuck in consume_batch at <string>:")
     assert abs(event["time"] - time.time()) < 60
     first, _, others = event["stacks"].partition("\nThread 0x")
     assert first.startswith("Training thread")
-    assert "in do_train" in first, "another thread than the one that trains"
-    assert "in run_rank" in others, "the main thread is missing"
-    assert "_report_and_end" not in event["stacks"], "the watchdog's own stack says nothing"
+    assert "in do_train" in first, "the first stack is the training thread's"
+    assert "in run_rank" in others, "the main thread's stack is recorded"
+    assert "_report_and_end" not in event["stacks"], "the watchdog's own stack is left out"
     assert f"told: {event['detail']}" in output
-    assert output.count(event["detail"]) == 2, "the rank's own log does not say why it ended"
+    assert output.count(event["detail"]) == 2, "the rank's own log has the reason, too"
     assert left_behind(run) == []
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
         ),
     ],
 )
-def test_a_rank_that_goes_on_is_left_alone(run: Run, train: str) -> None:
+def test_a_rank_that_makes_progress_is_not_ended(run: Run, train: str) -> None:
     code, output, _ = run_rank(run, train)
     assert code == 0, output
     assert "trained" in output
@@ -165,24 +165,24 @@ def test_a_rank_that_goes_on_is_left_alone(run: Run, train: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_limit_is_no_limit(run: Run) -> None:
+def test_a_timeout_of_0_ends_no_rank(run: Run) -> None:
     code, output, _ = run_rank(run, "watchdog.heartbeat(41)\ntime.sleep(2)", timeout_s=0)
     assert (code, output) == (0, "trained\n")
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_takes_its_first_step_ends_later(run: Run) -> None:
+def test_a_rank_has_more_time_for_its_first_step(run: Run) -> None:
     code, _, _ = run_rank(run, "time.sleep(1000)")
     assert code == 1
     [event] = read_journal(run, "events")
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_ends_when_it_hears_nothing_before_the_claim(run: Run) -> None:
-    """Without the time that a first step may take; it is recorded with the attempt before."""
+def test_a_rank_ends_if_it_hears_nothing_before_the_claim(run: Run) -> None:
+    """Such a rank gets no additional time for a first step, and its hang is recorded with the previous attempt."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """
-        for _ in range(6):  # rounds in which rank 0 reads
+        for _ in range(6):  # rounds in which rank 0 reads storage
             time.sleep(0.5)
             watchdog.heartbeat()
         time.sleep(1000)
@@ -192,13 +192,13 @@ def test_a_rank_ends_when_it_hears_nothing_before_the_claim(run: Run) -> None:
     [event] = read_journal(run, "events")
     assert (event["attempt"], event["rank"], event["world_size"], event["starting"]) == (1, 1, 2, True)
     assert event["detail"].startswith(
-        "rank 1: not all ranks answered for 2 s, while the group agreed on its start; stands in do_train at "
+        "rank 1: not all ranks answered for 2 s, while the group agreed on its start; is stuck in do_train at "
     )
     assert left_behind(run) == []
 
 
 @pytest.mark.slow
-def test_a_pause_ends(run: Run) -> None:
+def test_a_rank_that_hangs_after_a_pause_is_ended(run: Run) -> None:
     code, output, _ = run_rank(
         run, "watchdog.heartbeat(41)\nwith watchdog.paused():\n    time.sleep(3)\ntime.sleep(1000)"
     )
@@ -212,10 +212,10 @@ def test_a_pause_ends(run: Run) -> None:
         pytest.param("ctypes.PyDLL(None).sleep(1000)", id="in a library"),
     ],
 )
-def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(run: Run, hangs: str) -> None:
+def test_a_rank_that_holds_the_gil_is_ended_and_the_next_rank_on_its_node_reports_it(run: Run, hangs: str) -> None:
     code, output, _ = run_rank(run, f"watchdog.heartbeat(41)\ntime.sleep(0.5)\n{hangs}")
     assert code == 1, output
-    assert read_journal(run, "events") == [], "who wrote this?"
+    assert read_journal(run, "events") == [], "a rank that holds the GIL writes no event"
 
     told: list[tuple[str, bool]] = []
 
@@ -223,33 +223,33 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
         told.append((hang.detail, late))
 
     upload_dumps(run, 3, tell)
-    assert read_journal(run, "events") == [], "an attempt took what its own ranks may still need"
+    assert read_journal(run, "events") == [], "an attempt leaves the dumps of its own ranks alone"
     with Watchdog(run, 0, 2, 300, tell) as watchdog:
         watchdog.claimed(Attempt(4, "job", None, 40))
     [event] = read_journal(run, "events")
     assert (event["attempt"], event["rank"], event["step"], event["event"]) == (3, 1, 41, "hung")
-    assert "kept all its other threads from running" in event["detail"]
+    assert "blocks all its other threads" in event["detail"]
     assert event["stacks"].startswith("Training thread")
     assert "in do_train" in event["stacks"]
     assert told == [(event["detail"], True)]
     assert left_behind(run) == []
 
 
-def test_what_a_run_long_gone_has_left_is_removed_by_any_other(run: Run) -> None:
+def test_any_run_removes_the_dumps_of_old_runs(run: Run) -> None:
     gone = [SHARED_MEMORY / f"sunspot-hang-{secrets.token_hex(6)}-0001-0000" for _ in range(2)]
     for path, age_s in zip(gone, (2 * 86_400, 3_600), strict=True):
         path.write_text("{}\n")
         os.utime(path, (time.time() - age_s,) * 2)
     try:
         upload_dumps(run, 1, lambda *_: None)
-        assert [path.exists() for path in gone] == [False, True], "that of an hour ago may still be asked for"
+        assert [path.exists() for path in gone] == [False, True], "a dump from an hour ago may still be needed"
     finally:
         gone[1].unlink()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "link", "of another user", "huge", "deep"])
-def test_a_dump_of_another_user_is_neither_waited_for_nor_believed(run: Run, kind: str, tmp_path: Path) -> None:
+def test_a_dump_of_another_user_is_neither_read_nor_reported(run: Run, kind: str, tmp_path: Path) -> None:
     path = Path(f"{_folder()}/{_prefix(run)}x")
     header = {"attempt": 1, "rank": 0, "world_size": 2, "step": 3, "beat": 0.0, "thread": 1}
     stacks = "\nThread 0x1 (most recent call first):\n"
@@ -273,7 +273,7 @@ def test_a_dump_of_another_user_is_neither_waited_for_nor_believed(run: Run, kin
     assert (told, read_journal(run, "events")) == ([], [])
 
 
-def test_storage_and_a_control_channel_that_hang_keep_no_rank_from_ending(run: Run) -> None:
+def test_a_rank_ends_even_if_storage_and_the_control_channel_hang(run: Run) -> None:
     hangs = """
         def never(*words):
             print("asked", flush=True)
@@ -289,12 +289,12 @@ def test_storage_and_a_control_channel_that_hang_keep_no_rank_from_ending(run: R
     assert seconds < 20
     told: list[object] = []
     upload_dumps(run, 9, lambda *event: told.append(event))
-    assert [event["step"] for event in read_journal(run, "events")] == [41], "what storage did not take was lost"
-    assert told == [], "an incident of long ago was told as the newest"
+    assert [event["step"] for event in read_journal(run, "events")] == [41], "the hang is recorded once storage works"
+    assert told == [], "an old hang is not reported as the newest incident"
 
 
 @pytest.mark.slow
-def test_a_report_that_itself_hangs_ends_by_the_timer(run: Run) -> None:
+def test_the_timer_ends_a_rank_whose_report_hangs(run: Run) -> None:
     code, _, seconds = run_rank(
         run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.heartbeat(41)\ntime.sleep(1000)"
     )
@@ -303,7 +303,7 @@ def test_a_report_that_itself_hangs_ends_by_the_timer(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_child_ends_as_it_would_without_a_watchdog(run: Run) -> None:
+def test_a_forked_child_ends_as_if_there_were_no_watchdog(run: Run) -> None:
     forks = """
         import os, signal
         time.sleep(2)  # by now the timer is set
@@ -313,11 +313,13 @@ def test_a_forked_child_ends_as_it_would_without_a_watchdog(run: Run) -> None:
             sys.exit(0)
         print("child:", os.waitpid(child, 0)[1], flush=True)
     """
-    process = start_rank(run, forks, begin="train()", timeout_s=1000)  # only its main thread can end a process as usual
+    process = start_rank(
+        run, forks, begin="train()", timeout_s=1000
+    )  # only the main thread can end a process in the usual way
     assert wait_for(process) == "child: 0\ntrained\n"
 
 
-def test_a_heartbeat_costs_next_to_nothing(run: Run) -> None:
+def test_a_heartbeat_costs_almost_nothing(run: Run) -> None:
     with Watchdog(run, 0, 2, 300, print) as watchdog:
         began = time.perf_counter()
         for step in range(10_000):
@@ -334,7 +336,7 @@ run_rank()
 """
 
 COLLECTIVE = """
-with watchdog.paused():  # the first time, torch imports much
+with watchdog.paused():  # torch imports many modules at first
     dist.init_process_group("gloo", init_method="file://INIT", rank=rank, world_size=2)
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     model(torch.ones(1, 4)).sum().backward()
@@ -347,24 +349,24 @@ model(torch.ones(1, 4)).sum().backward()
 """
 
 
-def test_the_rank_that_the_others_wait_for_is_told_from_them(run: Run, tmp_path: Path) -> None:
+def test_the_rank_for_which_the_others_wait_is_identified(run: Run, tmp_path: Path) -> None:
     train = COLLECTIVE.replace("INIT", str(tmp_path / "init"))
     processes = [start_rank(run, train, rank=rank, begin=TORCH, timeout_s=3) for rank in (0, 1)]
     waiting, hung = [wait_for(process, 120) for process in processes]
     assert processes[1].returncode == 1, hung
-    assert "RuntimeError" in waiting, "the end of the other ends its collective, and not the process"
+    assert "RuntimeError" in waiting, "the end of the other rank breaks the collective, but does not end this process"
     events = sorted(read_journal(run, "events"), key=lambda event: event["rank"])
     assert [event["waiting"] for event in events] == [True, False], [event["stacks"] for event in events]
     assert "waits for other ranks in" in events[0]["detail"]
-    assert "stands in consume_batch" in events[1]["detail"]
-    assert find_suspects(read_hangs(events), 2) == [1]
+    assert "is stuck in consume_batch" in events[1]["detail"]
+    assert suspects(read_hangs(events), 2) == [1]
 
 
 RANKS, ROWS = "other ranks", "rows of Ray Data"
 
 
 def dump(*threads: list[str], first: int = 1) -> str:
-    """What faulthandler writes of threads 1, 2, ..., each a list of files."""
+    """Return faulthandler's output for threads 1, 2, ..., each given as a list of files."""
     return "".join(
         f"Thread {number:#018x} (most recent call first):\n" + "".join(f'  File "{f}", line 7 in work\n' for f in files)
         for number, files in enumerate(threads, first)
@@ -402,14 +404,14 @@ ABOUT = {"attempt": 3, "rank": 1, "world_size": 2, "step": 41, "beat": 1000.0, "
         (["/w/my_collate.py", "/v/site-packages/ray/data/iterator.py", "/w/step.py"], "", "/w/my_collate.py"),
     ],
 )
-def test_where_a_rank_stands(files: list[str], waits_for: str, place: str) -> None:
+def test_a_hang_is_described_by_the_innermost_relevant_file(files: list[str], waits_for: str, place: str) -> None:
     found = describe(ABOUT, dump(["/main.py"], files), 1300.4)
-    verb = f"waits for {waits_for}" if waits_for else "stands"
+    verb = f"waits for {waits_for}" if waits_for else "is stuck"
     assert found.detail == f"rank 1: no step for 300 s; {verb} in work at {place}:7"
     assert (found.waiting, found.loading) == (waits_for == RANKS, waits_for == ROWS)
 
 
-def test_stacks_are_cut_and_begin_with_the_training_thread() -> None:
+def test_stacks_are_shortened_and_begin_with_the_training_thread() -> None:
     deep = ["/w/recursive.py"] * 100
     found = describe(ABOUT, dump(*[deep] * 100), 1300)
     assert len(found.stacks) == MAX_STACKS
@@ -417,7 +419,7 @@ def test_stacks_are_cut_and_begin_with_the_training_thread() -> None:
     assert found.stacks.startswith('Training thread (most recent call first):\n  File "/w/recursive.py"')
 
 
-def test_a_rank_without_stacks_is_described_all_the_same() -> None:
+def test_a_rank_without_stacks_is_still_described() -> None:
     assert describe(ABOUT, "", 1300).detail == "rank 1: no step for 300 s"
 
 
@@ -432,7 +434,7 @@ def test_a_rank_without_stacks_is_described_all_the_same() -> None:
     ],
     ids=["all", "one, and the other waits for it", "none", "beside a hung one", "beside a silent one"],
 )
-def test_ranks_to_which_ray_data_brings_no_rows_do_not_hang(waits_for: dict[int, str], found: bool) -> None:
+def test_ranks_without_rows_from_ray_data_do_not_count_as_hung(waits_for: dict[int, str], found: bool) -> None:
     hangs = [Hang(rank, "", what == RANKS, what == ROWS) for rank, what in waits_for.items()]
     assert waited_for_rows(hangs, 2) == found
 
@@ -447,13 +449,13 @@ def test_ranks_to_which_ray_data_brings_no_rows_do_not_hang(waits_for: dict[int,
         ({0: False, 1: True}, [0, 2]),
     ],
 )
-def test_suspects(waiting: dict[int, bool], found: list[int]) -> None:
+def test_the_ranks_that_the_others_wait_for_are_suspects(waiting: dict[int, bool], found: list[int]) -> None:
     hangs = [Hang(rank, "", waits) for rank, waits in waiting.items()]
     assert find_suspects(hangs, 3) == found
     assert read_hangs([{"event": "commit failed"}, *(hang.record() for hang in hangs)]) == hangs
 
 
-def test_ranks_have_journals_of_their_own(run: Run) -> None:
+def test_records_of_several_journals_are_read_in_order(run: Run) -> None:
     for step in range(3):
         journal = Journal(run, "events", 1)
         journal.append({"step": step, "time": 0.0, "event": "a test"})
@@ -462,7 +464,7 @@ def test_ranks_have_journals_of_their_own(run: Run) -> None:
 
 
 def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
-    """Forming a group is an example: no other rank can end it for this process."""
+    """No other rank can end a process that hangs while its group forms, for example."""
     program = """
         import ctypes, sys, time
         from sunspot.elastic import watchdog
@@ -477,8 +479,8 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
         command = [sys.executable, "-c", textwrap.dedent(program), holds]
         ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
         assert ended.returncode == 1
-        assert 'File "<string>"' in ended.stderr, "it tells where it stood"
-    assert "this process ends itself, because it waited 1 s until a group of 3 formed" in ended.stderr
+        assert 'File "<string>"' in ended.stderr, "the output shows where the process hung"
+    assert "this process ends itself, because this did not happen within 1 s: a group of 3 formed" in ended.stderr
 
 
 def test_the_context_around_a_pause_lasts_as_long_as_the_pause(run: Run) -> None:

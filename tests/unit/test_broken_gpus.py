@@ -87,7 +87,7 @@ def test_a_run_that_needs_the_nodes_does_not_begin(
 @pytest.fixture
 def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTraining:
     class Control(LocalControl):
-        def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        def call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
             cluster.done.append((method.__name__,))
 
     return BrokenInTraining(Control(), Needed({"GPU": 1.0}, 2), group_ends=True)

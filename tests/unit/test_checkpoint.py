@@ -46,7 +46,7 @@ from sunspot.data.source import EmptySource
 from sunspot.elastic.restore import load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.sharding import Place
+from sunspot.parallel.sharding import TensorSlice
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, checkpoint_name, claim, lineage, read_attempts
@@ -601,7 +601,7 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
         def work(group: dist.ProcessGroup) -> Any:
             rank, storage = dist.get_rank(), SlowStorage(str(tmp_path))
             model = torch.nn.Linear(2, 3, bias=False)
-            sunspot.checkpoint.snapshot.find_places = lambda _: [Place((6, 2), (3 * rank, 0))]
+            sunspot.checkpoint.snapshot.find_slices = lambda _: [TensorSlice((6, 2), (3 * rank, 0))]
             plan = Plan(
                 Settings(parallel="fsdp", checkpoints_to_keep=9, **settings),
                 EmptySource((2,), 3),
@@ -741,7 +741,7 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
     """A rank also writes no piece of a tensor that has fewer rows than there are ranks."""
     one, none = torch.ones(1, 2), torch.empty(0, 2)
     state: Any = {"model": {"own": one, "none": none}, "optimizer": {"state": {}, "param_groups": []}}
-    places = [Place((2, 2), (1, 0)), Place((1, 2), (1, 0))]
+    places = [TensorSlice((2, 2), (1, 0)), TensorSlice((1, 2), (1, 0))]
     name = checkpoint_name(1, 1)
     snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
     for rank in (0, 1):

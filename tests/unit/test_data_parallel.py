@@ -1,4 +1,4 @@
-"""Gradients of models whose passes leave out parameters: ranks are compared with one process that has all rows."""
+"""Gradients of models that do not use all parameters in each pass, compared with one process that has all rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from tests.harness.process_group import in_processes
 ROWS, STEPS = 12, 12
 
 KINDS = ([0] * 6 + [1] * 6, [0] * 12, [2] * 6 + [0] * 6, [1] * 3 + [2] * 3 + [0] * 6, [0] * 6 + [2] * 6, [3] * 12)
-"""Kinds of the rows of each step: ranks use the same experts, or other ones, or one that no rank has used before."""
+"""Kinds of the rows of each step. Ranks use the same experts, different ones, or one that no rank has used before."""
 
 
 class Experts(nn.Module):
-    """An expert for each kind of rows, a head beside them, and a layer that nothing uses."""
+    """Model with an expert for each kind of rows, a head beside them, and a layer that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.head, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.trunk = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.penalty = torch.zeros(())
 
@@ -96,7 +98,7 @@ def of_a_loss_beside_the_output(
     model(x, kinds)
     (inner.penalty * weight).backward()
     if isinstance(model, DataParallel):
-        model.complete()  # which the run does before it clips gradients, and before an optimizer's step
+        model.complete()  # as the run does before it clips gradients, and before an optimizer step
 
 
 def train(style: str, model: Any, inner: Experts, rows: slice, world_size: int) -> Iterator[tuple[set[str], Any]]:
@@ -111,7 +113,7 @@ def train(style: str, model: Any, inner: Experts, rows: slice, world_size: int) 
             inner.head.requires_grad_(step > STEPS // 2)
         take = {"freezing": plain, "unfreezing": by_the_sum_of_outputs}.get(style) or globals()[style]
         take(model, inner, x, kinds, world_size / ROWS)
-        nn.utils.clip_grad_norm_(inner.parameters(), 0.5)  # as a loop of one's own does
+        nn.utils.clip_grad_norm_(inner.parameters(), 0.5)  # as a user's own loop does
         unused = {name for name, each in inner.named_parameters() if each.grad is None}
         optimizer.step()
         optimizer.zero_grad()
@@ -125,14 +127,14 @@ STYLES = (
 
 
 def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
-    """Return the styles of loops in which this rank differs from one process that has all rows."""
+    """Return the styles of training loops in which this rank differs from one process that has all rows."""
     differing = []
     for style in [*(each.__name__ for each in STYLES), "freezing", "unfreezing"]:
         torch.manual_seed(1)
         alone = Experts()
         alone.head.requires_grad_(style != "unfreezing")
         together = copy.deepcopy(alone)
-        model = DataParallel(together, style, bucket_cap_mb=1e-5)  # a bucket for each parameter
+        model = DataParallel(together, style, bucket_cap_mb=1e-5)  # one bucket for each parameter
         share = ROWS // group.size()
         rows = slice(group.rank() * share, (group.rank() + 1) * share)
         steps = zip(
@@ -149,16 +151,18 @@ def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_use_other_parameters_take_the_steps_of_one_process(world_size: int, tmp_path: Path) -> None:
+def test_ranks_that_use_different_parameters_take_the_steps_of_one_process(world_size: int, tmp_path: Path) -> None:
     assert in_processes(tmp_path, world_size, compare_with_one_process) == [[]] * world_size
 
 
 class Words(nn.Module):
-    """A model that uses an embedding with sparse gradients between two layers, for rows of one kind."""
+    """Model that uses an embedding with sparse gradients between two layers, for rows of one kind."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.words, self.last = nn.Linear(4, 4), nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)
+        self.first = nn.Linear(4, 4)
+        self.words = nn.Embedding(5, 4, sparse=True)
+        self.last = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
@@ -190,7 +194,7 @@ def compare_sparse_gradients(group: dist.ProcessGroup) -> list[str]:
 
 
 class TwoOutputs(Words):
-    """Words with two outputs."""
+    """Model like `Words`, with two outputs."""
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         first = super().forward(x, kinds)
@@ -212,8 +216,8 @@ def average_of_other_outputs(group: dist.ProcessGroup) -> list[int]:
     return counts
 
 
-def test_ranks_may_compute_their_losses_from_other_outputs(tmp_path: Path) -> None:
-    """An embedding with sparse gradients is averaged as often on all ranks, or they would wait for each other."""
+def test_ranks_may_compute_their_losses_from_different_outputs(tmp_path: Path) -> None:
+    """All ranks must average an embedding with sparse gradients equally often, or they would wait for each other."""
     assert in_processes(tmp_path, 2, average_of_other_outputs) == [[2, 2], [2, 2]]
 
 
@@ -225,7 +229,7 @@ def test_layers_below_an_embedding_with_sparse_gradients_get_the_average(tmp_pat
 def test_a_conditional_model_is_the_same_on_any_number_of_workers(
     parallel: str, micro_batch_size: int, tmp_path: Path
 ) -> None:
-    """This holds in steps too small for all workers, too, because rows that only keep a rank busy use no expert."""
+    """This also holds in steps with fewer rows than workers, because rows that only keep a rank busy use no expert."""
     settings: dict[str, Any] = {"global_batch_size": 5, "max_steps": 6, "micro_batch_size": micro_batch_size}
     alone, together = (
         train_ranks(tmp_path / str(ranks), ranks, task="tests.tasks.experts", parallel=parallel, **settings)

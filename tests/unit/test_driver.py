@@ -243,7 +243,9 @@ def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
         assert (request.signal, request.marked) == (signal.SIGINT, False)
         signal.raise_signal(signal.SIGINT)
     out = capsys.readouterr().out
-    assert out.startswith("interrupted: it saves and ends, and the same command goes on from there; Ctrl-C again ends")
+    assert out.startswith(
+        "interrupted: saving and ending; the same command continues from there. Press Ctrl-C again to end"
+    )
     assert out.count("\n") == 1
     assert signal.getsignal(signal.SIGINT) is usual
 

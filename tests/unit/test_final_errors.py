@@ -1,4 +1,4 @@
-"""Errors that another cluster would meet, too: they end a RayJob at once, and others leave it its tries."""
+"""Errors that would occur on any cluster end a RayJob at once. Other errors leave the RayJob its retries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(submission: str) -> str:
     ],
     ids=["own cluster", "shared cluster", "own name of the job", "no KubeRay", "no job"],
 )
-def test_a_job_of_kuberay_in_its_own_cluster_is_recognised(
+def test_a_kuberay_job_in_its_own_cluster_is_recognized(
     environment: dict[str, str], own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RAY_CLUSTER_NAME", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
@@ -59,7 +59,7 @@ def test_a_job_of_kuberay_in_its_own_cluster_is_recognised(
         (SunspotError, False),
     ],
 )
-def test_only_errors_that_no_cluster_can_cure_are_final(
+def test_only_errors_that_occur_on_any_cluster_are_final(
     kind: type[SunspotError], final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
@@ -75,7 +75,7 @@ def test_only_errors_that_no_cluster_can_cure_are_final(
 
 
 @pytest.mark.parametrize("given", [config("run-1a2b-9fwqz"), '{"metadata": null}'])
-def test_a_job_ends_alike_if_ray_cannot_record_its_status(
+def test_a_job_ends_in_the_same_way_if_ray_cannot_record_its_status(
     given: str, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setenv("RAY_CLUSTER_NAME", "run-1a2b-x7k2p")

@@ -1,4 +1,4 @@
-"""Which groups of nodes the workers are asked of, as time passes and nodes come and go."""
+"""The number of workers requested from each node group, as time passes and nodes come and go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Story:
         self.choice, self.now = GroupChoice(groups, 4), 0.0
 
     def after(self, seconds: int, **room: int) -> list[int]:
-        """What is asked of each group when there was room for so many workers all the while."""
+        """Return the workers requested from each group if these numbers of workers fit on its nodes for `seconds`."""
         asked: dict[str, int] = {}
         for _ in range(seconds):
             self.now += 1
@@ -23,27 +23,27 @@ class Story:
         return list(asked.values())
 
 
-def test_on_demand_stands_in_for_spot_and_steps_back() -> None:
+def test_on_demand_nodes_replace_missing_spot_nodes_until_these_return() -> None:
     story = Story(SPOT, ON_DEMAND)
     assert story.after(300) == [4, 0], "nodes need time to come"
     assert story.after(1) == [4, 4]
-    assert story.after(1000, ondemand=4) == [4, 4], "spot is asked for all the while"
+    assert story.after(1000, ondemand=4) == [4, 4], "spot is still requested"
     assert story.after(299, spot=4, ondemand=4) == [4, 4]
     assert story.after(1, spot=4, ondemand=4) == [4, 0]
     assert story.after(1000, spot=4) == [4, 0]
 
 
-def test_only_what_is_missing_is_asked_of_the_next() -> None:
+def test_the_next_group_is_asked_only_for_the_missing_workers() -> None:
     story = Story(SPOT, ON_DEMAND)
     story.after(10, spot=4)
     assert story.after(299, spot=3) == [4, 0]
     assert story.after(1, spot=3) == [4, 1]
-    assert story.after(100, spot=1, ondemand=1) == [4, 1], "the wait begins anew"
+    assert story.after(100, spot=1, ondemand=1) == [4, 1], "the wait begins again"
     assert story.after(199, spot=0, ondemand=1) == [4, 1]
-    assert story.after(1, spot=0, ondemand=1) == [4, 4], "what is missing when the wait ends"
+    assert story.after(1, spot=0, ondemand=1) == [4, 4], "all workers that are missing when the wait ends are requested"
 
 
-def test_spot_that_comes_and_goes_changes_nothing() -> None:
+def test_spot_nodes_that_come_and_go_do_not_change_the_request() -> None:
     story = Story(SPOT, ON_DEMAND)
     story.after(301)
     for _ in range(10):
@@ -51,32 +51,34 @@ def test_spot_that_comes_and_goes_changes_nothing() -> None:
         assert story.after(5, ondemand=4) == [4, 4]
 
 
-def test_some_on_demand_and_the_rest_on_spot() -> None:
+def test_a_run_keeps_one_on_demand_worker_and_puts_the_others_on_spot() -> None:
     story = Story(BASE, SPOT, ON_DEMAND)
-    assert story.after(1) == [1, 3, 0], "at once: they can never run on the group before"
+    assert story.after(1) == [1, 3, 0], "these workers never fit into the group before, so they are requested at once"
     assert story.after(1000, base=1, spot=3) == [1, 3, 0]
-    assert story.after(1000, base=4, spot=3) == [1, 3, 0], "only one of the four is to stay"
+    assert story.after(1000, base=4, spot=3) == [1, 3, 0], "the base group needs only one of its four nodes"
     assert story.after(300, base=1, spot=1) == [1, 3, 2]
-    assert story.after(300, base=0, spot=3) == [1, 4, 1], "the base is missing: spot stands in, and it has none left"
+    assert story.after(300, base=0, spot=3) == [1, 4, 1], "spot replaces the missing base, and has no worker left"
 
 
-def test_a_driver_that_starts_again_keeps_the_nodes_it_finds() -> None:
+def test_a_restarted_driver_keeps_the_nodes_that_it_finds() -> None:
     story = Story(SPOT, ON_DEMAND)
     assert story.after(1, ondemand=4) == [4, 4]
     story = Story(SPOT, ON_DEMAND)
     assert story.after(300, spot=4, ondemand=4) == [4, 4]
-    assert story.after(1, spot=4, ondemand=4) == [4, 0], "but not for ever"
+    assert story.after(1, spot=4, ondemand=4) == [4, 0], "the surplus nodes are released in the end"
 
 
-def test_nodes_are_given_back_those_without_workers_first() -> None:
+def test_nodes_without_workers_are_released_first() -> None:
     room, group_of = {"a": 1, "b": 1, "c": 1}, dict.fromkeys("abc", "ondemand")
     assert nodes_to_release(room, group_of, {"ondemand": 3}, "abc") == []
     assert nodes_to_release(room, group_of, {"ondemand": 1}, "ab") == ["c", "a"]
-    assert nodes_to_release({"a": 2, "b": 2}, group_of, {"ondemand": 3}, "") == [], "half a node is needed"
-    assert nodes_to_release(room, dict.fromkeys("abc", ""), {"ondemand": 0}, "") == [], "nodes of no group"
+    assert nodes_to_release({"a": 2, "b": 2}, group_of, {"ondemand": 3}, "") == [], (
+        "a node is kept if half of it is needed"
+    )
+    assert nodes_to_release(room, dict.fromkeys("abc", ""), {"ondemand": 0}, "") == [], "nodes of no group are kept"
 
 
-def test_the_groups_are_a_setting() -> None:
+def test_node_groups_are_read_from_a_setting() -> None:
     text = '[{"name": "spot", "most": 4, "after_s": 300.0}]'
     settings = load_settings({"NODE_GROUPS": text})
     assert settings.node_groups == (SPOT,)

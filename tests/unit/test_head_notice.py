@@ -1,4 +1,4 @@
-"""Notices: the workers hear of them, and of the head's they save once, and train on."""
+"""Notices reach the workers. If the head is preempted, they save once and keep training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
 
 
-def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_requests_one_save_if_the_head_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(get_node_id=lambda: "head")
     answers = {"get_runtime_context": lambda: context, "nodes": lambda: []}
     monkeypatch.setattr(supervisor, "ray", SimpleNamespace(**answers))
@@ -48,7 +48,7 @@ def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [method for method, _ in control.told] == ["request_save", "log"]
 
 
-def test_a_notice_reaches_the_workers_though_no_nodes_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_reaches_the_workers_even_if_no_nodes_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise TimeoutError("the coordinator does not answer")
 
@@ -66,7 +66,7 @@ def test_a_notice_reaches_the_workers_though_no_nodes_can_be_asked_for(monkeypat
     assert control.channel.command().deadline == 50.0
 
 
-def test_the_workers_save_once_and_train_on() -> None:
+def test_the_workers_save_once_and_keep_training() -> None:
     due = [StepActions(), StepActions(busy=True), StepActions(), StepActions(copy=True), StepActions(save=True)]
     commands = iter([Command(), *[Command(save=True)] * 4])
     worker: Any = SimpleNamespace(
@@ -77,5 +77,7 @@ def test_the_workers_save_once_and_train_on() -> None:
         _saved=False,
     )
     actions = [Worker.wanted(worker, step) for step in range(len(due))]
-    assert [action.save for action in actions] == [False, False, True, False, True], "not while one is committed"
+    assert [action.save for action in actions] == [False, False, True, False, True], (
+        "no save begins while another one is committed"
+    )
     assert not any(action.stop or action.restart for action in actions)

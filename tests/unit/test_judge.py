@@ -1,4 +1,4 @@
-"""Whether a worker group that failed is followed by another, and what the user is told."""
+"""Decisions whether another worker group follows one that failed, and the messages for the user."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sunspot.elastic.out_of_memory import find_killed_for_memory
 from sunspot.elastic.receipts import FailureRecorder, explain_error
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.observe.progress import Progress, _Lines
-from sunspot.ray_internals.controller import GroupRestartError, asked_of_failures
+from sunspot.ray_internals.controller import GroupRestartError, failure_policy
 from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
@@ -47,14 +47,14 @@ LOST = RayActorError(error_msg="The actor died because its node has died.\nmore"
 
 
 class Control(LocalControl):
-    """Knows what ended the newest group."""
+    """Control channel that knows what ended the newest group."""
 
     def __init__(self) -> None:
         super().__init__()
         self.end = GroupEnd()
 
-    def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        answer = super().ask(method, *given, **named)
+    def call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        answer = super().call(method, *given, **named)
         return replace(self.end, counts=answer.counts) if method is ControlChannel.group_end else answer
 
     @property
@@ -78,7 +78,7 @@ def failed(*ranks: int, world_size: int = 2, step: int = 0, taken: int = 0, **ch
     return [RankError(Failure(**kind | {"rank": rank, "step": step}), world_size, taken, **of) for rank in ranks]
 
 
-def told(errors: list[RankError], committed: int = 0, hangs: list[Hang] | None = None) -> GroupEnd:
+def group_end(errors: list[RankError], committed: int = 0, hangs: list[Hang] | None = None) -> GroupEnd:
     return GroupEnd(errors, Progress(1, step=53, committed=committed), hangs or [])
 
 
@@ -88,7 +88,7 @@ def hung(rank: int, waiting: bool = False, loading: bool = False) -> Hang:
 
 
 def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: Control) -> None:
-    control.end = told(failed(0, 1))
+    control.end = group_end(failed(0, 1))
     assert not FailureJudge(control, 3)({0: NameError()})
     assert not control.said
     assert control.channel.group_end().counts.final, "another cluster would not help"
@@ -109,47 +109,47 @@ def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: C
     ],
     ids=["one rank", "other places", "from outside", "lost peers", "our code", "installed code", "after steps"],
 )
-def test_other_errors_are_tried_again(control: Control, errors: list[RankError]) -> None:
+def test_the_run_starts_again_after_other_errors(control: Control, errors: list[RankError]) -> None:
     judge = FailureJudge(control, 3)
-    control.end = told(errors)
+    control.end = group_end(errors)
     assert judge({0: NameError()})
     [line] = control.said
     assert "NameError" in line or "RuntimeError" in line
     assert line.endswith("; starting again, 2 of 3 SUNSPOT_MAX_FAILURES left")
 
 
-def test_a_bug_that_comes_again_at_the_same_step_ends_the_run(control: Control) -> None:
+def test_a_bug_that_repeats_at_the_same_step_ends_the_run(control: Control) -> None:
     judge = FailureJudge(control, 3)
-    control.end = told(failed(0, 1, step=50, taken=50))
+    control.end = group_end(failed(0, 1, step=50, taken=50))
     assert judge({0: NameError()})
-    control.end = told(failed(0, 1, step=50, taken=10))
+    control.end = group_end(failed(0, 1, step=50, taken=10))
     assert not judge({0: NameError()})
 
 
 BACKWARD = {"file": failures.__file__, "line": 68, "type": "RuntimeError", "message": "Mixed up. To fix it, do this"}
-"""An error in the backward pass, whose traceback has no line of the user's code."""
+"""Error in the backward pass, whose traceback has no line of the user's code."""
 
 
 @pytest.mark.parametrize("place", [failures.__file__, "/venv/lib/python3.12/site-packages/torch/optim/sgd.py", ""])
-def test_the_same_message_on_all_ranks_twice_ends_the_run_wherever_it_comes_from(control: Control, place: str) -> None:
+def test_the_same_message_on_all_ranks_ends_the_run_if_it_repeats(control: Control, place: str) -> None:
     def fail(rank: int) -> list[RankError]:
         message = f"rank {rank}: the tensor at 0x7f{rank} is wrong"
         return failed(rank, taken=0, **BACKWARD | {"file": place, "message": message})
 
     judge = FailureJudge(control, 3)
-    control.end = told(fail(0) + fail(1))
-    assert judge({0: RuntimeError()}), "it may be gone the next time"
+    control.end = group_end(fail(0) + fail(1))
+    assert judge({0: RuntimeError()}), "an error from outside may not occur again"
     assert not judge({0: RuntimeError()})
     assert control.gave_up_for[0].endswith(
-        "; all ranks ended so, and would again; `sunspot check` tries the task in seconds"
+        "; all ranks failed alike, and would again; `sunspot check` tries the task in seconds"
     )
 
 
 @pytest.mark.parametrize("error", [{}, BACKWARD], ids=["at a line of the task", "the same message"])
-def test_an_error_of_all_ranks_that_moves_on_with_each_start_ends_the_run(
+def test_an_error_of_all_ranks_that_occurs_later_with_each_start_ends_the_run(
     error: dict[str, Any], control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workers come to new steps and checkpoints in between, such as with a bug in the 60th call of a function."""
+    """The workers take new steps and checkpoints in between, such as with a bug in the 60th call of a function."""
     judge, now = FailureJudge(control, 3), [1000.0]
     monkeypatch.setattr(failures.time, "time", lambda: now[0])
 
@@ -158,12 +158,12 @@ def test_an_error_of_all_ranks_that_moves_on_with_each_start_ends_the_run(
         control.end = GroupEnd(failed(0, 1, step=step, taken=60, **error), Progress(1, step=step, committed=step))
         return judge({0: RuntimeError()})
 
-    assert all(fail(step, 3600) for step in range(60, 660, 60)), "now and then is no loop"
+    assert all(fail(step, 3600) for step in range(60, 660, 60)), "occasional errors are not a loop"
     assert fail(660, 60)
     assert fail(720, 60)
     assert not fail(780, 60)
     assert control.gave_up_for[0].endswith(
-        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks ended so; "
+        "; 4 times in a row, each within 10 min of the one before (SUNSPOT_MAX_FAILURES=3): all ranks failed alike; "
         "`sunspot check` tries the task in seconds"
     )
     assert control.channel.group_end().counts.final
@@ -179,55 +179,55 @@ def test_an_error_of_all_ranks_that_moves_on_with_each_start_ends_the_run(
     ],
     ids=["another message", "a later step", "from outside", "a lost peer"],
 )
-def test_another_error_the_second_time_is_tried_again(control: Control, second: dict[str, Any]) -> None:
+def test_the_run_starts_again_if_the_second_error_differs(control: Control, second: dict[str, Any]) -> None:
     judge = FailureJudge(control, 3)
-    control.end = told(failed(0, 1, **BACKWARD))
+    control.end = group_end(failed(0, 1, **BACKWARD))
     assert judge({0: RuntimeError()})
-    control.end = told(failed(0, 1, **BACKWARD | second))
+    control.end = group_end(failed(0, 1, **BACKWARD | second))
     assert judge({0: RuntimeError()})
 
 
-def test_the_fix_at_the_end_of_a_long_message_is_told(control: Control) -> None:
+def test_the_fix_at_the_end_of_a_long_message_is_shown(control: Control) -> None:
     fix = "use torch.autograd.set_detect_anomaly(True)"
-    control.end = told(failed(0, 1, message=f"{'changed in place ' * 60}. Hint: {fix}"))
+    control.end = group_end(failed(0, 1, message=f"{'changed in place ' * 60}. Hint: {fix}"))
     assert not FailureJudge(control, 3)({0: RuntimeError()})
     assert fix in control.gave_up_for[0]
 
 
-def test_a_bug_that_ends_a_trainer_is_known_to_the_next(control: Control) -> None:
-    """Where workers outlive each other, an error of one's own ends Ray's trainer, and its judge."""
+def test_the_next_trainer_knows_of_a_bug_that_ended_the_previous_one(control: Control) -> None:
+    """An error of the program ends Ray's trainer in survivor mode, together with its judge."""
     start, bug = TrainerStart(), TrainingFailedError("of the user")
     for _ in range(2):
-        control.tell(ControlChannel.set_counts, start.counts)
-        control.end = told(failed(0, 1, step=50, taken=50))
-        goes_on = FailureJudge(control, 3, outlive=True)({0: NameError()})
+        control.send(ControlChannel.set_counts, start.counts)
+        control.end = group_end(failed(0, 1, step=50, taken=50))
+        goes_on = FailureJudge(control, 3, survivor_mode=True)({0: NameError()})
         if goes_on:
             start = start_again(control, start, 3, bug) or start
     assert not goes_on
 
 
-def test_losses_before_a_trainer_are_forgotten_once_it_has_taken_a_step(control: Control) -> None:
+def test_earlier_losses_are_forgotten_once_a_trainer_has_taken_a_step(control: Control) -> None:
     start: TrainerStart | None = TrainerStart()
-    for _ in range(2):  # all workers go, twice
+    for _ in range(2):  # all workers are lost, twice
         assert start
-        control.tell(ControlChannel.set_counts, start.counts)
-        control.end = told([])
+        control.send(ControlChannel.set_counts, start.counts)
+        control.end = group_end([])
         start = start_again(control, start, 2)
     assert start
-    control.tell(ControlChannel.set_counts, start.counts)
+    control.send(ControlChannel.set_counts, start.counts)
     assert start_again(control, start, 2) is None, "a third time, without a new checkpoint"
-    assert FailureJudge(control, 2, outlive=True)({1: LOST})
+    assert FailureJudge(control, 2, survivor_mode=True)({1: LOST})
     assert control.heard("log")[-1].endswith("; starting again, 1 of 2 SUNSPOT_MAX_FAILURES left")
 
 
-def test_a_lack_of_memory_is_known_to_the_next_trainer_if_no_worker_was_left(control: Control) -> None:
+def test_the_next_trainer_knows_of_a_lack_of_memory_that_left_no_worker(control: Control) -> None:
     """Each trainer makes a checkpoint before all of its workers are killed."""
     start: TrainerStart | None = TrainerStart()
     for step in (10, 20, 30):
         assert start
-        control.tell(ControlChannel.set_counts, start.counts)
+        control.send(ControlChannel.set_counts, start.counts)
         control.end = GroupEnd(progress=Progress(1, step=step, committed=step))
-        goes_on = FailureJudge(control, 2, outlive=True)({0: killed_for_memory()})
+        goes_on = FailureJudge(control, 2, survivor_mode=True)({0: killed_for_memory()})
         start = start_again(control, start, 2)
     assert not goes_on
 
@@ -236,7 +236,7 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
     """A run may lose more nodes in a month than in an hour."""
     judge = FailureJudge(control, 1)
     for committed in (0, 100, 200, 300):
-        control.end = told([], committed)
+        control.end = group_end([], committed)
         assert judge({1: LOST})
     assert not judge({1: LOST}), "no checkpoint has come since"
     what = "rank 1: lost after step 53: The actor died because its node has died"
@@ -244,8 +244,8 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
     assert "MAX_FAILURES=1" in control.gave_up_for[0]
 
 
-def test_losses_that_the_others_outlive_count_until_the_next_step(control: Control) -> None:
-    judge = FailureJudge(control, 1, outlive=True)
+def test_losses_in_survivor_mode_count_until_the_next_step(control: Control) -> None:
+    judge = FailureJudge(control, 1, survivor_mode=True)
     for step in (10, 20, 30):
         control.end = GroupEnd([], Progress(1, step=step, committed=0))
         assert judge({1: LOST})
@@ -253,22 +253,22 @@ def test_losses_that_the_others_outlive_count_until_the_next_step(control: Contr
     assert "no new step" in control.gave_up_for[0]
 
 
-def test_the_loss_of_a_zone_within_a_step_does_not_end_the_workers_that_train_on(control: Control) -> None:
-    judge = FailureJudge(control, 3, outlive=True)
+def test_the_loss_of_a_zone_within_a_step_does_not_end_the_other_workers(control: Control) -> None:
+    judge = FailureJudge(control, 3, survivor_mode=True)
     nodes = {rank: f"node-{rank}" for rank in range(16)}
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=nodes)
     assert all(judge({rank: LOST}) for rank in range(12))
     assert control.heard("log")[-1].endswith("; starting again, 0 of 3 SUNSPOT_MAX_FAILURES left")
     control.end = replace(control.end, nodes=dict.fromkeys(range(4), "other"))
-    assert judge({12: LOST, 13: LOST, 14: LOST}), "one that took the step may still live"
-    assert not judge({0: LOST}), "as many were lost in one step as there were workers"
+    assert judge({12: LOST, 13: LOST, 14: LOST}), "a worker that took the step may still be alive"
+    assert not judge({0: LOST}), "all workers were lost within one step"
     control.end = replace(control.end, progress=Progress(1, step=1001, committed=990))
     assert judge({0: LOST})
 
 
-def test_replacements_that_could_not_train_are_no_losses(control: Control) -> None:
-    """While a member trains, in steps of minutes, any number of them may fail."""
-    judge, nodes = FailureJudge(control, 1, outlive=True), {0: "a", 1: "b"}
+def test_replacements_that_could_not_train_do_not_count_as_losses(control: Control) -> None:
+    """While a member trains, in steps that take minutes, any number of replacements may fail."""
+    judge, nodes = FailureJudge(control, 1, survivor_mode=True), {0: "a", 1: "b"}
 
     def lose(*ranks: int, replacements: int = 0) -> bool:
         for _ in range(replacements):
@@ -281,16 +281,16 @@ def test_replacements_that_could_not_train_are_no_losses(control: Control) -> No
     assert all(lose(1, replacements=1) for _ in range(5))
     assert control.heard("log")[-1].endswith("for replacements that could not train, and others start")
     assert control.channel.group_end().counts.charged == 1
-    assert not lose(0, 1, replacements=1), "the other one was a member, and the last"
+    assert not lose(0, 1, replacements=1), "the other lost process was the last member"
 
 
 def test_with_max_failures_0_the_first_loss_ends_a_run(control: Control) -> None:
     control.end = GroupEnd([], Progress(1, step=1000, committed=990), nodes=dict.fromkeys(range(16), "node"))
-    assert not FailureJudge(control, 0, outlive=True)({1: LOST})
+    assert not FailureJudge(control, 0, survivor_mode=True)({1: LOST})
 
 
-def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> None:
-    control.end = told([], hangs=[hung(0, waiting=True), hung(1)])
+def test_a_hung_rank_is_distinguished_from_those_that_waited_for_it(control: Control) -> None:
+    control.end = group_end([], hangs=[hung(0, waiting=True), hung(1)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
     assert control.said == [
         "rank 1: no step for 300 s, after step 53 (stacks: `sunspot events --stacks`); starting again, 2 of 3 "
@@ -298,38 +298,38 @@ def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> 
     ]
 
 
-def test_a_rank_that_left_no_word_is_named(control: Control) -> None:
-    control.end = told([], hangs=[hung(0, waiting=True)])
+def test_a_hung_rank_that_left_no_record_is_named(control: Control) -> None:
+    control.end = group_end([], hangs=[hung(0, waiting=True)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
     assert control.said[0].startswith("rank 1: left no stacks: it was stopped, or lost with its node, after step 53")
 
 
-def test_groups_without_rows_are_counted_apart(control: Control) -> None:
-    """The pods that read for Ray Data may be reclaimed for longer than ranks may hang."""
+def test_groups_without_rows_are_counted_separately(control: Control) -> None:
+    """The pods that read for Ray Data may be preempted for longer than ranks may hang."""
     judge = FailureJudge(control, 0)
     for committed in (0, 100):  # a checkpoint lets them begin again
-        control.end = told([], committed, [hung(0, waiting=True), hung(1, loading=True)])
+        control.end = group_end([], committed, [hung(0, waiting=True), hung(1, loading=True)])
         for left in reversed(range(MAX_STARVED)):
             assert judge({0: LOST, 1: LOST})
             assert control.said[-1].startswith("rank 1: no step for 300 s, after step 53")
             assert "Ray Data brought no rows" in control.said[-1]
             assert control.said[-1].endswith(
-                f"{left} of {MAX_STARVED} such times left, and SUNSPOT_MAX_FAILURES is not charged"
+                f"{left} of {MAX_STARVED} such restarts left, without charging SUNSPOT_MAX_FAILURES"
             )
     assert not judge({0: LOST, 1: LOST})
     assert "Ray Data brought no rows" in control.gave_up_for[0]
-    control.end = told([], 200)
+    control.end = group_end([], 200)
     assert not judge({1: LOST}), "another loss is charged, and SUNSPOT_MAX_FAILURES is 0"
 
 
-def test_a_copy_in_memory_that_no_group_gets_going_from_costs_no_failure(control: Control) -> None:
-    """The third group begins from storage, however few failures are allowed."""
+def test_a_copy_in_memory_from_which_no_group_takes_a_step_costs_no_failure(control: Control) -> None:
+    """The third group begins from storage, even if few failures are allowed."""
     judge = FailureJudge(control, 0)
     for again in ("once more from that copy", "from storage"):
-        control.end = told(failed(0, from_memory=True))
+        control.end = group_end(failed(0, from_memory=True))
         assert judge({0: RuntimeError()})
-        assert control.said[-1].endswith(f"so another starts {again}, at no charge")
-    assert not judge({0: RuntimeError()}), "it failed on something else"
+        assert control.said[-1].endswith(f"so another group starts {again}, without charging SUNSPOT_MAX_FAILURES")
+    assert not judge({0: RuntimeError()}), "the group failed for another reason"
 
 
 @pytest.mark.parametrize(
@@ -337,12 +337,12 @@ def test_a_copy_in_memory_that_no_group_gets_going_from_costs_no_failure(control
     [(failed(0, from_memory=True, taken=1), False), (failed(0), False), (failed(0, from_memory=True), True)],
     ids=["took a step", "from storage", "a rank was lost"],
 )
-def test_other_failures_are_charged(control: Control, errors: list[RankError], lost: bool) -> None:
-    control.end = told(errors)
+def test_other_failures_are_charged_to_max_failures(control: Control, errors: list[RankError], lost: bool) -> None:
+    control.end = group_end(errors)
     assert not FailureJudge(control, 0)({0: RuntimeError()} | ({1: LOST} if lost else {}))
 
 
-def test_the_end_of_one_group_is_not_told_of_the_next() -> None:
+def test_the_end_of_one_group_is_not_attributed_to_the_next() -> None:
     control = ControlChannel()
     control.add_rank_error(failed(0)[0])
     control.add_hang(hung(0, waiting=True), late=False)
@@ -360,7 +360,7 @@ def test_the_end_of_one_group_is_not_told_of_the_next() -> None:
 
 
 @pytest.mark.parametrize("first", [Cause.JOINED, Cause.WORKER_LOST])
-def test_a_loss_while_another_is_to_join_is_no_joining(first: Cause) -> None:
+def test_a_loss_while_a_worker_is_about_to_join_is_recorded_as_a_loss(first: Cause) -> None:
     control = ControlChannel()
     second = Cause.WORKER_LOST if first is Cause.JOINED else Cause.JOINED
     for noticed, cause in enumerate((first, second), 1):
@@ -370,14 +370,14 @@ def test_a_loss_while_another_is_to_join_is_no_joining(first: Cause) -> None:
     assert (incident.cause, incident.detail, incident.noticed) == (Cause.WORKER_LOST, str(Cause.WORKER_LOST), lost_at)
 
 
-def test_a_head_that_is_to_go_is_saved_for_by_the_group_after_a_loss_too() -> None:
+def test_the_group_after_a_loss_also_saves_for_a_preempted_head() -> None:
     control = ControlChannel()
     control.request_save()
     control.begin_group(worker_group(2, "a"))
     assert control.command().save
 
 
-def test_the_receipt_of_a_group_without_rows_says_so() -> None:
+def test_the_receipt_of_a_group_without_rows_names_that_cause() -> None:
     control = ControlChannel()
     control.add_hang(hung(0, waiting=True), late=False)
     control.add_hang(hung(1, loading=True), late=False)
@@ -389,17 +389,17 @@ def test_the_receipt_of_a_group_without_rows_says_so() -> None:
     )
 
 
-def test_what_follows_from_anothers_end_is_not_told(control: Control) -> None:
-    control.end = told(failed(0, type="RuntimeError", message="[gloo] Connection closed by peer") + failed(1))
+def test_errors_that_follow_from_another_ranks_end_are_not_shown(control: Control) -> None:
+    control.end = group_end(failed(0, type="RuntimeError", message="[gloo] Connection closed by peer") + failed(1))
     assert FailureJudge(control, 3)({0: RuntimeError()})
     assert control.said[0].startswith("rank 1: NameError")
 
 
 @pytest.mark.parametrize("told_it", [True, False])
-def test_a_killed_rank_is_named_instead_of_what_followed_from_it(control: Control, told_it: bool) -> None:
-    """They may be a step ahead of what was shown last."""
+def test_a_killed_rank_is_named_instead_of_the_errors_that_followed(control: Control, told_it: bool) -> None:
+    """The killed ranks may be a step ahead of the last reported progress."""
     peer = {"type": "RuntimeError", "message": "[gloo/pair.cc:545] Connection reset by peer"}
-    control.end = told(failed(0, step=55, **peer) if told_it else [])
+    control.end = group_end(failed(0, step=55, **peer) if told_it else [])
     assert FailureJudge(control, 3)({0: RuntimeError(peer["message"]), 1: LOST})
     [line] = control.said
     assert line.startswith(f"rank 1: lost after step {55 if told_it else 53}: The actor died")
@@ -428,7 +428,7 @@ def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None
         (RuntimeError("Expected all tensors to be on the same device, but found cuda:0 and cpu!"), False),
     ],
 )
-def test_what_may_be_gone_the_next_time(error: Exception, from_outside: bool) -> None:
+def test_errors_from_outside_the_program_are_recognized(error: Exception, from_outside: bool) -> None:
     attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2, tier="memory"))
     end = describe_end(error, attempt, 1, 50)
     assert (end.from_outside, end.taken, end.world_size, end.failure.rank) == (from_outside, 10, 2, 1)
@@ -439,7 +439,7 @@ def test_what_may_be_gone_the_next_time(error: Exception, from_outside: bool) ->
 
 
 def cuda_error(code: int | None, cause: Exception | None = None) -> Exception:
-    """torch's, as its C++ makes it."""
+    """Return torch's error, as its C++ code raises it."""
     error: Any = torch.AcceleratorError("CUDA error")
     if code is not None:
         error.error_code = code
@@ -459,7 +459,7 @@ def cuda_error(code: int | None, cause: Exception | None = None) -> Exception:
     ],
     ids=["a code", "none", "too little memory", "torch's own", "after too little memory", "words"],
 )
-def test_errors_of_cuda_are_told_apart_by_class_and_code(error: Exception, code: int | None) -> None:
+def test_cuda_errors_are_classified_by_class_and_code(error: Exception, code: int | None) -> None:
     attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2))
     end = describe_end(error, attempt, 1, 50, "a node")
     assert (end.cuda_error, end.node) == (code, "a node")
@@ -469,7 +469,7 @@ def test_errors_of_cuda_are_told_apart_by_class_and_code(error: Exception, code:
 
 
 def killed_for_memory(node: str = "ab" * 28, used: str = "2.90") -> OutOfMemoryError:
-    """Ray's error (2.60) for a worker that its memory monitor has killed, in a container with 3 GiB."""
+    """Return Ray's error (2.60) for a worker that its memory monitor has killed, in a container with 3 GiB."""
     memory = f"Memory on the node (IP: 10.0.0.7, ID: {node}) was {used}GB used / 3.00GB limit (0.966910)"
     return OutOfMemoryError(
         f"1 worker(s) were killed due to the node running low on memory. {memory}\nOOM kill reason: Memory usage "
@@ -490,7 +490,7 @@ def test_a_worker_that_ray_killed_for_memory_is_named_with_its_figures(found_by:
     assert (incident.cause, incident.detail) == (Cause.OUT_OF_MEMORY, f"rank 1: {FIGURES}")
 
 
-def test_an_older_rays_words_are_understood_too() -> None:
+def test_the_memory_message_of_an_older_ray_is_understood() -> None:
     memory = (
         "(task ID: 41, name=f, pid=5, memory used=12.18GB) was running was 21.91GB / 33.28GB (0.658192), which exceeds"
     )
@@ -505,8 +505,8 @@ def test_an_older_rays_words_are_understood_too() -> None:
     assert find_killed_for_memory(LOST) == ("", "")
 
 
-def test_a_worker_killed_for_memory_is_replaced_alone_where_others_outlive_it(control: Control) -> None:
-    with asked_of_failures(FailureJudge(control, 3, outlive=True), outlive=True):
+def test_only_a_worker_killed_for_memory_is_replaced_in_survivor_mode(control: Control) -> None:
+    with failure_policy(FailureJudge(control, 3, survivor_mode=True), survivor_mode=True):
         policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
         lost = WorkerGroupPollStatus({1: WorkerStatus(running=False, error=killed_for_memory())})
         assert policy.make_decision(lost.get_worker_group_error()) is FailureDecision.RETRY
@@ -514,7 +514,7 @@ def test_a_worker_killed_for_memory_is_replaced_alone_where_others_outlive_it(co
 
 
 @pytest.mark.parametrize("known", ["before the next group begins", "before it takes a step", "later"])
-def test_why_a_worker_was_lost_may_be_told_after_the_loss(known: str) -> None:
+def test_the_cause_of_a_loss_may_be_reported_after_the_loss(known: str) -> None:
     control = ControlChannel()
     control.add_loss("b", Incident(Cause.WORKER_LOST, "rank 1 on b", 100.0))
     if known.startswith("before the next"):
@@ -535,11 +535,11 @@ def test_why_a_worker_was_lost_may_be_told_after_the_loss(known: str) -> None:
     assert [(note.event, note.detail) for note in joined.notes] == noted
 
 
-@pytest.mark.parametrize("outlive", [False, True])
-def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_checkpoints(
-    outlive: bool, control: Control, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("survivor_mode", [False, True])
+def test_running_out_of_memory_repeatedly_ends_the_run_despite_new_checkpoints(
+    survivor_mode: bool, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge, now = FailureJudge(control, 3, outlive=outlive), [1000.0]
+    judge, now = FailureJudge(control, 3, survivor_mode=survivor_mode), [1000.0]
     monkeypatch.setattr(failures.time, "time", lambda: now[0])
 
     def lose(step: int, node: str = "a") -> bool:
@@ -548,7 +548,7 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
         return judge({0: killed_for_memory(node)})
 
     assert all(lose(step) for step in (10, 20, 30))
-    assert lose(31, "b"), "another node is no loop"
+    assert lose(31, "b"), "errors on different nodes are not a loop"
     assert not control.channel.group_end().counts.final
     assert not lose(40)
     assert control.channel.group_end().counts.final
@@ -560,24 +560,24 @@ def test_running_out_of_memory_again_and_again_ends_the_run_in_spite_of_new_chec
 
 @pytest.mark.parametrize("attempt", [0, 1], ids=["before the first step", "later"])
 @pytest.mark.parametrize("one_machine", [True, False])
-def test_running_out_of_memory_before_the_first_step_is_not_tried_again_on_one_machine(
+def test_running_out_of_memory_before_the_first_step_ends_a_run_on_one_machine(
     one_machine: bool, attempt: int, control: Control
 ) -> None:
     control.end = GroupEnd(progress=Progress(attempt, step=9 * attempt))
-    goes_on = FailureJudge(control, 3, outlive=True, one_machine=one_machine)({0: killed_for_memory()})
+    goes_on = FailureJudge(control, 3, survivor_mode=True, one_machine=one_machine)({0: killed_for_memory()})
     assert goes_on is not (one_machine and attempt == 0)
     if not goes_on:
         [said] = control.gave_up_for
         assert said == (
-            f"1 worker lost: {FIGURES}; before the first step, and it would come again: lower SUNSPOT_NUM_WORKERS, "
-            "end other programs, or change the task so that it needs less"
+            f"1 worker lost: {FIGURES}; it happened before the first step, and would happen again: lower "
+            "SUNSPOT_NUM_WORKERS, end other programs, or change the task so that it needs less"
         )
         assert control.channel.group_end().counts.final
 
 
 @pytest.mark.parametrize("wrap", [ControllerError, lambda error: error], ids=["its workers", "the controller itself"])
 @pytest.mark.parametrize(("one_machine", "starts"), [(True, 1), (False, 3)])
-def test_a_controller_without_memory_is_started_again_only_on_a_cluster(
+def test_a_controller_killed_for_memory_is_restarted_only_on_a_cluster(
     wrap: Callable[[Exception], Exception],
     one_machine: bool,
     starts: int,
@@ -590,7 +590,12 @@ def test_a_controller_without_memory_is_started_again_only_on_a_cluster(
         begun.append(words)
         raise wrap(killed_for_memory())
 
-    answers = {"reserved_groups": set(), "live_controllers": {}, "end_controllers": None, "give_back": None}
+    answers = {
+        "reserved_groups": set(),
+        "live_controllers": {},
+        "end_controllers": None,
+        "remove_placement_groups": None,
+    }
     answers |= {"ray_session": nullcontext(), "fatal_error": None}
     for name, answer in answers.items():
         monkeypatch.setattr(trainer, name, lambda *words, answer=answer: answer)
@@ -604,7 +609,7 @@ def test_a_controller_without_memory_is_started_again_only_on_a_cluster(
         assert "Object store" not in said
 
 
-def test_a_group_is_there_from_its_beginning_to_its_failure() -> None:
+def test_the_channel_has_a_group_from_its_beginning_to_its_failure() -> None:
     control = ControlChannel()
     assert not control.has_group()
     control.begin_group(worker_group(1, "a"))
@@ -614,7 +619,7 @@ def test_a_group_is_there_from_its_beginning_to_its_failure() -> None:
     assert not control.has_group()
 
 
-def test_running_out_of_memory_now_and_then_never_ends_the_run(
+def test_running_out_of_memory_occasionally_never_ends_the_run(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge, now = FailureJudge(control, 1), [1000.0]
@@ -654,7 +659,7 @@ def test_a_gpu_without_enough_memory_on_every_start_ends_the_run(control: Contro
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_out_of_memory_errors_are_recognised(error: Exception, short: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, short: bool) -> None:
     attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2))
     assert describe_end(error, attempt, 1, 50).out_of_memory is short
 
@@ -670,11 +675,13 @@ def test_the_error_that_a_worker_raised_is_the_cause_of_the_restart() -> None:
 
 
 def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
-    """Asked of are those whose ranks met an error of CUDA, and those whose ranks were lost without one."""
+    """The judge asks about nodes whose ranks had a CUDA error, and about nodes whose ranks were lost without an
+    error.
+    """
     seen: dict[str, Any] = {"type": "AcceleratorError", "message": "CUDA error", "from_outside": True}
     met, other = (replace(error, node=f"node {error.failure.rank}") for error in failed(1, 2, world_size=4, **seen))
     nodes = {rank: f"node {rank}" for rank in range(4)}
-    control.end = replace(told([replace(met, cuda_error=719), other]), nodes=nodes)
+    control.end = replace(group_end([replace(met, cuda_error=719), other]), nodes=nodes)
     asked = Suspects()
 
     def leave_out(suspects: Suspects) -> list[str]:
@@ -688,23 +695,25 @@ def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
     assert control.said[0].endswith(end)
 
 
-def test_of_workers_that_others_outlive_the_node_is_known_and_not_the_rank(control: Control) -> None:
-    """Ray numbers them as it started them, and they themselves as they came."""
-    control.end = replace(told([]), nodes={0: "a", 1: "b"}, lost_on=["a"])
+def test_a_worker_lost_in_survivor_mode_is_known_by_its_node_and_not_its_rank(control: Control) -> None:
+    """Ray numbers the workers in the order in which it started them, and the workers number themselves as they
+    connect.
+    """
+    control.end = replace(group_end([]), nodes={0: "a", 1: "b"}, lost_on=["a"])
     asked = list[Suspects]()
 
     def leave_out(suspects: Suspects) -> list[str]:
         asked.append(suspects)
         return []
 
-    assert FailureJudge(control, 3, leave_out, outlive=True)({1: LOST})
+    assert FailureJudge(control, 3, leave_out, survivor_mode=True)({1: LOST})
     assert asked == [{"a": None}]
     control.channel.add_loss("a", Incident(Cause.WORKER_LOST, "rank 0 on node a"))
     control.channel.set_counts(FailureCounts())
     assert not control.channel.group_end().lost_on, "it was asked about"
 
 
-def test_a_node_that_the_run_cannot_do_without_ends_it(control: Control) -> None:
+def test_a_broken_node_that_the_run_needs_ends_the_run(control: Control) -> None:
     def refuse(suspects: Suspects) -> list[str]:
         raise SunspotError("a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
 
@@ -712,16 +721,16 @@ def test_a_node_that_the_run_cannot_do_without_ends_it(control: Control) -> None
     assert control.gave_up_for[0].endswith("; a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
 
 
-def test_errors_of_another_ray_while_leaving_nodes_out_end_no_run(control: Control) -> None:
+def test_an_unknown_error_while_leaving_nodes_out_does_not_end_the_run(control: Control) -> None:
     def fail(suspects: Suspects) -> list[str]:
         raise AttributeError("drain_node")
 
     assert FailureJudge(control, 3, fail)({1: LOST})
-    assert "; whether a GPU is broken is not known: drain_node; starting again" in control.said[0]
+    assert "; could not check for broken GPUs: drain_node; starting again" in control.said[0]
 
 
-def test_a_restart_is_known_by_its_class_and_starts_another_group_at_no_charge(control: Control) -> None:
-    """As Ray Train's controller gets it from a worker; what only sounds like it is a failure like any other."""
+def test_a_restart_is_recognized_by_its_class_and_costs_no_failure(control: Control) -> None:
+    """Ray Train's controller gets this error from a worker. Errors that only look similar are ordinary failures."""
     raised = UserExceptionWithTraceback(GroupRestartError(), "a traceback")
     restart = WorkerStatus(running=False, error=pickle.loads(pickle.dumps(raised)))
     group = WorkerGroupPollStatus({0: restart})
@@ -732,10 +741,10 @@ def test_a_restart_is_known_by_its_class_and_starts_another_group_at_no_charge(c
     FailureRecorder(control).after_exception(run, group.errors)
     assert not control.told
     FailureRecorder(control).after_exception(run, {**group.errors, 1: ValueError(str(GroupRestartError()))})
-    assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends, for a restart"
+    assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends for a restart"
 
 
-def test_a_worker_that_does_not_answer_health_checks_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_answer_health_checks_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "600")
     silent = WorkerStatus(running=False, error=WorkerHealthCheckTimeoutError("A worker health check has been hanging."))
     judged: dict[int, Exception] = {}
@@ -744,8 +753,8 @@ def test_a_worker_that_does_not_answer_health_checks_is_lost(monkeypatch: pytest
         judged.update(errors)
         return True
 
-    with asked_of_failures(judge, outlive=True):
+    with failure_policy(judge, survivor_mode=True):
         policy = data_parallel_trainer.create_failure_policy(FailureConfig(max_failures=3))
         decision = policy.make_decision(WorkerGroupPollStatus({2: silent}).get_worker_group_error())
-    assert decision is FailureDecision.RETRY, "it is replaced alone, and the others train on"
+    assert decision is FailureDecision.RETRY, "only it is replaced, and the others keep training"
     assert isinstance(judged[2], RayActorError)

@@ -1,7 +1,7 @@
-"""The group's members and the state from which it goes on, while processes die, join, freeze or are late.
+"""The members of the group and the state from which it continues, while processes die, join, freeze or are late.
 
-Hypothesis drives the real decider and the real choice of a start with processes that have states. A group is always
-followed by another, two groups never train at once, and the newest state that lives is never left behind.
+Hypothesis drives the real `Membership` and the real choice of a start with processes that have states. A group is
+always followed by another, two groups never train at the same time, and the newest live state is never left behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from sunspot.checkpoint.memory_files import MemorySnapshot
 from sunspot.elastic import copies
-from sunspot.elastic.claim import Readers, begin_attempt
+from sunspot.elastic.claim import CheckpointLoaders, begin_attempt
 from sunspot.elastic.copies import LiveState, NodeInventory
 from sunspot.elastic.membership import NEXT_WAIT_S, SETTLE_S, Change, Generation, Member, Membership
 from sunspot.run import Claimant, Run
@@ -46,27 +46,27 @@ IDENTITY_OF_ROWS = Rows("data", 100, 10, "order", "NumPy")
 
 @dataclass(eq=False)
 class Process:
-    """A worker process as the decider meets it: it does what it is told, late or not at all."""
+    """Worker process from the membership server's point of view. It does what it is asked, perhaps late or never."""
 
     name: str
     node: str
     connected: int = 0
-    "Number of its connections so far, each of which has another uid."
+    "Number of its connections so far, each with another uid."
     inbox: list[Any] = field(default_factory=list)
     trains_in: int = 0
-    "Number of the generation in which it believes to be; 0 if it is in none."
-    stands: bool = False
+    "Number of the generation in which it believes to be, or 0."
+    waits_to_join: bool = False
     changes: bool = False
-    "True once it was told that its generation changes after a step."
+    "True once it was asked to change its generation after a step."
     steps: tuple[int, ...] | None = None
-    "The numbers of the steps in its state; None if it has no usable state."
+    "Numbers of the steps in its state; None if it has no usable state."
     attempt: Attempt | None = None
-    "The attempt in which it trained last."
+    "Attempt in which the process trained last."
     frozen: bool = False
     cut: bool = False
-    "Whether the decider has taken it for lost, which it has not noticed."
+    "True if the server has taken it for lost, which it has not noticed."
     breaks_off: bool = False
-    "True if the process has connected again, and has not yet broken off its step in the previous group."
+    "True if the process has reconnected, and has not yet left its step in the previous group."
 
     @property
     def uid(self) -> str:
@@ -80,33 +80,33 @@ class Process:
 
 
 class Decisions(RuleBasedStateMachine):
-    """Makes deaths, newcomers, notices, freezes and late messages happen in any order."""
+    """Makes deaths, new processes, notices, freezes and late messages happen in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.membership = Membership(SIZE)
         self.processes: dict[str, Process] = {}
-        "The living processes, by name."
+        "Living processes by name."
         self.started = 0
         self.draining: set[str] = set()
         self.stopped = False
-        "True while the driver stands still."
+        "True while the driver is stopped."
         self.unheard: list[Callable[[], None]] = []
-        "Messages that the decider receives once the driver goes on."
+        "Messages that the server receives once the driver continues."
         self.groups: dict[int, list[Process]] = {}
-        "The members of each generation, by rank."
-        self.standing: list[Process] = []
-        "The processes that stood when the newest generation formed."
+        "Members of each generation, by rank."
+        self.waiting_then: list[Process] = []
+        "Processes that waited to join when the newest generation formed."
         self.claimed = 0
-        "The generation that has claimed the newest attempt."
+        "Generation that has claimed the newest attempt."
         self.attempt: Attempt | None = None
-        "The newest attempt."
+        "Newest attempt."
         self.steps: tuple[int, ...] = ()
-        "The newest state. Each step has a number of its own, even if another one took its place."
+        "Newest state. Each step has its own number, even if another step later replaces it."
         self.taken = 0
         self.copies: dict[str, tuple[MemorySnapshot, tuple[int, ...]]] = {}
-        "The copy in each node's memory, with its state."
+        "Copy in each node's memory, with its state."
         self.run = Run(MemoryStorage(), "run")
         record_identity(self.run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
 
@@ -132,11 +132,11 @@ class Decisions(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         self.end(self.draw(data))
 
-    @precondition(lambda self: self.usable_checkpoints())
+    @precondition(lambda self: self.can_step())
     @rule(data=st.data())
     def die_in_step(self, data: st.DataObject) -> None:
-        """Let a member die within a step that the others have taken, have not taken, or have taken in part."""
-        group = self.usable_checkpoints()
+        """Let a member die within a step that the others have taken completely, in part, or not at all."""
+        group = self.can_step()
         died = data.draw(st.sampled_from(range(len(group))))
         others = [process for rank, process in enumerate(group) if rank != died]
         self.take_step([(process, data.draw(st.sampled_from(["before", "after", "half"]))) for process in others])
@@ -156,7 +156,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.processes and not self.stopped)
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        """Let the decider take a process for lost, although it may live."""
+        """Let the server take a process for lost, although it may be alive."""
         process = self.draw(data)
         if not process.cut:
             process.cut = True
@@ -165,10 +165,10 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: any(process.cut and not process.frozen for process in self.processes.values()))
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
-        """A process finds that it was taken for lost, and connects again in the middle of its step."""
+        """Let a process find that it was taken for lost, and reconnect in the middle of its step."""
         cut = [name for name, process in self.processes.items() if process.cut and not process.frozen]
         process = self.processes[data.draw(st.sampled_from(sorted(cut)))]
-        self.connect(process, stands=False)
+        self.connect(process, waits_to_join=False)
 
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
@@ -180,7 +180,7 @@ class Decisions(RuleBasedStateMachine):
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
-        self.read_word(self.draw(data))
+        self.read_message(self.draw(data))
 
     @rule(nodes=st.sets(st.sampled_from(NODES), max_size=1))
     def drain(self, nodes: set[str]) -> None:
@@ -189,17 +189,19 @@ class Decisions(RuleBasedStateMachine):
 
     @rule()
     def claim(self) -> None:
-        """Let the newest group claim the next attempt, once all of its members have formed it."""
+        """Let the newest group claim the next attempt once all of its members have formed it."""
         number = self.membership.generation.number
         group = self.groups.get(number, [])
         if number > self.claimed and group and all(self.forms(process, number) for process in group):
             self.claim_next(number, group)
 
-    @precondition(lambda self: self.usable_checkpoints())
+    @precondition(lambda self: self.can_step())
     @rule(late=st.booleans(), copied=st.booleans())
     def step(self, late: bool, copied: bool) -> None:
-        """Let the group take a step. With `late`, rank 0 ends the step and leaves before the others have ended it."""
-        group = self.usable_checkpoints()
+        """Let the group take a step. With `late`, rank 0 completes the step and leaves before the others have completed
+        it.
+        """
+        group = self.can_step()
         leaves = group[0].changes
         first = group[:1] if late and leaves else group
         self.take_step([(process, "after" if process in first else "before") for process in group])
@@ -207,13 +209,13 @@ class Decisions(RuleBasedStateMachine):
             self.copy(first)
         for process in first:
             if leaves:
-                self.stand(process)
+                self.ask_to_join(process)
 
-    @precondition(lambda self: self.usable_checkpoints())
+    @precondition(lambda self: self.can_step())
     @rule(spared=st.booleans())
     def lose_group(self, spared: bool) -> None:
-        """Kill all processes that train, or all but rank 0; their nodes stay."""
-        first, *others = self.usable_checkpoints()
+        """Kill all processes that train, or all except rank 0. Their nodes stay."""
+        first, *others = self.can_step()
         for process in others if spared else [first, *others]:
             self.end(process)
 
@@ -223,20 +225,20 @@ class Decisions(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, SETTLE_S / 2, SETTLE_S, NEXT_WAIT_S]))
     def decide(self, seconds: float) -> None:
-        """Let time pass, and the driver go on."""
+        """Let time pass, and let the driver continue."""
         self.now += seconds
         self.stopped = False
         while self.unheard:
             self.unheard.pop(0)()
         last = self.membership.generation
-        stood = [process for process in self.processes.values() if process.stands and not process.cut]
-        for uid, word in self.membership.decide(self.now):
+        waiting_now = [process for process in self.processes.values() if process.waits_to_join and not process.cut]
+        for uid, message in self.membership.decide(self.now):
             for process in self.processes.values():
                 if process.uid == uid and not process.cut:
-                    process.inbox.append(word)
+                    process.inbox.append(message)
         formed = self.membership.generation
         if formed is not last:
-            self.standing = stood
+            self.waiting_then = waiting_now
             self.formed(last, formed)
 
     @rule(rounds=st.integers(1, 4), seconds=st.sampled_from([SETTLE_S, NEXT_WAIT_S]))
@@ -247,7 +249,7 @@ class Decisions(RuleBasedStateMachine):
             for process in list(self.processes.values()):
                 self.read_all(process)
             self.claim()
-            group = self.usable_checkpoints()
+            group = self.can_step()
             if group and group[0].changes:
                 self.step(False, False)
 
@@ -256,43 +258,43 @@ class Decisions(RuleBasedStateMachine):
     def draw(self, data: st.DataObject) -> Process:
         return self.processes[data.draw(st.sampled_from(sorted(self.processes)))]
 
-    def tell(self, act: Callable[[], None]) -> None:
-        """Send the decider a message, which it receives once its driver does not stand still."""
+    def send(self, act: Callable[[], None]) -> None:
+        """Send the server a message, which it receives once the driver is not stopped."""
         self.unheard.append(act)
         while self.unheard and not self.stopped:
             self.unheard.pop(0)()
 
-    def connect(self, process: Process, stands: bool = True) -> None:
+    def connect(self, process: Process, waits_to_join: bool = True) -> None:
         process.connected += 1
         process.cut, process.inbox = False, []
         member = Member(process.uid, process.node, process.name)
-        self.tell(lambda: self.membership.enter(member))
-        if stands:
-            self.stand(process)
+        self.send(lambda: self.membership.enter(member))
+        if waits_to_join:
+            self.ask_to_join(process)
         else:
             process.trains_in = 0
-            process.stands = False
+            process.waits_to_join = False
             process.breaks_off = True
 
-    def stand(self, process: Process) -> None:
+    def ask_to_join(self, process: Process) -> None:
         process.trains_in = 0
-        process.stands = True
+        process.waits_to_join = True
         process.changes = False
         process.breaks_off = False
         uid, step = process.uid, None if process.steps is None or not process.attempt else len(process.steps)
-        self.tell(lambda: self.membership.stand(uid, self.now, step))
+        self.send(lambda: self.membership.request_to_join(uid, self.now, step))
 
     def end(self, process: Process) -> None:
         del self.processes[process.name]
         uid = process.uid
         if not process.cut:
-            self.tell(lambda: self.membership.lose(uid, self.now))
+            self.send(lambda: self.membership.lose(uid, self.now))
 
     def read_all(self, process: Process) -> None:
         while not process.frozen and (process.inbox or process.cut or process.breaks_off):
-            self.read_word(process)
+            self.read_message(process)
 
-    def read_word(self, process: Process) -> None:
+    def read_message(self, process: Process) -> None:
         """Let a process read its oldest message, and act on it."""
         if process.frozen:
             return
@@ -300,30 +302,30 @@ class Decisions(RuleBasedStateMachine):
             self.connect(process)
             return
         if process.breaks_off:
-            self.stand(process)
+            self.ask_to_join(process)
             return
         if not process.inbox:
             return
-        word = process.inbox.pop(0)
-        if isinstance(word, Generation):
-            process.trains_in, process.stands = word.number, False
-        elif word.number == process.trains_in:
-            if isinstance(word, Change):
+        message = process.inbox.pop(0)
+        if isinstance(message, Generation):
+            process.trains_in, process.waits_to_join = message.number, False
+        elif message.number == process.trains_in:
+            if isinstance(message, Change):
                 process.changes = True
             else:
-                self.stand(process)
+                self.ask_to_join(process)
 
     def forms(self, process: Process, number: int) -> bool:
         """Return True if a process takes part in a generation's collectives."""
         return process.name in self.processes and process.trains_in == number and not process.frozen
 
-    def whole(self) -> list[Process]:
-        """Return the members, by rank, of the group that claimed last; empty if the group cannot take a step."""
+    def can_step(self) -> list[Process]:
+        """Return the members, by rank, of the group that claimed last. Return none if the group cannot take a step."""
         group = self.groups.get(self.claimed, [])
         return group if all(self.forms(process, self.claimed) for process in group) else []
 
     def take_step(self, ends: list[tuple[Process, str]]) -> None:
-        """Let processes end the group's next step, take none of it, or take a part of it."""
+        """Let processes complete the group's next step, or take a part of it, or nothing."""
         self.taken += 1
         after = (*self.steps, self.taken)
         for process, end in ends:
@@ -341,7 +343,7 @@ class Decisions(RuleBasedStateMachine):
                 self.copies[process.node] = held, process.steps
 
     def has_newest(self, process: Process) -> bool:
-        """Return True if a process has the newest state, and no group has claimed an attempt without it since."""
+        """Return True if a process has the newest state, and no group has since claimed an attempt without it."""
         return process.attempt == self.attempt and process.steps == self.steps
 
     # -------------------------------------------------------------------------------------------------- invariants
@@ -351,14 +353,14 @@ class Decisions(RuleBasedStateMachine):
         members = [member.uid for member in formed.members]
         by_uid = {process.uid: process for process in self.processes.values()}
         group = self.groups[formed.number] = [by_uid[uid] for uid in members]
-        assert all(process.stands for process in group)
+        assert all(process.waits_to_join for process in group)
         left_out = {member.uid for member in last.members} & {p.uid for p in by_uid.values() if not p.cut} - set(
             members
         )
-        assert {by_uid[uid].node for uid in left_out} <= self.draining, "a member that lives is waited for"
+        assert {by_uid[uid].node for uid in left_out} <= self.draining, "the group waits for a living member"
         back = [process for process in self.processes.values() if process.breaks_off and not process.cut]
         known = {name for name in (process.name for process in back) if any(m.process == name for m in last.members)}
-        assert self.unheard or not known, "a member that has come back is waited for"
+        assert self.unheard or not known, "the group waits for a reconnected member"
         stay_in = [process for process in group if process.uid in last.ranks]
         leaving = [process for process in stay_in if process.node in self.draining]
         if any(self.has_newest(process) for process in stay_in if process not in leaving):
@@ -370,20 +372,24 @@ class Decisions(RuleBasedStateMachine):
             NodeInventory(process.node, process.node, None, [], live=process.live, process=process.name)
             for process in group
         ]
-        start = begin_attempt(Claimant(self.run, "job"), SETTINGS, inventories, Readers(copies=self.find_copies))
+        start = begin_attempt(
+            Claimant(self.run, "job"), SETTINGS, inventories, CheckpointLoaders(add_copies=self.find_copies)
+        )
         assert start
         attempt = start.attempt
-        holders = [process for process in self.standing if process.name in self.processes and self.has_newest(process)]
+        holders = [
+            process for process in self.waiting_then if process.name in self.processes and self.has_newest(process)
+        ]
         if holders:
-            told = f"{holders[0].name} has step {len(self.steps)}, and the next group starts from {attempt.step}"
-            assert (attempt.step, attempt.metadata.tier) == (len(self.steps), IN_PLACE), told
+            lost = f"{holders[0].name} has step {len(self.steps)}, and the next group starts from {attempt.step}"
+            assert (attempt.step, attempt.metadata.tier) == (len(self.steps), IN_PLACE), lost
         held = [self.copies[process.node][1] for process in group if process.node in self.copies]
         counted = [len(steps) for steps in held if steps == self.steps[: len(steps)]]
-        assert attempt.skipped or attempt.step >= max(counted, default=0), "a newer copy in memory is passed over"
+        assert attempt.skipped or attempt.step >= max(counted, default=0), "a newer in-memory copy is skipped"
         source = (
             [group[start.live.ranks[0]].steps] if start.live else [each for each in held if len(each) == attempt.step]
         )
-        assert not attempt.step or self.steps[: attempt.step] in source, "the start does not count"
+        assert not attempt.step or self.steps[: attempt.step] in source, "the start is not in the lineage"
         self.attempt = attempt
         self.claimed, self.steps = number, self.steps[: attempt.step]
         for process in group:
@@ -395,18 +401,18 @@ class Decisions(RuleBasedStateMachine):
 
     @invariant()
     def one_group_trains(self) -> None:
-        """Of two groups that could both end a step, one has lost a member: it never can."""
-        whole = [
+        """Check that if two groups could both complete a step, one has lost a member, so that it never can."""
+        can_step = [
             number
             for number, group in self.groups.items()
             if all(
                 process.name in self.processes and process.trains_in == number and not process.cut for process in group
             )
         ]
-        assert len(whole) <= 1
+        assert len(can_step) <= 1
 
     def teardown(self) -> None:
-        """Once nothing happens any more, all who live and may be in a group are in the same."""
+        """Check that once nothing happens, all living processes that may be in a group are in the same group."""
         for process in self.processes.values():
             process.frozen = False
         for _ in range(20):
@@ -416,18 +422,18 @@ class Decisions(RuleBasedStateMachine):
         may = staying or list(self.processes.values())
         newest = self.membership.generation.number
         assert all(process.trains_in == newest for process in may)
-        assert not staying or set(self.groups[newest]) == set(staying), "those on draining nodes have left"
+        assert not staying or set(self.groups[newest]) == set(staying), "members on draining nodes have left"
 
 
 class CopiesHidden(Decisions):
-    """A model in which a live state hides the copies in memory, even if the state cannot be used."""
+    """Model in which a live state hides the in-memory copies, even if that state cannot be used."""
 
     def find_copies(self, inventories: list[NodeInventory]) -> list[NodeInventory]:
         return inventories if any(inventory.live for inventory in inventories) else super().find_copies(inventories)
 
 
-def choose_whoever_stays(self: Membership, candidates: Collection[str]) -> tuple[Member, ...]:
-    """Leave out all draining nodes if there are others, as the decider must not do."""
+def choose_staying_members(self: Membership, candidates: Collection[str]) -> tuple[Member, ...]:
+    """Leave out all draining nodes if there are others, which the server must not do."""
     living = [member for uid, member in self._members.items() if uid in set(candidates)]
     return tuple([member for member in living if member.node not in self._draining] or living)
 
@@ -437,7 +443,7 @@ TestDecisions.settings = settings(max_examples=100, stateful_step_count=40, dead
 
 
 def expect_counterexample(machine: type[Decisions], text: str) -> None:
-    """Expect that some order of events breaks a faulty model; this seed finds it soon."""
+    """Expect that some order of events breaks a faulty model. This seed finds it soon."""
     chosen = settings(
         max_examples=1000,
         stateful_step_count=40,
@@ -453,13 +459,15 @@ def expect_counterexample(machine: type[Decisions], text: str) -> None:
         run_state_machine_as_test(seed(0)(machine), settings=chosen)
 
 
-def test_a_decider_that_prefers_whoever_stays_leaves_the_newest_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Membership, "_choose", choose_whoever_stays)
+def test_a_choice_that_always_prefers_staying_nodes_leaves_the_newest_state_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Membership, "_choose", choose_staying_members)
     expect_counterexample(Decisions, "has step .*, and the next group starts from")
 
 
 def bring_back_a_stale_process(machine: Decisions) -> None:
-    """Let a process freeze while the others take a step and copy it to memory, and return when they are gone."""
+    """Let a process freeze while the others take a step and copy it to memory, and return once they are gone."""
     machine.begin()
     machine.step(late=False, copied=False)
     stale = machine.processes["process-1"]
@@ -476,46 +484,46 @@ def bring_back_a_stale_process(machine: Decisions) -> None:
     machine.teardown()
 
 
-def test_a_group_finds_the_copies_in_memory_though_a_member_has_an_older_state() -> None:
+def test_a_group_finds_the_copies_in_memory_even_if_a_member_has_an_older_state() -> None:
     bring_back_a_stale_process(Decisions())
 
 
 def test_the_model_notices_if_an_older_state_hides_the_copies() -> None:
-    with pytest.raises(AssertionError, match="a newer copy in memory is passed over"):
+    with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(CopiesHidden())
 
 
-def test_the_model_notices_if_a_process_that_missed_a_group_counts_with_its_state(
+def test_the_model_notices_if_the_state_of_a_process_that_missed_a_group_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copies, "was_in_all", lambda *_: True)
-    with pytest.raises(AssertionError, match="a newer copy in memory is passed over"):
+    monkeypatch.setattr(copies, "was_in_every_group", lambda *_: True)
+    with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(Decisions())
 
 
-def test_who_comes_back_in_the_middle_of_a_step_is_waited_for() -> None:
-    """It has the newest state; the group of two newcomers would go back to a copy."""
+def test_the_group_waits_for_a_member_that_reconnects_in_the_middle_of_a_step() -> None:
+    """The member has the newest state, and a group of the two newcomers would go back to a copy."""
     membership = Membership(2)
     for name in ("first", "second"):
         membership.enter(Member(f"{name}-1", "node", name))
-        membership.stand(f"{name}-1", 0.0)
+        membership.request_to_join(f"{name}-1", 0.0)
     assert membership.decide(1.0)
     membership.lose("second-1", 2.0)
-    membership.stand("first-1", 2.0, 5)
+    membership.request_to_join("first-1", 2.0, 5)
     assert membership.decide(3.0)
     for name in ("third", "fourth"):
         membership.enter(Member(f"{name}-1", "another node", name))
-        membership.stand(f"{name}-1", 4.0)
+        membership.request_to_join(f"{name}-1", 4.0)
     membership.lose("first-1", 5.0)
     membership.enter(Member("first-2", "node", "first"))
     membership.decide(5.0 + NEXT_WAIT_S)
     assert membership.generation.number == 2
-    membership.stand("first-2", 30.0, 6)
+    membership.request_to_join("first-2", 30.0, 6)
     membership.decide(31.0)
     processes = [member.process for member in membership.generation.members]
-    assert processes == ["first", "third", "fourth"], "it stays rank 0, and completes its commits"
+    assert processes == ["first", "third", "fourth"], "the member stays rank 0, and completes its commits"
 
 
-def test_the_model_notices_if_who_comes_back_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_notices_if_the_group_does_not_wait_for_a_reconnected_member(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "_returned", lambda self: set())
-    expect_counterexample(Decisions, "a member that has come back is waited for")
+    expect_counterexample(Decisions, "the group waits for a reconnected member")

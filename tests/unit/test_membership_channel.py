@@ -1,4 +1,4 @@
-"""When the decider takes a process for lost: at once if it has ended, and after a while if it is silent."""
+"""A process counts as lost at once if it has ended, and after a while if it is silent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection
@@ -21,13 +21,13 @@ import torch.distributed as dist
 from sunspot.elastic import member_connections, membership_channel
 from sunspot.elastic.membership import Change, Close, Generation, Member
 from sunspot.elastic.membership_channel import (
-    DeciderLostError,
+    DriverUnreachableError,
+    HeartbeatLimit,
+    JoinRequest,
     Link,
     MembershipAddress,
     MembershipClient,
     MembershipServer,
-    Patience,
-    Standing,
     ask_living,
 )
 from sunspot.run.incidents import Cause
@@ -37,25 +37,32 @@ from tests.harness.waiting import wait_until
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MembershipServer]:
     monkeypatch.setattr(membership_channel, "PROCESS_LIMIT_S", 1.0)
-    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(2, Mock()) as server:
+    with open_server(2) as server:
+        yield server
+
+
+@contextmanager
+def open_server(size: int) -> Iterator[MembershipServer]:
+    """Yield a server that expects `size` processes on this machine."""
+    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(size, Mock()) as server:
         yield server
 
 
 def enter(server: MembershipServer, uid: str, node: str = "node", step: int | None = None) -> Connection:
-    """Connect a process with a state at `step`, which asks to be in the next generation."""
+    """Connect a process with a state at `step` that asks to be in the next generation."""
     address = server.address
     connection = Client((address.host, address.port), authkey=address.key)
     connection.send(Member(uid, node))
     connection.recv()
-    connection.send(Standing(step))
+    connection.send(JoinRequest(step))
     return connection
 
 
-def next_word(connection: Connection) -> object:
-    """What the decider says next, beside its heartbeats."""
-    while isinstance(word := connection.recv(), str):
+def next_message(connection: Connection) -> object:
+    """Return the server's next message that is not a heartbeat."""
+    while isinstance(message := connection.recv(), str):
         continue
-    return word
+    return message
 
 
 def beat(connection: Connection, until: threading.Event) -> None:
@@ -63,7 +70,7 @@ def beat(connection: Connection, until: threading.Event) -> None:
         connection.send("beat")
 
 
-def test_who_says_nothing_keeps_nobody_waiting(server: MembershipServer) -> None:
+def test_a_silent_connection_keeps_nobody_waiting(server: MembershipServer) -> None:
     address = server.address
     with socket.create_connection((address.host, address.port)):
         client = MembershipClient(address, Member("one", "node"), lambda: None)
@@ -74,35 +81,35 @@ def test_who_says_nothing_keeps_nobody_waiting(server: MembershipServer) -> None
         client.close()
 
 
-def test_a_stranger_is_not_heard(server: MembershipServer) -> None:
+def test_a_process_without_the_key_is_refused(server: MembershipServer) -> None:
     with pytest.raises(AuthenticationError):
         Client((server.address.host, server.address.port), authkey=b"another")
     assert not server._connections
 
 
-def test_the_decider_hears_which_state_a_process_has(server: MembershipServer) -> None:
-    """Otherwise the decider would prefer a newcomer that stays to the only member that has the state."""
+def test_the_server_hears_which_state_a_process_has(server: MembershipServer) -> None:
+    """Otherwise, the server would prefer a staying newcomer to the only member that has the state."""
     leaving, staying = enter(server, "leaving", node="old", step=7), enter(server, "staying")
     for connection in (leaving, staying):
-        assert isinstance(next_word(connection), Generation)
+        assert isinstance(next_message(connection), Generation)
     server.drain({"old"})
-    assert isinstance(next_word(leaving), Change)
+    assert isinstance(next_message(leaving), Change)
     for connection, step in ((leaving, 8), (staying, None)):
-        connection.send(Standing(step))
+        connection.send(JoinRequest(step))
     with leaving, staying:
-        formed = server.state.generation
-        wait_until(lambda: server.state.generation is not formed, seconds=5)
-        assert [member.uid for member in server.state.generation.members] == ["leaving", "staying"]
+        formed = server.snapshot().generation
+        wait_until(lambda: server.snapshot().generation is not formed, seconds=5)
+        assert [member.uid for member in server.snapshot().generation.members] == ["leaving", "staying"]
 
 
 def test_a_server_that_is_closed_leaves_no_thread() -> None:
-    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"), MembershipServer(2, Mock()):
+    with open_server(2):
         pass
     wait_until(lambda: not [each for each in threading.enumerate() if each.name == "members"], seconds=5)
 
 
-def test_a_change_that_is_told_right_after_the_group_counts() -> None:
-    """The thread that trains may be slower than the one that listens."""
+def test_a_change_that_is_announced_right_after_the_group_counts() -> None:
+    """The training thread may be slower than the listening thread."""
     client = MembershipClient(MembershipAddress("nowhere", 0, 0, b""), Member("one", "node"), lambda: None)
     ours, theirs = Pipe()
     link = client._link = Link(ours, "one-1")
@@ -111,24 +118,24 @@ def test_a_change_that_is_told_right_after_the_group_counts() -> None:
     threading.Thread(target=client._listen, args=(link,), daemon=True).start()
     wait_until(lambda: client._newest_change, seconds=5)
     assert not client.changing
-    assert client.stand(None) is not None
+    assert client.join_next(None) is not None
     assert client.changing
     client._generation = 2
-    assert not client.changing, "it was of the generation before"
+    assert not client.changing, "the change belonged to the previous generation"
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "silent"])
-def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, ends: bool) -> None:
+def test_the_other_members_hear_of_a_lost_process(server: MembershipServer, ends: bool) -> None:
     first, second = enter(server, "first"), enter(server, "second")
     done = threading.Event()
     beating = threading.Thread(target=beat, args=(first, done))
     beating.start()
     try:
-        assert [type(next_word(one)) for one in (first, second)] == [Generation, Generation]
+        assert [type(next_message(one)) for one in (first, second)] == [Generation, Generation]
         if ends:
             second.close()
-        assert isinstance(next_word(first), Close)
-        assert server.state.trains
+        assert isinstance(next_message(first), Close)
+        assert server.snapshot().trains
     finally:
         done.set()
         beating.join()
@@ -136,35 +143,35 @@ def test_the_others_hear_of_a_process_that_is_lost(server: MembershipServer, end
         second.close()
 
 
-def test_a_process_that_was_taken_for_lost_comes_back_before_its_step_is_done(server: MembershipServer) -> None:
-    """Alone in its group, it may stay in a step for long, and the driver gives up when no process is left.
+def test_a_process_that_was_taken_for_lost_reconnects_before_its_step_is_done() -> None:
+    """A process that is alone in its group may stay in a step for long, and the driver gives up if no process is left.
 
-    It does so even if its collectives could not be ended.
+    The process reconnects even if its collectives could not be broken.
     """
     ends = Mock(side_effect=RuntimeError("NCCL cannot be aborted"))
-    client = MembershipClient(server.address, Member("one", "node"), ends)
-    server.state.size = 1
-    client.connect()
-    formed = client.stand(None)
-    assert formed
-    assert formed[0].number == 1
-    for connection in list(server._connections.values()):
-        with socket.socket(fileno=os.dup(connection.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
-    assert client.closed(5.0)
-    wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
-    assert not server.state.deserted
-    formed = client.stand(None)
-    assert formed
-    assert formed[0].number == 2
-    assert not client.closed(0.0)
-    client.close()
+    with open_server(1) as server:
+        client = MembershipClient(server.address, Member("one", "node"), ends)
+        client.connect()
+        formed = client.join_next(None)
+        assert formed
+        assert formed[0].number == 1
+        for connection in list(server._connections.values()):
+            with socket.socket(fileno=os.dup(connection.fileno())) as own:
+                own.shutdown(socket.SHUT_RDWR)
+        assert client.closed(5.0)
+        wait_until(lambda: ask_living(server.address) == ["one-2"], seconds=5)
+        assert not server.snapshot().has_no_members
+        formed = client.join_next(None)
+        assert formed
+        assert formed[0].number == 2
+        assert not client.closed(0.0)
+        client.close()
 
 
-def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
+def test_a_process_that_leaves_while_it_connects_does_not_count_as_alive(
     server: MembershipServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group would wait for it to stand."""
+    """Its group would wait for its request to join."""
     client = MembershipClient(server.address, Member("one", "node"), lambda: None)
 
     def open_and_leave(*given: Any) -> Connection:
@@ -178,17 +185,17 @@ def test_a_process_that_leaves_while_it_connects_is_not_taken_for_living(
     wait_until(lambda: ask_living(server.address) == [], seconds=0.9)
 
 
-def test_a_process_that_builds_may_be_silent_for_longer(server: MembershipServer) -> None:
+def test_a_process_that_builds_its_model_may_be_silent_for_longer(server: MembershipServer) -> None:
     builder, other = enter(server, "builder"), enter(server, "other")
-    builder.send(Patience(60.0))
-    wait_until(lambda: server.state.generation.number == 1, seconds=5)
+    builder.send(HeartbeatLimit(60.0))
+    wait_until(lambda: server.snapshot().generation.number == 1, seconds=5)
     with builder, other:
         wait_until(lambda: ask_living(server.address) == ["builder"], seconds=5)
-        builder.send(Patience(0.1))
+        builder.send(HeartbeatLimit(0.1))
         wait_until(lambda: ask_living(server.address) == [], seconds=5)
 
 
-def test_a_process_waits_for_a_stopped_driver_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_only_for_a_limited_time_for_a_stopped_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's kernel accepts the connection, but the driver never answers."""
     monkeypatch.setattr(membership_channel, "RECONNECT_S", 0.3)
     monkeypatch.setattr(membership_channel, "ANSWER_S", 0.2)
@@ -196,26 +203,26 @@ def test_a_process_waits_for_a_stopped_driver_with_a_limit(monkeypatch: pytest.M
         address = MembershipAddress("127.0.0.1", stopped.getsockname()[1], 0, b"")
         client = MembershipClient(address, Member("one", "node"), lambda: None)
         began = time.monotonic()
-        with pytest.raises(DeciderLostError, match=r"127\.0\.0\.1.*check that it runs"):
+        with pytest.raises(DriverUnreachableError, match=r"127\.0\.0\.1.*check that it runs"):
             client.connect()
         assert time.monotonic() - began < 10
 
 
-def test_unauthenticated_connections_are_few_and_closed_in_time(
+def test_unauthenticated_connections_are_limited_in_number_and_time(
     server: MembershipServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_connections, "AUTHENTICATE_S", 0.5)
     address = (server.address.host, server.address.port)
     strangers = [socket.create_connection(address) for _ in range(30)]
     with enter(server, "one"):
-        assert ask_living(server.address) == ["one"], "they keep nobody out"
+        assert ask_living(server.address) == ["one"], "unauthenticated connections do not block members"
         assert len(server._listener._unauthenticated) <= 2 * 2 + 16
         wait_until(lambda: not server._listener._unauthenticated, seconds=5)
     for stranger in strangers:
         stranger.settimeout(5)
         with suppress(ConnectionError):
             assert len(stranger.recv(1024)) < 1024
-            assert stranger.recv(1024) == b"", "its connection has ended"
+            assert stranger.recv(1024) == b"", "the server has closed the connection"
         stranger.close()
 
 
@@ -245,21 +252,21 @@ def test_the_key_is_not_shown(server: MembershipServer) -> None:
     assert repr(server.address.key) not in repr(server.address)
 
 
-def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: MembershipServer) -> None:
+def test_the_store_keeps_only_the_addresses_of_the_newest_generation(server: MembershipServer) -> None:
     first, second = enter(server, "first"), enter(server, "second")
     store = dist.TCPStore(server.address.host, server.address.store_port, timeout=timedelta(seconds=5))  # type: ignore[attr-defined]
     done = threading.Event()
     beating = threading.Thread(target=beat, args=(first, done))
     beating.start()
     with first:
-        assert isinstance(next_word(first), Generation)
+        assert isinstance(next_message(first), Generation)
         for rank in range(2):
             store.set(f"1/{rank}", "address")
         second.close()
-        assert isinstance(next_word(first), Close)
+        assert isinstance(next_message(first), Close)
         store.set("2/0", "address")
-        first.send(Standing(None))
-        assert isinstance(next_word(first), Generation)
+        first.send(JoinRequest(None))
+        assert isinstance(next_message(first), Generation)
         wait_until(lambda: store.list_keys() == ["2/0"], seconds=5)
         done.set()
         beating.join()
@@ -276,21 +283,21 @@ def test_the_store_keeps_the_addresses_of_the_newest_generation_only(server: Mem
     ],
     ids=["silent", "ended", "killed", "no answer", "no route"],
 )
-def test_a_machine_that_does_not_answer_is_a_lost_node(
+def test_a_machine_that_does_not_answer_counts_as_a_lost_node(
     server: MembershipServer, error: Exception | None, cause: Cause
 ) -> None:
     member = Member("first", "node")
     with enter(server, "first"), enter(server, "second"):
-        wait_until(lambda: server.state.trains, seconds=5)
+        wait_until(lambda: server.snapshot().trains, seconds=5)
         server._note_loss(member, error)
-    incidents = [call.args[2] for call in server._control.tell.call_args_list]
+    incidents = [call.args[2] for call in server._control.send.call_args_list]
     assert [incident.cause for incident in incidents][:1] == [cause]
 
 
 def test_a_change_for_a_draining_node_is_recorded_as_a_preemption(server: MembershipServer) -> None:
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying"):
-        assert isinstance(next_word(leaving), Generation)
+        assert isinstance(next_message(leaving), Generation)
         server.drain({"old"})
-        assert isinstance(next_word(leaving), Change)
-        [incident] = [call.args[1] for call in server._control.tell.call_args_list]
+        assert isinstance(next_message(leaving), Change)
+        [incident] = [call.args[1] for call in server._control.send.call_args_list]
         assert (incident.cause, incident.detail) == (Cause.PREEMPTED, "node old")

@@ -1,4 +1,4 @@
-"""The workers' numbers as one record, and what a checkpoint keeps of them to be compared by."""
+"""The workers' numbers are reduced to one record, and checkpoints keep means that can be compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from tests.harness.process_group import in_processes
 EPOCH = 100_000
 
 
-def test_the_best_by_loss_is_no_lucky_step(group: dist.ProcessGroup) -> None:
-    """A loss that falls from 1.5 to 0.6; step 301 has rows that happen to be easy, and a window for itself."""
+def test_the_best_checkpoint_by_loss_is_not_one_lucky_step(group: dist.ProcessGroup) -> None:
+    """The loss falls from 1.5 to 0.6. Step 301 has rows that happen to be easy, and a window of its own."""
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(EPOCH, {}))
-    checkpoints, plain, step = [], [], 0
+    checkpoints = []
+    plain = []
+    step = 0
     for length in [100, *[1, 99] * 9]:
         for _ in range(length):
             step += 1
@@ -34,7 +36,7 @@ def test_the_best_by_loss_is_no_lucky_step(group: dist.ProcessGroup) -> None:
 
 
 def reduced(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
-    """Two reductions by one of three workers, of which the last has no rows."""
+    """Return the results of two reductions on one of three workers, the last of which has no rows."""
     rank, found = group.rank(), []
     for window in range(2):
         sums = Sums()
@@ -47,20 +49,20 @@ def reduced(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_all_workers_get_the_same_means_and_all_numbers(tmp_path: Path) -> None:
+def test_all_workers_get_the_same_means_and_the_numbers_of_all(tmp_path: Path) -> None:
     ranks = in_processes(tmp_path, 3, reduced)
     for window in range(2):
         parts = [rank[window][-1] for rank in ranks]
         sums = {name: [part.get(name, (0.0, 0)) for part in parts] for name in ("later", "loss")}
         means = {name: sum(t for t, _ in each) / sum(n for _, n in each) for name, each in sums.items()}
         for rank in ranks:
-            assert rank[window][0] == means, "to the last bit"
+            assert rank[window][0] == means, "means are equal to the last bit"
             assert [(row[0], math.isnan(row[1]), row[2]) for row in rank[window][1]] == [
                 *((0.0, True, -1.0), (1.0, True, -1 / 2), (2.0, True, -1 / 3))
             ]
 
 
-def test_a_record_is_of_all_workers_and_its_ranks_are_apart(group: dist.ProcessGroup) -> None:
+def test_a_record_combines_all_workers_and_keeps_the_ranks_separately(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(EPOCH, {}))
     for step_time in (0.1, 0.3):
         window.add_step([{"loss": torch.tensor([1.0, 2.0])}], step_time, data_wait=0.25)
@@ -79,7 +81,7 @@ def added(recent: RecentMeans, rows: int, **means: float) -> dict[str, float]:
     return recent.newest
 
 
-def test_recent_means_are_over_rows_of_the_newest_windows() -> None:
+def test_recent_means_cover_the_rows_of_the_newest_windows() -> None:
     recent = RecentMeans(EPOCH, {})
     assert added(recent, RECENT_ROWS // 2, loss=4.0) == {"recent_rows": RECENT_ROWS // 2, "loss": 4.0}
     found = added(recent, RECENT_ROWS // 4, loss=1.0, accuracy=0.5)
@@ -87,15 +89,15 @@ def test_recent_means_are_over_rows_of_the_newest_windows() -> None:
     assert added(recent, RECENT_ROWS, loss=2.0) == {"recent_rows": RECENT_ROWS, "loss": 2.0}
 
 
-def test_an_epoch_is_enough() -> None:
+def test_recent_means_cover_at_most_one_epoch() -> None:
     recent = RecentMeans(240, {})
     assert added(recent, 240, loss=4.0)["loss"] == 4.0
     assert added(recent, 240, loss=3.0)["loss"] == 3.0
 
 
-def test_the_next_worker_group_goes_on_with_the_means_of_its_state() -> None:
+def test_the_next_worker_group_continues_with_the_means_of_its_state() -> None:
     before = {"recent_rows": 3000, "loss": 2.0, "test_loss": 9.0}
     recent = RecentMeans(EPOCH, before)
-    assert recent.newest == before, "for a copy that is made before there is a window"
+    assert recent.newest == before, "a copy may be made before the first window"
     assert added(recent, 1000, loss=6.0) == {"recent_rows": 4000, "loss": 3.0}
     assert added(RecentMeans(EPOCH, {"time": 1.0}), 1000, loss=6.0) == {"recent_rows": 1000, "loss": 6.0}

@@ -1,4 +1,4 @@
-"""What workers do together: two threads are the ranks of a group whose collectives have a short limit."""
+"""Collectives of all workers. Two threads are the ranks of a group whose collectives have a short time limit."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatc
     assert [rank.result(30) for rank in ranks] == ["slow", "quick"]
     late, waiting = run_ranks(
         lambda group: (slowly(), any_rank(group, True)), lambda group: any_rank(group, True)
-    )  # which is what they are spared
+    )  # without `run_on_all_ranks`, both ranks would run into the limit
     for rank in (late, waiting):
         with pytest.raises(RuntimeError):
             rank.result(30)
 
 
 def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 writes the model as one file, say, while the others have nothing to do."""
+    """Rank 0 writes the model as one file, for example, while the others have nothing to do."""
     monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
     run, plan = open_run(str(tmp_path), "run"), Plan(Settings(), EmptySource((2,), 2), None, Steps(20, 2), 10)
     attempt, write_manifest = start(run, "me"), sunspot.checkpoint.commit.write_manifest
@@ -98,18 +98,18 @@ def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(ValueError, match="mine"):
         failing.result(30)
-    with pytest.raises(RuntimeError):  # and not for ever
+    with pytest.raises(RuntimeError):  # the other rank does not wait forever
         other.result(30)
 
 
-def test_a_worker_alone_waits_for_nobody() -> None:
+def test_a_single_worker_does_not_wait() -> None:
     assert run_on_all_ranks(None, lambda: 3) == 3
 
 
 def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[list[int], list[StepActions]]:
-    """The steps at which rank 0 was asked, and what was agreed on after each step, on both of two ranks.
+    """Return the steps at which rank 0 was asked, and the actions after each step, which both ranks agreed on.
 
-    Steps take `lengths` seconds, and rank 0 has `wishes` from a step on, until it is asked.
+    The steps take `lengths` seconds. Rank 0 has each of the `wishes` from its step on, until it is asked.
     """
     asked: list[int] = []
 
@@ -118,7 +118,7 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
 
         def decide(step: int) -> StepActions:
             if rank:
-                return StepActions(stop=True)  # is not for other ranks to decide
+                return StepActions(stop=True)  # only rank 0 decides
             asked.append(step)
             due = [at for at in wishes if at <= step]
             return wishes.pop(due[0]) if due else StepActions()
@@ -133,18 +133,18 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
     return asked, one
 
 
-def test_steps_that_are_fast_are_not_asked_after_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)  # however busy the machine is
+def test_rank_0_does_not_decide_after_each_fast_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)  # even on a busy machine
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
-    assert asked[7] == 56, "as after a pause"
+    assert asked[7] == 56, "the interval grows again, as after a pause"
     assert [step for step, actions in enumerate(agreed, start=1) if actions.save] == [32]
     assert [step for step, actions in enumerate(agreed, start=1) if actions.copy] == [48]
     assert not any(actions.stop for actions in agreed)
     assert max(later - before for before, later in itertools.pairwise(asked)) == MAX_STEPS_BETWEEN
 
 
-def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_decides_after_each_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))
@@ -152,7 +152,7 @@ def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatc
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [6]
 
 
-def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_wait_for_the_decision_after_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
@@ -162,7 +162,7 @@ def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_decisions_are_carried_out_as_steps_get_longer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the two ways, nothing is lost and nothing done twice."""
+    """No decision is lost or carried out twice when the workers change between waiting and not waiting."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
     wishes = {step: StepActions(save=True) for step in range(1, 9)}
@@ -171,19 +171,21 @@ def test_decisions_are_carried_out_as_steps_get_longer_and_shorter(monkeypatch: 
     assert sum(actions.save for actions in agreed) == 8
 
 
-def test_until_rank_0_is_asked_again_a_commit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_counts_as_running_until_rank_0_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)
     _, agreed = agree_for([0.0] * 16, {7: StepActions(busy=True)})
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
 
 
 class Odd(torch.nn.Module):
-    """Two modules that share a weight, and what no state_dict has."""
+    """Model with two modules that share a weight, and with tensors that are not in its state_dict."""
 
     def __init__(self, *, table: str = "") -> None:
         super().__init__()
         weight = torch.nn.Parameter(torch.empty(4, 4))
-        self.one, self.other, self.off = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False), torch.nn.ReLU()
+        self.one = torch.nn.Linear(4, 4)
+        self.other = torch.nn.Linear(4, 4, bias=False)
+        self.off = torch.nn.ReLU()
         self.one.weight = self.other.weight = weight
         self.register_buffer("seen", torch.arange(3))
         self.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -198,7 +200,7 @@ class Odd(torch.nn.Module):
             assert float(self.one.weight.detach().sum()) < 1e9
 
 
-def test_a_model_without_values_has_all_else() -> None:
+def test_a_model_without_values_has_everything_else() -> None:
     model = build_without_values(lambda: Odd(table="fixed"))
     assert model
     assert {name for name, parameter in model.named_parameters() if parameter.is_meta} == {
@@ -208,17 +210,17 @@ def test_a_model_without_values_has_all_else() -> None:
     assert not model.frozen.requires_grad
     assert torch.equal(model.seen, torch.arange(3))
     assert torch.equal(model.table, torch.arange(4))
-    assert not any(parameter.is_meta for parameter in Odd().parameters()), "it ended with the building"
+    assert not any(parameter.is_meta for parameter in Odd().parameters()), "later models have their values"
 
 
 @pytest.mark.parametrize("table", ["drawn", "derived", "looked at"])
-def test_a_model_that_may_be_another_without_values_gets_them(table: str) -> None:
+def test_a_model_that_depends_on_its_values_is_built_with_them(table: str) -> None:
     assert build_without_values(lambda: Odd(table=table)) is None
 
 
-def test_a_hang_in_a_rank_of_a_test_ends_and_tells_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_rank_that_hangs_is_ended_and_shows_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "LIMIT_S", 1.0)
-    monkeypatch.setattr(dist, "init_process_group", Mock())  # which alone takes longer on a busy machine
+    monkeypatch.setattr(dist, "init_process_group", Mock())  # it may take longer than the limit on a busy machine
 
     def wait_for_ever(_: object) -> None:
         threading.Event().wait()
@@ -227,13 +229,13 @@ def test_a_hang_in_a_rank_of_a_test_ends_and_tells_where(tmp_path: Path, monkeyp
         in_processes(tmp_path, 1, wait_for_ever)
 
 
-def test_an_error_in_a_rank_of_a_test_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_in_one_test_rank_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised what stderr tells"):
         in_processes(tmp_path, 2, lambda group: 1 / dist.get_rank(group))
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_workers_whose_parameters_differ_by_a_bit_are_found_out(differ: bool) -> None:
+def test_parameters_that_differ_by_one_bit_are_detected(differ: bool) -> None:
     models = [torch.nn.Linear(2, 2).bfloat16().requires_grad_(False) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     models[1].bias[1:].view(torch.int16).bitwise_xor_(int(differ))
@@ -241,7 +243,7 @@ def test_workers_whose_parameters_differ_by_a_bit_are_found_out(differ: bool) ->
     assert [rank.result() for rank in ranks] == [not differ] * 2
 
 
-def test_tensors_of_several_types_are_one_of_each_type_and_come_back() -> None:
+def test_flattened_tensors_of_several_types_are_restored() -> None:
     norm = torch.nn.BatchNorm2d(3)
     model = torch.nn.Sequential(norm, torch.nn.BatchNorm1d(2))
     kept = [(buffers, flat.clone()) for buffers, flat in flatten(model.buffers())]

@@ -1,4 +1,4 @@
-"""Leaving a process's groups, whatever their other members do."""
+"""A process leaves its groups at once, even if other members are stopped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sunspot.parallel.process_group import ProcessGroups
 LIMIT_S = 60.0
 
 
-def test_a_group_is_left_at_once_while_a_peer_stands_still() -> None:
-    """A broadcast is under way, as between two steps, and would end only when the peer goes on."""
+def test_a_group_is_left_at_once_while_a_peer_is_stopped() -> None:
+    """A broadcast is running, as between two steps, and would end only when the peer continues."""
 
     def take_part(rank: int) -> None:
         gc.freeze()  # the stores of earlier tests have no threads in a forked process, and cannot be destroyed there
@@ -46,7 +46,7 @@ def test_a_group_is_left_at_once_while_a_peer_stands_still() -> None:
         rank.start()
     took.close()
     try:
-        assert received.poll(LIMIT_S), "it waits for the other one"
+        assert received.poll(LIMIT_S), "the broadcast waits for the peer"
         assert received.recv() < LIMIT_S / 4
     finally:
         for rank in ranks:

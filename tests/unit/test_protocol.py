@@ -97,7 +97,7 @@ IDENTITY_OF_ROWS = Rows("data", ROWS, STEPS_PER_EPOCH, "order", "NumPy")
 NODES = 2
 
 SAVE_EVERY = 2
-"""Steps between checkpoints; every step is copied to memory."""
+"""Steps between checkpoints. Every step is copied to memory."""
 
 GROUP_STEPS = 5
 """Steps after which a process continues in another group, with its current state."""
@@ -245,7 +245,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.living)
     @rule(process=st.integers(0, 2), landmark=st.sampled_from([*LANDMARKS, ("", "")]), fate=st.sampled_from(FAULTS))
     def fail(self, process: int, landmark: tuple[str, str], fate: Fate) -> None:
-        """Let an operation of a kind, or the next one, fail."""
+        """Let an operation of a kind, or the next operation, fail."""
         chosen = self.living(process)
         self.go_to(chosen, landmark)
         if chosen.next:
@@ -594,7 +594,7 @@ def examples(quick: int, thorough: int) -> int:
     return thorough if settings().max_examples > 100 else quick
 
 
-@pytest.mark.timeout(1800)  # thousands of examples: ten minutes and more on a busy machine
+@pytest.mark.timeout(1800)  # thousands of examples take ten minutes or more on a busy machine
 def test_no_interleaving_breaks_the_protocol() -> None:
     explore(Protocol, examples(80, 4000))
 

@@ -1,8 +1,8 @@
-"""A model of groups of processes that share a run, and are lost, join or continue while commits are in progress.
+"""Model of process groups that share a run, and that lose or gain members or continue while commits are running.
 
-In tests/unit/test_protocol.py, each process is a group of its own and commits before it continues. Here, a group saves
-after its last step, and the commit runs in a thread of the process that was rank 0 while the next groups train. That
-process may continue, be cut off while its commit still runs, or be gone.
+It extends tests/unit/test_protocol.py, whose processes are groups of one that commit before they continue. Here, a
+group saves at its end, and the commit runs while the next groups train, in a thread of the process that was rank 0.
+That process may continue, be cut off while its commit still runs, or be gone.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from tests.unit.test_protocol import (
 __all__ = ["inline"]
 
 STEPS = 2
-"""Number of steps of a group. The group saves after its last step, unless the previous commit is in progress."""
+"""Number of steps of a group. The group saves after its last step, unless the previous commit is still running."""
 
 
 @dataclass
 class Member:
-    """A process of a group."""
+    """Process of a group."""
 
     name: str
     node: int
@@ -74,7 +74,7 @@ class Member:
 
 @dataclass
 class CommitThread:
-    """A commit thread with its checkpoint and the attempts that it saw at its last check."""
+    """Commit thread with the state that it commits, and the attempts that it saw at its last check."""
 
     attempt: Attempt
     name: str
@@ -82,7 +82,7 @@ class CommitThread:
 
 
 class Groups(Protocol):
-    """Jobs whose groups change in place while they commit."""
+    """Model of jobs whose groups change in place while they commit."""
 
     changes: ClassVar[list[str]] = [
         *("lose first", "cut off first", "lose last", "join", "fall behind", "forget", "freeze", "thaw")
@@ -234,12 +234,12 @@ class Groups(Protocol):
             members.append(self.make_member(process, f"{process.name}/{len(self.world.trace)}", len(members)))
         elif change == "freeze" and len(members) > 1:
             frozen.append(members.pop())
-        elif change == "thaw" and frozen:  # it returns alone, perhaps with an old state
+        elif change == "thaw" and frozen:  # the frozen member returns alone, perhaps with an old state
             members[:] = [frozen.pop()]
-        elif change == "forget":  # with parts, or after half a step, they go back to a copy
+        elif change == "forget":  # sharded states and broken steps go back to a copy
             for member in members:
                 member.live = None
-        elif change == "fall behind" and len(members) > 1:  # the first has begun to change parameters again
+        elif change == "fall behind" and len(members) > 1:  # the first member has begun to change parameters again
             members[0].live = None
             for member in members[1:]:
                 assert member.live
@@ -266,8 +266,9 @@ class Groups(Protocol):
         super().changed(process, operation, late)
 
     def refused(self, commit: CommitThread) -> None:
-        """Check that a commit is only refused if it does not lead to the newest attempt, or rank 0 has changed
-        since."""
+        """Check that the refused commit does not lead to the newest attempt, or that another process has been rank 0
+        since.
+        """
         attempts = read_attempts(self.run)
         since = [attempt for attempt in attempts if attempt.number > commit.attempt.number]
         same = all(each.metadata.processes[:1] == commit.attempt.metadata.processes[:1] for each in since)
@@ -282,7 +283,7 @@ class Behind(Groups):
 
 
 class Forgetful(Groups):
-    """Groups that go back to a copy in memory each time."""
+    """Groups that go back to an in-memory copy each time."""
 
     changes: ClassVar[list[str]] = ["forget"]
     most_deletions = 0
@@ -292,7 +293,9 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_commits_are_refused_needlessly_if_they_may_not_outlive_their_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_are_refused_without_need_if_only_the_newest_attempt_may_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
     expect_counterexample(Groups, "was refused, and leads to attempt")
 
@@ -307,7 +310,7 @@ def let_commit(monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, Attempt, li
     monkeypatch.setattr(sunspot.run.checkpoints, "may_commit", rule)
 
 
-def test_a_process_that_another_replaced_as_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_no_longer_rank_0_may_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     let_commit(monkeypatch, lambda name, attempt, attempts: leads_to_newest(name, lineage(attempts)))
     expect_counterexample(Groups, "is of another")
 

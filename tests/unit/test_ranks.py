@@ -1,4 +1,4 @@
-"""The numbers of each rank: apart from the run's curve, and combined when they are old."""
+"""The numbers of each rank are kept separately from the run's curve, and combined when they are old."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def record(number: int, **more: list[Any]) -> dict[str, Any]:
-    """A record of two ranks."""
+    """Return a record of two ranks."""
     values: dict[str, list[Any]] = {name: [number + 0.5, 2.0 * number] for name in NAMES}
     values |= {"rows": [number, 2 * number], **more}
     return {"attempt": 1, "step": 10 * number, "time": float(number), "steps": 10, "seconds": 5.0, "ranks": values}
@@ -43,15 +43,17 @@ def test_a_combined_record_keeps_totals_and_extremes() -> None:
     assert both["ranks"]["seconds"] == [7.5, 12.0]
     assert both["ranks"]["step_time_p95_s"] == [3.5, 6.0]
     assert both["ranks"]["memory_mib"] == [2.5, 4.0]
-    assert both["ranks"]["resident_mib"] == [2.5, 4.0], "the last"
-    assert both["ranks"]["step_time_median_s"] == [pytest.approx((1.5 + 3 * 3.5 + 2.5) / 5), 4.8], "by steps"
+    assert both["ranks"]["resident_mib"] == [2.5, 4.0], "the last value is kept"
+    assert both["ranks"]["step_time_median_s"] == [pytest.approx((1.5 + 3 * 3.5 + 2.5) / 5), 4.8], (
+        "the mean is weighted by steps"
+    )
     assert combine([record(1, rows=[1, 1], memory_mib=[None, None]), record(2, memory_mib=[None, 1.0])])["ranks"][
         "memory_mib"
     ] == [None, 1.0]
 
 
 def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the attempt, so many are kept; totals are those of all."""
+    """The number of records stays limited during a long attempt, and totals cover all of them."""
     monkeypatch.setattr(ranks, "MIN_RECORDS", 8)
     monkeypatch.setattr(ranks, "MIN_BYTES", 2000)
     monkeypatch.setattr("sunspot.run.streams.SIZES", (1000, 4000, 8000))
@@ -71,18 +73,18 @@ def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytes
     combined = [each["records"] for each in found if "records" in each]
     assert sum(combined) + len(newest) == 1000
     assert 4 <= len(combined) < 40
-    assert len({count for count in combined[:-3]}) == 1, "they are equally long"
+    assert len({count for count in combined[:-3]}) == 1, "combined records cover equally many"
     assert sum(each["steps"] for each in found) == 10_000
     assert sum(each["ranks"]["rows"][1] for each in found) == sum(2 * n for n in range(1, 1001))
     assert newest_rank_records(run, lineage([attempt])) == found
 
 
-def test_few_records_are_left_alone() -> None:
+def test_few_records_are_not_combined() -> None:
     text = b"".join(json.dumps(record(number)).encode() + b"\n" for number in range(64))
     assert downsample(text) == text
 
 
-def test_records_are_written_once_a_minute_in_the_long_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_a_long_run_are_written_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("sunspot.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
     history, spans = RankHistory(run, 1), lineage([start(run, "job")])

@@ -1,7 +1,8 @@
-"""The workers that Ray is told to replace, and the end of a trainer without workers."""
+"""Ray is told which workers to replace, and a trainer without workers ends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from sunspot.elastic.membership import Member, Membership
+from sunspot.elastic.membership import Member, Membership, MembershipSnapshot
 from sunspot.ray_internals import controller
 from sunspot.ray_internals.controller import end_lost
 from sunspot.train import trainer
@@ -17,7 +18,7 @@ from sunspot.train.trainer import left_alone
 
 
 class Worker:
-    """A Ray worker that answers, is dead, or never answers."""
+    """Ray worker that answers, is dead, or never answers."""
 
     def __init__(self, name: str, answer: object) -> None:
         self.name = name
@@ -59,8 +60,8 @@ def test_dead_workers_are_replaced_and_those_that_answer_are_not(time: list[floa
     assert (dead.ended, whole.ended, time[0]) == (True, False, 0.0)
 
 
-def test_a_busy_worker_that_lives_is_not_ended_for_its_silence(time: list[float]) -> None:
-    """The worker holds the GIL for half a minute, while another one is being replaced."""
+def test_a_busy_worker_that_is_alive_is_not_ended_for_its_silence(time: list[float]) -> None:
+    """The worker holds the GIL for half a minute while another one is being replaced."""
     busy, frozen = Worker("busy", None), Worker("frozen", None)
 
     def find_living() -> list[str]:
@@ -74,33 +75,33 @@ def test_a_busy_worker_that_lives_is_not_ended_for_its_silence(time: list[float]
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_worker_that_never_answers_is_waited_for_with_a_limit(known: bool, time: list[float]) -> None:
+def test_a_worker_that_never_answers_is_ended_after_a_limit(known: bool, time: list[float]) -> None:
     silent = Worker("silent", None)
     end_lost([silent], (lambda: ["silent-1"]) if known else Mock(side_effect=OSError("the driver is gone")))
     assert silent.ended
     assert time[0] <= (controller.LIVING_S if known else controller.ANSWER_S) + 1
 
 
-def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_trainer(
+def test_a_trainer_ends_if_only_a_hung_replacement_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
     membership = Membership(1)
     membership.enter(Member("first", "node"))
-    membership.stand("first", 0.0)
+    membership.request_to_join("first", 0.0)
     membership.decide(1.0)
     assert membership.trains
     membership.enter(Member("hangs", "node"))
     membership.lose("first", 2.0)
-    assert not membership.deserted
-    assert left_alone(Future(), membership, limit_s=0.1)
+    assert not membership.snapshot().has_no_members
+    assert left_alone(Future(), membership.snapshot, limit_s=0.1)
 
 
-@pytest.mark.parametrize("membership", [None, Membership(2)], ids=["a group that ends as a whole", "survivors"])
-def test_a_stop_before_a_worker_trains_waits_for_none(
-    membership: Membership | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("read_membership", [None, Membership(2).snapshot], ids=["restart mode", "survivor mode"])
+def test_a_stop_before_any_worker_trains_does_not_wait_for_one(
+    read_membership: Callable[[], MembershipSnapshot] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
     looks = iter([False, False, True])
-    assert left_alone(Future(), membership, lambda: next(looks))
+    assert left_alone(Future(), read_membership, lambda: next(looks))
     assert list(looks) == []

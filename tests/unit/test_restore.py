@@ -1,4 +1,4 @@
-"""Which state a worker group starts from, among storage and the nodes' memory, and what its restart cost."""
+"""The state from which a worker group starts, chosen among storage and the nodes' memory, and the cost of a restart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.memory_files import MemorySnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
-from sunspot.elastic.claim import LocalState, Past, Readers, StartPoint, begin_attempt
+from sunspot.elastic.claim import CheckpointLoaders, LocalState, PastRecords, StartPoint, begin_attempt
 from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, choose_parts
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.receipts import Phases, first_incident, make_receipt
@@ -68,16 +68,16 @@ def machines(*copies: MemorySnapshot | None) -> list[NodeInventory]:
     return [NodeInventory(f"host-{rank}", f"node-{rank}", copy, []) for rank, copy in enumerate(copies)]
 
 
-def begun(run: Run, *copies: MemorySnapshot | None) -> StartPoint:
+def begin_start(run: Run, *copies: MemorySnapshot | None) -> StartPoint:
     found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(*(copies or [None])))
     assert found
     return found
 
 
-def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
+def test_a_group_starts_from_the_newer_of_storage_and_memory(run: Run) -> None:
     first = start(run, "me")
     commit(run, first, 5)
-    found = begun(run, None, copy(1, 7), copy(1, 9))
+    found = begin_start(run, None, copy(1, 7), copy(1, 9))
     assert (found.attempt.step, found.attempt.starts_from, found.copy and found.copy.rank) == (
         9,
         checkpoint_name(9, 1),
@@ -86,13 +86,13 @@ def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
     assert found.attempt.metadata.tier == "memory"
     assert found.checkpoint is None
     assert read_attempts(run)[-1] == found.attempt
-    # What the second attempt did before it had a copy of its own is lost; the copy that it came from still leads on.
-    found = begun(run, copy(1, 9), None)
+    # The steps of the second attempt before its own first copy are lost, but the copy from which it started counts.
+    found = begin_start(run, copy(1, 9), None)
     assert (found.attempt.number, found.attempt.step, found.copy and found.copy.rank) == (3, 9, 0)
-    found = begun(run, None)
+    found = begin_start(run, None)
     assert (found.attempt.step, found.attempt.metadata.tier) == (5, "storage")
     # From here on, step 9 of the first attempt is outside the lineage.
-    found = begun(run, copy(1, 9))
+    found = begin_start(run, copy(1, 9))
     assert (found.attempt.step, found.copy) == (5, None)
 
 
@@ -111,25 +111,25 @@ LEFT = [(*OLD, NEW[0]), (NEW[1],), (NEW[0],)]
 @pytest.mark.parametrize(
     ("nodes", "damaged", "step", "ranks"),
     [
-        pytest.param([(*OLD, NEW[0]), (OLD[1],)], [], 7, [0, 1], id="no part 1 of the newest"),
+        pytest.param([(*OLD, NEW[0]), (OLD[1],)], [], 7, [0, 1], id="part 1 of the newest is missing"),
         pytest.param(LEFT, [], 9, [0, 1], id="the newest"),
-        pytest.param(LEFT, [0], 9, [2, 1], id="a copy damaged, but there is another"),
-        pytest.param(LEFT, [0, 2], 7, [0, 0], id="both copies damaged"),
-        pytest.param(LEFT, [1], 7, [0, 0], id="the only copy damaged"),
-        pytest.param([(OLD[0], NEW[0]), (NEW[0],)], [], 5, [], id="nothing whole but storage"),
+        pytest.param(LEFT, [0], 9, [2, 1], id="one of two copies is damaged"),
+        pytest.param(LEFT, [0, 2], 7, [0, 0], id="both copies are damaged"),
+        pytest.param(LEFT, [1], 7, [0, 0], id="the only copy is damaged"),
+        pytest.param([(OLD[0], NEW[0]), (NEW[0],)], [], 5, [], id="only storage is complete"),
     ],
 )
-def test_a_state_in_parts_counts_when_all_parts_are_there(
+def test_a_sharded_state_can_be_used_if_every_part_exists(
     nodes: list[tuple[MemorySnapshot, ...]], damaged: list[int], step: int, ranks: list[int], run: Run
 ) -> None:
-    """`damaged` are the ranks that find the newest so."""
+    """`damaged` names the ranks that find their parts of the newest state damaged."""
     commit(run, start(run, "me"), 5)
 
     def read(parts: Sequence[PartCopy]) -> list[PartCopy]:
         assert not read_attempts(run)[-1].chosen, "not before it is known to be whole"
         return [each for each in parts if each.rank in damaged and each.snapshot.step == 9]
 
-    found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), readers=Readers(parts=read))
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), loaders=CheckpointLoaders(load_parts=read))
     assert (found.attempt.step, found.attempt.starts_from) == (step, checkpoint_name(step, 1))
     assert found.attempt.metadata.tier == ("memory" if ranks else "storage")
     parts = found.copy.parts if found.copy else ()
@@ -137,7 +137,7 @@ def test_a_state_in_parts_counts_when_all_parts_are_there(
     assert {each.snapshot.step for each in parts} <= {step}
 
 
-def test_of_a_whole_state_and_one_in_parts_the_newer_is_taken(run: Run) -> None:
+def test_a_group_starts_from_the_newer_of_a_whole_and_a_sharded_state(run: Run) -> None:
     attempts = [start(run, "me")]
     for whole, expected in [(8, (1, 9, 1)), (9, (0, 9, 0)), (10, (0, 10, 0))]:
         machines = [NodeInventory("a", "a", copy(1, whole), []), NodeInventory("b", "b", None, [], (part(0, 1, 9),))]
@@ -146,7 +146,7 @@ def test_of_a_whole_state_and_one_in_parts_the_newer_is_taken(run: Run) -> None:
 
 
 @given(st.data(), st.integers(1, 4), st.lists(st.sampled_from("abc"), min_size=1, max_size=5))
-def test_the_newest_state_is_taken_of_which_every_part_is_left(
+def test_a_group_starts_from_the_newest_complete_sharded_state(
     data: st.DataObject, parts: int, nodes: list[str]
 ) -> None:
     each = st.tuples(st.integers(1, 3), st.integers(0, parts - 1), st.sampled_from(nodes))
@@ -166,7 +166,7 @@ def test_the_newest_state_is_taken_of_which_every_part_is_left(
     assert all((each.snapshot.step, each.snapshot.part, nodes[each.rank]) in left for each in chosen)
 
 
-def test_a_copy_of_a_superseded_attempt_is_left(run: Run) -> None:
+def test_a_copy_of_a_superseded_attempt_is_ignored(run: Run) -> None:
     first = start(run, "other")
     commit(run, first, 5)
     start(run, "me", checkpoint_name(5, 1))
@@ -174,18 +174,18 @@ def test_a_copy_of_a_superseded_attempt_is_left(run: Run) -> None:
     assert choose_copy(read_attempts(run), machines(copy(1, 8), copy(2, 6))) == ChosenCopy(1, copy(2, 6))
 
 
-def test_what_is_damaged_in_storage_does_not_beat_memory(run: Run) -> None:
+def test_a_damaged_checkpoint_does_not_beat_an_older_copy_in_memory(run: Run) -> None:
     first = start(run, "me")
     commit(run, first, 5)
     name = commit(run, first, 10).name
     Path(run.storage.locate(run.key("checkpoints", name, "model.pt"))).write_bytes(b"")
-    found = begun(run, copy(1, 8))
+    found = begin_start(run, copy(1, 8))
     assert (found.attempt.step, found.attempt.metadata.tier) == (8, "memory")
     assert name in found.attempt.skipped[0]
 
 
-def test_what_any_rank_finds_damaged_is_passed_over_by_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 alone sees other bytes of the newest, and this rank, 0, of the one before."""
+def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped_by_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 sees other bytes of the newest checkpoint, and this rank, 0, sees other bytes of the one before it."""
     first = start(run, "me")
     names = [commit(run, first, step).name for step in (5, 10, 15)]
     reads: list[str] = []
@@ -199,7 +199,7 @@ def test_what_any_rank_finds_damaged_is_passed_over_by_all(run: Run, monkeypatch
         return [mine, ["optimizer.pt has 1 bytes instead of 2"] if reads[-1] == names[2] else []]
 
     monkeypatch.setattr("sunspot.elastic.claim.gather_objects", gather)
-    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None, None), readers=Readers(read))
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None, None), loaders=CheckpointLoaders(read))
     assert found
     assert reads == names[::-1]
     assert (found.attempt.step, found.checkpoint and found.checkpoint.name) == (5, names[0])
@@ -214,19 +214,19 @@ def test_a_checkpoint_is_not_read_before_it_is_loaded(run: Run, monkeypatch: pyt
     commit(run, start(run, "me"), 5)
     opened: list[str] = []
     monkeypatch.setattr(LocalStorage, "digest", lambda *arguments: opened.append(arguments[1]) or (0, ""))
-    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None), readers=Readers(lambda _: []))
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None), loaders=CheckpointLoaders(lambda _: []))
     assert found.attempt.step == 5
     assert opened == []
 
 
-def test_storage_wins_at_the_same_step_when_only_it_is_evaluated(run: Run) -> None:
+def test_storage_wins_at_the_same_step_if_only_it_is_evaluated(run: Run) -> None:
     commit(run, start(run, "me"), 5)
-    assert begun(run, copy(1, 5, evaluated=False)).copy is None
-    assert begun(run, copy(1, 5, evaluated=True)).copy
+    assert begin_start(run, copy(1, 5, evaluated=False)).copy is None
+    assert begin_start(run, copy(1, 5, evaluated=True)).copy
 
 
 def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner before commits and deletes what has expired, while its successor reads the newest checkpoint."""
+    """The previous owner commits and deletes expired checkpoints while its successor reads the newest one."""
     first = start(run, "other")
     base = commit(run, first, 5)
     digest = LocalStorage.digest
@@ -241,7 +241,7 @@ def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: 
         return digest(*arguments)
 
     monkeypatch.setattr(LocalStorage, "digest", interrupted)
-    found = begun(run)
+    found = begin_start(run)
     assert found.attempt.starts_from
     checkpoint = read_manifest(run, found.attempt.starts_from)
     assert checkpoint
@@ -257,28 +257,28 @@ def test_a_process_that_dies_before_its_choice_costs_no_step(run: Run, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("sunspot.elastic.claim.record_start", die)
         with pytest.raises(KeyboardInterrupt):
-            begun(run)
+            begin_start(run)
     claimed = read_attempts(run)[-1]
     assert (claimed.number, claimed.chosen) == (2, False)
     assert [span.attempt for span in lineage(read_attempts(run))] == [1]
-    found = begun(run)
+    found = begin_start(run)
     assert (found.attempt.number, found.attempt.step, found.attempt.chosen) == (3, 5, True)
     assert [span.attempt for span in lineage(read_attempts(run))] == [3, 1]
 
 
-def test_a_copy_of_a_run_that_was_deleted_and_begun_again_is_left(run: Run) -> None:
-    first = begun(run).attempt
+def test_a_copy_of_a_deleted_run_of_the_same_name_is_ignored(run: Run) -> None:
+    first = begin_start(run).attempt
     ours = copy(1, 3, nonce=first.nonce)
-    assert begun(run, copy(1, 500, nonce="00000000"), ours).copy == ChosenCopy(1, ours)
-    assert begun(run, copy(1, 500)).copy is None
+    assert begin_start(run, copy(1, 500, nonce="00000000"), ours).copy == ChosenCopy(1, ours)
+    assert begin_start(run, copy(1, 500)).copy is None
 
 
-def test_the_process_before_a_new_beginning_neither_commits_nor_owns_the_run(run: Run) -> None:
-    old = begun(run).attempt
+def test_a_process_of_a_deleted_run_neither_commits_to_nor_owns_the_new_run(run: Run) -> None:
+    old = begin_start(run).attempt
     kept = commit(run, old, 5)
     for entry in run.storage.list(run.key("attempts")):
         run.storage.delete(entry.key)
-    new = begun(run).attempt
+    new = begin_start(run).attempt
     assert (new.number, new.step) == (old.number, 0), "a checkpoint of the deleted run does not count"
     with pytest.raises(SupersededError, match="was deleted while attempt 1"):
         ensure_owner(run, old)
@@ -286,7 +286,7 @@ def test_the_process_before_a_new_beginning_neither_commits_nor_owns_the_run(run
     assert commit(run, new, 5).name != kept.name, "late files of the old process lie beside the new one's"
 
 
-def test_a_run_begun_again_with_other_settings_is_left(run: Run) -> None:
+def test_a_claim_fails_if_the_run_was_started_over_with_other_settings(run: Run) -> None:
     """The process was frozen between comparing its settings and its claim."""
     with pytest.raises(ConflictError, match="SUNSPOT_GLOBAL_BATCH_SIZE: 5 -> 7"):
         begin_attempt(Claimant(run, "me"), Settings(global_batch_size=7), machines(None))
@@ -294,7 +294,7 @@ def test_a_run_begun_again_with_other_settings_is_left(run: Run) -> None:
 
 
 def damaged_run(run: Run) -> str:
-    """A run whose two checkpoints are both damaged; returns the name of the newest."""
+    """Damage both checkpoints of a run, and return the name of the newest."""
     first = start(run, "me")
     names = [commit(run, first, step).name for step in (5, 10)]
     for name in names:
@@ -302,21 +302,21 @@ def damaged_run(run: Run) -> str:
     return names[-1]
 
 
-def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Run) -> None:
+def test_a_run_without_an_intact_checkpoint_is_not_started_over(run: Run) -> None:
     newest = damaged_run(run)
     with pytest.raises(
-        DamageError, match=rf"no whole checkpoint any more(?s:.)*damaged(?s:.)*damaged(?s:.)*ACCEPT=loss-of-{newest}"
+        DamageError, match=rf"no intact checkpoint left(?s:.)*damaged(?s:.)*damaged(?s:.)*ACCEPT=loss-of-{newest}"
     ):
-        begun(run)
+        begin_start(run)
     assert [attempt.chosen for attempt in read_attempts(run)] == [True, False]
     assert isinstance(read_error(run, 2), DamageError), "a retry of the job ends at once"
     assert begin_attempt(Claimant(run, "me"), SETTINGS, machines(None)) is None
-    with pytest.raises(DamageError, match="no whole checkpoint any more"):
+    with pytest.raises(DamageError, match="no intact checkpoint left"):
         begin_attempt(Claimant(run, "you"), Settings(global_batch_size=5, accept="loss-of-another"), machines(None))
 
 
-def test_what_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deletion removes files while they are looked at, and the claim with them."""
+def test_a_checkpoint_that_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion removes files while they are read, and then removes the claim, too."""
     damaged_run(run)
     find = sunspot.elastic.claim.find_newest_good
 
@@ -329,13 +329,13 @@ def test_what_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.Monk
     assert read_error(run, 2) is None
 
 
-def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
-    """An evaluation that was not made, and rows that storage has not heard of."""
+def test_a_restored_state_includes_its_pending_evaluation_and_rows(run: Run) -> None:
+    """The evaluation was never made, and storage does not have the rows yet."""
     checkpoint = replace(commit(run, start(run, "me"), 5), evaluated=False)
     write_manifest(run, checkpoint)
     node: Any = SimpleNamespace(load=lambda checkpoint: {}, close=lambda: None)
     group: Any = None
-    restored = load_start(run, Settings(), begun(run), LocalState(None, node, NodeParts(None, ["me"])), group)
+    restored = load_start(run, Settings(), begin_start(run), LocalState(None, node, NodeParts(None, ["me"])), group)
     assert not restored.evaluated
 
     sidecar = Sidecar(None, {"metrics": {}, "total_steps": 10}, [], [(6, 7, "rows")], [])
@@ -345,25 +345,27 @@ def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
     assert restored.ledger == ((6, 7, "rows"),)
 
 
-def test_a_run_whose_checkpoints_are_damaged_goes_on_from_memory(run: Run) -> None:
+def test_a_run_with_damaged_checkpoints_continues_from_memory(run: Run) -> None:
     damaged_run(run)
-    found = begun(run, None, copy(1, 8))
+    found = begin_start(run, None, copy(1, 8))
     assert (found.attempt.step, found.attempt.metadata.tier) == (8, "memory")
 
 
-def test_a_run_is_begun_anew_when_the_loss_of_its_checkpoints_is_accepted(run: Run) -> None:
+def test_a_run_is_started_over_if_the_loss_of_its_checkpoints_is_accepted(run: Run) -> None:
     newest = damaged_run(run)
     found = begin_attempt(
         Claimant(run, "me"), Settings(global_batch_size=5, accept=f"loss-of-{newest}"), machines(None)
     )
     assert (found.attempt.step, found.attempt.starts_from) == (0, None)
     assert newest in found.attempt.skipped[0]
-    assert begun(run).attempt.number == 3, "what was given up is outside the lineage: a retry needs no word"
+    assert begin_start(run).attempt.number == 3, (
+        "the lost checkpoints are outside the lineage, so a retry needs no consent"
+    )
 
 
-def test_checkpoints_that_somebody_removed_are_missed(run: Run) -> None:
+def test_the_removal_of_the_last_checkpoint_is_detected(run: Run) -> None:
     name = commit(run, start(run, "me"), 5).name
-    assert begun(run).attempt.starts_from == name
+    assert begin_start(run).attempt.starts_from == name
     delete_checkpoint(run, name)
     with pytest.raises(DamageError, match=f"{name}: gone, attempt 2 started from it(?s:.)*ACCEPT=loss-of-{name}"):
         begin_attempt(Claimant(run, "you"), SETTINGS, machines(None))
@@ -371,16 +373,16 @@ def test_checkpoints_that_somebody_removed_are_missed(run: Run) -> None:
         Claimant(run, "they"), Settings(global_batch_size=5, accept=f"loss-of-{name}"), machines(None)
     )
     assert found.attempt.starts_from is None
-    assert begin_attempt(Claimant(run, "they"), SETTINGS, machines(None)), "asked for once"
+    assert begin_attempt(Claimant(run, "they"), SETTINGS, machines(None)), "consent is needed only once"
 
 
-def test_what_was_never_committed_is_not_missed(run: Run) -> None:
+def test_a_checkpoint_that_was_never_committed_is_not_reported_as_lost(run: Run) -> None:
     name = commit(run, start(run, "me"), 5).name
     run.storage.delete(run.key("checkpoints", name, "manifest.json"))
-    assert begun(run).attempt.step == 0
+    assert begin_start(run).attempt.step == 0
 
 
-def test_a_lost_claim_is_tried_again_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_claim_is_repeated_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = sunspot.run.attempts.claim
 
     def lose(*arguments: Any) -> bool:
@@ -389,10 +391,10 @@ def test_a_lost_claim_is_tried_again_with_the_next_number(run: Run, monkeypatch:
         return claim(*arguments)
 
     monkeypatch.setattr(sunspot.run.attempts, "claim", lose)
-    assert begun(run).attempt.number == 2
+    assert begin_start(run).attempt.number == 2
 
 
-def test_no_start_is_recorded_in_a_run_that_is_deleted_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_start_is_recorded_in_a_run_that_is_being_deleted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     create = LocalStorage.create
 
     def create_late(storage: LocalStorage, key: str, data: bytes) -> bool:
@@ -405,7 +407,7 @@ def test_no_start_is_recorded_in_a_run_that_is_deleted_meanwhile(run: Run, monke
     assert run.storage.list(run.key("attempts")) == []
 
 
-def test_an_evaluation_made_up_for_by_the_next_attempt_is_of_the_lineage(run: Run) -> None:
+def test_an_evaluation_repeated_by_the_next_attempt_belongs_to_the_lineage(run: Run) -> None:
     base = commit(run, start(run, "me"), 5)
     evaluated = commit(run, start(run, "me", base.name), 5)
     newest, _ = find_newest_good(run, read_attempts(run))
@@ -413,14 +415,16 @@ def test_an_evaluation_made_up_for_by_the_next_attempt_is_of_the_lineage(run: Ru
 
 
 @pytest.mark.parametrize("tier", ["memory", "storage"])
-def test_what_came_with_the_state_comes_back(
+def test_a_loaded_state_has_its_metrics_and_pending_work(
     tier: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That its epoch is not evaluated yet, its metrics, and in memory the rows that no audit in storage has."""
+    """A state in memory also has the rows that no audit in storage contains."""
     monkeypatch.setattr(sunspot.checkpoint.memory_files, "SHARED_MEMORY", tmp_path)
     first = start(run, "me")
     values = {"model": {"weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}}
-    name, metrics, windows = checkpoint_name(7, 1, first.nonce), {"loss": 0.5}, ((1, 1, 7, [3]),)
+    name = checkpoint_name(7, 1, first.nonce)
+    metrics = {"loss": 0.5}
+    windows = ((1, 1, 7, [3]),)
     manifest = Checkpoint(name, 7, 1, 10, 10, 1, metrics, evaluated=False)
     if tier == "memory":
         structure = map_tensors(values, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -438,12 +442,12 @@ def test_what_came_with_the_state_comes_back(
         write_manifest(run, replace(manifest, files=files))
     found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
     chosen = begin_attempt(
-        Claimant(run, "me"), SETTINGS, machines(found and found.snapshot), readers=Readers(node.read)
+        Claimant(run, "me"), SETTINGS, machines(found and found.held), loaders=CheckpointLoaders(node.read)
     )
     assert chosen
     state = load_start(
         run, Settings(), chosen, LocalState(found, node, NodeParts(None, ["node"])), None
-    )  # a worker alone
+    )  # a single worker
     assert state.model["weight"].tolist() == [1, 1]
     assert (state.tier, state.evaluated, state.metrics) == (tier, False, metrics)
     assert state.ledger == (windows if tier == "memory" else ())
@@ -457,13 +461,13 @@ def test_what_came_with_the_state_comes_back(
         pytest.param("with its node", 9, id="lost a node"),
     ],
 )
-def test_a_copy_that_no_group_gets_going_from_is_passed_over(ends: str, step: int, run: Run) -> None:
+def test_a_copy_from_which_no_group_takes_a_step_is_skipped(ends: str, step: int, run: Run) -> None:
     commit(run, start(run, "me"), 5)
     nodes = machines(copy(1, 9), None)
     heartbeats = []
     for number in (2, 3):
         found = begin_attempt(Claimant(run, "me"), SETTINGS, nodes)
-        assert (found.attempt.number, found.attempt.step) == (number, 9), "one may have been unlucky"
+        assert (found.attempt.number, found.attempt.step) == (number, 9), "a single group may have been unlucky"
         if ends == "after a step":
             heartbeats = [(number, 10, 0.0)]
         if ends == "with its node":
@@ -480,10 +484,10 @@ def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
 
 
 def a_start(attempt: Attempt, *before: Attempt, receipts: Sequence[Receipt] = ()) -> StartPoint:
-    return StartPoint(attempt, before, past=Past([(1, 14, 99.0)], receipts))
+    return StartPoint(attempt, before, past=PastRecords([(1, 14, 99.0)], receipts))
 
 
-def test_a_receipt_says_what_a_restart_cost() -> None:
+def test_a_receipt_records_the_cost_of_a_restart() -> None:
     begin_receipt = Receipt(1, 0, Cause.BEGIN, "", None, None, None, 10, 12, 10, 0, 0, "beginning", 0, 2)
     now = a_start(at(2, 105, 1, step=12), at(1, 10), receipts=[replace(begin_receipt, attempt=1)])
     incident = Incident(Cause.PREEMPTED, "node x", noticed=100.0, committed=101.0, last_step=13)
@@ -493,9 +497,9 @@ def test_a_receipt_says_what_a_restart_cost() -> None:
     assert receipt.worker_seconds_lost == pytest.approx(2 * 7 + 1 * 5)
 
 
-def test_a_pause_is_not_lost() -> None:
+def test_a_pause_does_not_count_as_lost_time() -> None:
     ended = Status(RunState.FAILED, "me", time=50.0, step=14)
-    now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), past=Past(other=ended))
+    now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), past=PastRecords(other=ended))
     incident = first_incident(now)
     assert incident.cause is Cause.RESUMED
     receipt = make_receipt(now, TrainingState(taken=40.0), incident, 1010.0)
@@ -506,10 +510,10 @@ def test_a_pause_is_not_lost() -> None:
 def test_a_lost_run_is_paused_until_it_is_started_again() -> None:
     """Its nodes are gone by then, unless the operator has only replaced its head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
-    now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=Past(other=lost))
+    now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
     receipt = make_receipt(now, TrainingState(taken=40.0), first_incident(now), 9010.0)
-    assert (receipt.cause, receipt.paused_s) == (Cause.DRIVER_LOST, 9000 - 50 - LOST_AFTER_S)
-    replaced = replace(now, past=Past(other=replace(lost, owner=now.attempt.owner)))
+    assert (receipt.cause, receipt.paused_s) == (Cause.DRIVER_LOST, 9000 - 50 - LOST_S)
+    replaced = replace(now, past=PastRecords(other=replace(lost, owner=now.attempt.owner)))
     assert make_receipt(replaced, TrainingState(taken=40.0), first_incident(replaced), 9010.0).paused_s == 0
 
 
@@ -518,38 +522,38 @@ def claimed_by(driver: str, attempt: Attempt) -> Attempt:
 
 
 @pytest.mark.parametrize(
-    ("last_word", "of", "cause", "detail"),
+    ("last_status", "of", "cause", "detail"),
     [
         (60.0, "old-1", Cause.TAKEN_OVER, "by new-2, from old-1 at step 20"),
-        (40.0, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
+        (40.0, "old-1", Cause.DRIVER_LOST, "the previous driver wrote no status after step 20"),
         (
             48.0,
             "old-1@sunspot/b",
             Cause.TAKEN_OVER,
             "by new-2, from old-1 in namespace sunspot of cluster b at step 20",
         ),
-        (40.0, "old-1@sunspot/b", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
-        (60.0, "new-2", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
-        (None, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing"),
+        (40.0, "old-1@sunspot/b", Cause.DRIVER_LOST, "the previous driver wrote no status after step 20"),
+        (60.0, "new-2", Cause.DRIVER_LOST, "the previous driver wrote no status after step 20"),
+        (None, "old-1", Cause.DRIVER_LOST, "the previous driver wrote no status"),
     ],
     ids=[
         "still trains",
         "frozen",
         "trains elsewhere",
         "frozen elsewhere",
-        "the same job, whose workers outlive its driver",
-        "left no word",
+        "the same job, whose workers survive its driver",
+        "left no status",
     ],
 )
-def test_a_run_that_is_taken_over_from_a_live_start_has_lost_no_driver(
-    last_word: float | None, of: str, cause: Cause, detail: str, run: Run
+def test_taking_over_a_live_run_is_not_recorded_as_a_lost_driver(
+    last_status: float | None, of: str, cause: Cause, detail: str, run: Run
 ) -> None:
-    """The driver begins at 50, while the first start's group takes step 20; it claims at 70."""
+    """The driver begins at 50, while the first start's group takes step 20. The driver claims at 70."""
     write_status(run, Status(RunState.STARTING, "new-2", began=50.0, attempt=1, driver="2" * 8))
-    if last_word is not None:
+    if last_status is not None:
         write_status(run, Status(RunState.RUNNING, of, step=20, attempt=1, driver="1" * 8))
     for status in run.storage.list(run.key("status")):
-        moment = 65.0 if "2" * 8 in status.key else last_word or 0.0
+        moment = 65.0 if "2" * 8 in status.key else last_status or 0.0
         os.utime(Path(run.storage.locate(status.key)), (moment, moment))
     start(run, of, at=10.0, world_size=2, driver="1" * 8, tier="beginning")
     commit(run, read_attempts(run)[0], 15)
@@ -559,28 +563,28 @@ def test_a_run_that_is_taken_over_from_a_live_start_has_lost_no_driver(
     assert (incident.cause, incident.detail) == (cause, detail)
     phases = Phases(launched=52.0, up=58.0, formed=66.0, loaded=72.0)
     receipt = make_receipt(now, TrainingState(taken=62.0), incident, 75.0, phases)
-    assert receipt.replayed == (5 if last_word else 0)
-    assert all(at >= 0 for at in receipt.phases.values()), "processes began before the last step of the old group"
-    assert ("first step 5.0 s after the start" in describe_receipt(receipt)) == (cause is Cause.TAKEN_OVER)
+    assert receipt.replayed == (5 if last_status else 0)
+    assert all(at >= 0 for at in receipt.phases.values()), "the processes began before the last step of the old group"
+    assert ("first step 5.0 s after the start" in describe(receipt)) == (cause is Cause.TAKEN_OVER)
     later = replace(now, before=[*now.before, now.attempt], attempt=claimed_by("2" * 8, at(3, 90)))
-    assert first_incident(later) == Incident(), "its own group went before: why is known"
+    assert first_incident(later) == Incident(), "the previous group was this driver's, so the cause is known"
 
 
-def test_a_driver_that_saved_after_its_last_status_ended_at_the_step_that_it_saved(run: Run) -> None:
+def test_a_driver_ended_at_the_step_that_it_saved_after_its_last_status(run: Run) -> None:
     first = start(run, "old-1", at=10.0, world_size=2, driver="1" * 8, tier="beginning")
     write_status(run, Status(RunState.FAILED, "old-1", step=827, attempt=1, driver="1" * 8))
     commit(run, first, 846)
     again = begin_attempt(Claimant(run, "new-2", "2" * 8), SETTINGS, machines(None, None))
     incident = first_incident(again)
     assert (incident.cause, incident.last_step) == (Cause.RESUMED, 846)
-    assert incident.detail == "the driver before ended at step 846: failed"
+    assert incident.detail == "the previous driver ended at step 846: failed"
 
 
-def test_a_first_start_is_no_incident(run: Run) -> None:
-    assert first_incident(begun(run)) == Incident(Cause.BEGIN)
+def test_the_first_start_of_a_run_is_not_an_incident(run: Run) -> None:
+    assert first_incident(begin_start(run)) == Incident(Cause.BEGIN)
 
 
-def test_a_loss_while_workers_make_way_is_a_loss() -> None:
+def test_a_loss_during_a_restart_to_scale_up_is_recorded_as_a_loss() -> None:
     now = a_start(at(2, 105), at(1, 10))
     growth = Incident(Cause.SCALE_UP, "2 -> 3 workers", noticed=100.0)
     assert make_receipt(now, TrainingState(taken=98.0), growth, 110.0).cause is Cause.SCALE_UP
@@ -588,14 +592,14 @@ def test_a_loss_while_workers_make_way_is_a_loss() -> None:
     assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
 
 
-def test_a_save_that_does_not_fit_the_notice_is_warned_of() -> None:
+def test_the_user_is_warned_if_a_save_takes_longer_than_the_notice() -> None:
     assert "takes 30 s to commit, and a notice leaves 27 s" in warn_of_notice(30.0, 27)
-    assert warn_of_notice(25.0, 27), "the notice has to travel first"
+    assert warn_of_notice(25.0, 27), "the notice takes time to arrive"
     for save_s, notice_s in [(10.0, 27), (None, 27), (30.0, 0)]:
         assert not warn_of_notice(save_s, notice_s)
 
 
-def test_retries_end(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_storage_retries_end_after_the_timeout(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     import sunspot.storage.limits
 
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
@@ -617,7 +621,7 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None
         retry_storage(0.05, "reading", refuse)
 
 
-def test_the_timelines_of_a_loss_and_a_preemption_name_functions_that_exist() -> None:
+def test_the_steps_of_a_loss_and_a_preemption_name_functions_that_exist() -> None:
     names = re.findall(r"^ ?\d+\. (\w+(?:\.\w+)+)", sunspot.elastic.__doc__ or "", re.MULTILINE)
     assert len(names) == 7 + 10
     for name in names:
@@ -628,7 +632,7 @@ def test_the_timelines_of_a_loss_and_a_preemption_name_functions_that_exist() ->
 
 
 class Harmful:
-    """Its pickle makes a file when it is loaded."""
+    """Object whose pickle creates a file when it is loaded."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -638,7 +642,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "a pickle in torch's form", "a list", "text", "nothing"])
-def test_files_that_are_no_weights_are_one_message_and_run_no_code(kind: str, tmp_path: Path) -> None:
+def test_a_file_without_weights_is_refused_and_runs_no_code(kind: str, tmp_path: Path) -> None:
     path, proof = tmp_path / "weights.pt", tmp_path / "proof"
     match kind:
         case "a pickle":
@@ -654,10 +658,10 @@ def test_files_that_are_no_weights_are_one_message_and_run_no_code(kind: str, tm
     with pytest.raises(SettingsError, match=r"SUNSPOT_INIT_FROM=.*weights\.pt: .*give a state_dict") as refused:
         read_init(Settings(init_from=str(path)), None)
     assert not proof.exists()
-    assert "weights_only" not in str(refused.value), "torch advises what would run the code"
+    assert "weights_only" not in str(refused.value), "torch's advice would run the code"
 
 
-def test_weights_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_from_reads_weights_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": torch.ones(2)}, "weights.pt")
     assert read_init(Settings(init_from="weights.pt"), None)["weight"].tolist() == [1, 1]
@@ -665,10 +669,10 @@ def test_weights_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.Mo
         read_init(Settings(init_from="other.pt"), None)
 
 
-def test_all_ranks_begin_with_what_rank_0_chose_of_a_live_run(
+def test_all_ranks_load_the_checkpoint_that_rank_0_chose_of_a_live_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other run commits a newer checkpoint between the moments at which two ranks look."""
+    """The other run commits a newer checkpoint between the times at which two ranks read it."""
     other = open_run(str(tmp_path), "other")
     commit_weights(other, 1)
     settings = Settings(storage_path=str(tmp_path), init_from="run:other")
@@ -694,12 +698,12 @@ def test_a_file_that_changes_while_ranks_read_it_is_refused(tmp_path: Path) -> N
     chosen = choose_init(settings)
     assert load_init(settings, chosen)["weight"].item() == 1
     torch.save({"weight": torch.zeros(1)}, file)
-    with pytest.raises(ConflictError, match=r"weights\.pt: was replaced while it was read"):
+    with pytest.raises(ConflictError, match=r"weights\.pt: it was replaced while it was read"):
         load_init(settings, chosen)
 
 
 def commit_weights(run: Run, step: int) -> None:
-    """Commit a checkpoint whose one weight is its step."""
+    """Commit a checkpoint whose only weight is its step."""
     attempts = read_attempts(run)
     attempt = attempts[-1] if attempts else start(run, "another")
     name = checkpoint_name(step, attempt.number, attempt.nonce)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from sunspot.checkpoint import SavedObjects
-from sunspot.elastic.copies import Holders, LiveState
+from sunspot.elastic.copies import LiveState, SurvivingState
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import MembershipAddress
-from sunspot.elastic.restore import Position, TrainingState, hand_over
+from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
 from sunspot.errors import DamageError, DataError, SunspotError, SupersededError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.run import open_run
@@ -51,8 +51,8 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
         model = torch.nn.Linear(2, 2)
         survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
         survivor.prepare(lambda: Mock(saved=lambda: SavedObjects(model, torch.optim.SGD(model.parameters()))))
-        survivor.kept = (FURTHEST, BEHIND)[rank], Position({}, 0.0, ())
-        survivor.hand_over(WorkerPlace(group, rank, 2), Holders(FURTHEST.checkpoint, True, (0,)), 10)
+        survivor.kept = (FURTHEST, BEHIND)[rank], StateMetadata({}, 0.0, ())
+        survivor.hand_over(WorkerPlace(group, rank, 2), SurvivingState(FURTHEST.checkpoint, True, (0,)), 10)
         return survivor.kept[0] if survivor.kept else None
 
     assert in_processes(tmp_path, 2, act) == [FURTHEST, None]
@@ -88,10 +88,10 @@ def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> N
     survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))
     assert survivor.kept == (
         LiveState(checkpoint_name(5, 3, "11111111"), evaluated=True),
-        Position({"loss": 1.0}, 7.0, ("window",)),
+        StateMetadata({"loss": 1.0}, 7.0, ("window",)),
     )
     stood = list[int | None]()
-    survivor._client = Mock(stand=stood.append)
+    survivor._client = Mock(join_next=stood.append)
     survivor.form()
     assert stood == [5], "the decider knows"
 
@@ -103,8 +103,8 @@ def test_all_go_on_with_the_metrics_and_rows_of_one(tmp_path: Path) -> None:
         rank = dist.get_rank()
         model = torch.nn.Linear(2, 2)
         saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
-        own = Position({"no_better": rank}, float(rank), [("1", 1, rank, torch.zeros(0, 3))])
-        holders = Holders(FURTHEST.checkpoint, False, (1, 0))
+        own = StateMetadata({"no_better": rank}, float(rank), [("1", 1, rank, torch.zeros(0, 3))])
+        holders = SurvivingState(FURTHEST.checkpoint, False, (1, 0))
         state = hand_over(WorkerPlace(group, rank, 2), holders, saved, own, 10)
         return state.metrics, state.taken, state.ledger[0][2], state.evaluated, state.model
 
@@ -128,7 +128,7 @@ def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypat
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
     ours, lost = Member("ours", "node"), Member("lost", "node")
     stood = [(Generation(7, (ours, lost)), 0), None]
-    survivor._client = Mock(stand=lambda step: stood.pop(0), closed=lambda wait_s: True)
+    survivor._client = Mock(join_next=lambda step: stood.pop(0), closed=lambda wait_s: True)
     assert survivor.form() is None
 
 
@@ -224,7 +224,7 @@ def test_members_that_do_not_meet_give_up_soon(
     survivor.others_train = others_train
     members = Member("ours", "node-1"), Member("silent", "node-2")
     stand = Mock(return_value=(Generation(7, members), 0))
-    survivor._client = Mock(stand=stand, closed=lambda wait_s: others_first and wait_s > 0)
+    survivor._client = Mock(join_next=stand, closed=lambda wait_s: others_first and wait_s > 0)
     began = time.monotonic()
     with pytest.raises(NoGroupError, match="node-1, node-2 may connect to each other"):
         survivor.form()

@@ -293,7 +293,7 @@ def test_the_driver_hears_what_a_worker_is_warned_of(
     with pytest.raises(SettingsError), join.join_run(config):
         pytest.fail("it went on")
     logging.getLogger("sunspot.storage").warning("after the run")
-    assert config.control.ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
+    assert config.control.call(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
     assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, "and its own log has it"
 
 

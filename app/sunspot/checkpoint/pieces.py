@@ -17,7 +17,7 @@ import torch
 from sunspot.background import map_parallel
 from sunspot.checkpoint.files import read_file, unpack
 from sunspot.errors import DamageError
-from sunspot.parallel.sharding import Place
+from sunspot.parallel.sharding import TensorSlice
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.storage.base import CHUNK

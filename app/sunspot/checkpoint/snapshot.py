@@ -27,7 +27,7 @@ from sunspot.checkpoint.memory_files import Sidecar
 from sunspot.checkpoint.replicas import PartExchange
 from sunspot.checkpoint.tensors import ALIGNMENT, in_buffer, map_tensors, parameter_names, size_of, tensors_in
 from sunspot.parallel.collectives import sum_of_bits
-from sunspot.parallel.sharding import Place, find_places, parameters_of, part_of
+from sunspot.parallel.sharding import TensorSlice, find_slices, parameters_of, part_of
 from sunspot.run.checkpoints import Checkpoint
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]

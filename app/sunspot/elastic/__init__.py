@@ -1,37 +1,60 @@
-"""Nodes that come and go: notices, losses, hung ranks and room to scale up, what each leads to, and its receipt.
+"""Survives preempted nodes, lost workers and hung ranks, and adds workers when there is room for more.
 
-Where workers outlive each other, a loss, from the last packet of a process to the step that the others take:
+There are two modes; `train.trainer.outlives` chooses one for a run. In survivor mode, a loss does not stop the other
+workers: they repeat the broken step without the lost one, and Ray replaces only that process. Survivor mode needs
+LOADER=torch, our training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables it. In
+restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
 
- 1. membership_channel.MembershipServer   notices it, and tells the others that their group (a generation) is closed
- 2. parallel.process_group.ProcessGroups  ends the collectives of each: the step that cannot end raises an error
- 3. train.survivor.Survivor.leave         puts back the state as it was before that step (train.undo.StepUndo)
- 4. membership.Membership.decide          names the next group's members, once all that live stand -> Survivor.form
- 5. claim.agree_on_start                  finds out who has the newest state, and claims an attempt from it
- 6. restore.hand_over                     gives that state to who lacks it; the step is taken again
- 7. receipts.make_receipt                 says what that cost (train.reporter.Reporter.took_step)
+Who decides that a worker is lost
+---------------------------------
+In survivor mode, membership_channel.MembershipServer decides, in the driver. Each worker has a connection to it. A
+worker is lost at once if the connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if
+the kernel of its machine no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no
+heartbeat; a worker that is building its model may take longer. Ray finds out later. It then asks failures.FailureJudge,
+which counts the loss against MAX_FAILURES, and replaces the process.
 
-With a notice, `MembershipServer.drain` asks for another group, and `Worker.finish_step` raises RegroupError in place
-of 1 and 2; so it does when another worker is ready to join. One that cannot train ends alone:
-train.replacement.end_replacement. The server hears of members by member_connections.MemberListener.
+In restart mode, Ray Train decides, in its controller: an actor has died, or does not answer a health check. Ray then
+asks failures.FailureJudge, through ray_internals.controller.failure_policy, whether another group starts. The judge
+takes each `RayError` for a lost worker, and any other error for one that the worker raised itself.
 
-A restart of all of them, from the notice to the first step of the new worker group:
+In both modes, watchdog.Watchdog ends its own process if that takes no step for HANG_TIMEOUT_S; the process then counts
+as lost like any other. Four functions look similar, but decide nothing. nodes.find_lost (a node is gone) and
+receipts.FailureRecorder (Ray reports an error) record a loss so that its receipt can name the cause.
+ray_internals.nodes.reachable_nodes chooses nodes for new workers. In survivor mode, ray_internals.controller.end_lost
+ends dead and unresponsive processes that Ray is about to replace.
 
+A loss in survivor mode, from the last packet of a process to the repeated step
+-------------------------------------------------------------------------------
+ 1. membership_channel.MembershipServer   notices the loss, and closes the group (a generation) for the other members
+ 2. parallel.process_group.ProcessGroups  breaks their collectives, so that the step that cannot end raises an error
+ 3. train.survivor.Survivor.leave         restores the state from before that step (train.undo.StepUndo)
+ 4. membership.Membership.decide          forms the next group once all living members ask to join -> Survivor.form
+ 5. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt from it
+ 6. restore.hand_over                     sends that state to the ranks that lack it; the step is repeated
+ 7. receipts.make_receipt                 records what the loss cost (train.reporter.Reporter.took_step)
+
+If a node is preempted with a notice, or another worker is ready to join, steps 1 and 2 do not happen. Instead, the
+membership server asks for a change between two steps, and `Worker.finish_step` raises RegroupError. A replacement that
+cannot train ends without the others (train.replacement.end_replacement). The server hears from members through
+member_connections.MemberListener.
+
+A restart of the whole group, from the notice to the first step of the new group
+--------------------------------------------------------------------------------
  1. kubelet                               sends SIGTERM to the node's pods, and kills them `notice_s` (profile) later
  2. ray start                             marks the node as draining, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
  3. supervisor.Supervisor.tick            reads ray_internals.nodes.draining_nodes twice a second -> NodeMonitor.check
- 4. control.ControlChannel.restart_group  notes the incident, and sets Command.restart with its deadline
- 5. control.CommandPoller.poll            brings the command to rank 0, after a step (train.worker.Worker.wanted)
- 6. parallel.decisions.StepDecisionBroadcast.agree  brings it to all ranks (train.worker.Worker.finish_step)
+ 4. control.ControlChannel.restart_group  records the incident, and sets Command.restart with its deadline
+ 5. control.CommandPoller.poll            passes the command to rank 0, after a step (train.worker.Worker.wanted)
+ 6. parallel.decisions.StepDecisionBroadcast.agree  passes it to all ranks (train.worker.Worker.finish_step)
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
- 8. checkpoint.CheckpointManager.drain    waits for that commit, but no longer than a second before the deadline
- 9. train.worker.Worker.restart_group     raises GroupRestartError and exits: the node is idle, and ends
+ 8. checkpoint.CheckpointManager.drain    waits for that commit, until a second before the deadline at most
+ 9. train.worker.Worker.restart_group     raises GroupRestartError and exits, so that the idle node can end
 10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.join.join_run
 11. claim.agree_on_start                  finds the newest state in memory or storage, and claims an attempt from it
-12. restore.load_start                    gives that state to every rank; train.loop.train_loop takes the first step
-13. receipts.make_receipt                 says what the restart cost (train.reporter.Reporter.took_step)
+12. restore.load_start                    loads that state on every rank; train.loop.train_loop takes the first step
+13. receipts.make_receipt                 records what the restart cost (train.reporter.Reporter.took_step)
 
-Scaling up, and moving to better nodes, differ in step 3: NodeMonitor finds them. Without a notice, a restart begins at
-step 10, after `nodes.find_lost` and `receipts.FailureRecorder` have noted the loss, or `watchdog.Watchdog` has
-ended a hung rank. When the head is told to go, step 4 is `control.ControlChannel.request_save`: the workers save, and
-train on until the head takes them with it and a new driver begins.
+Scaling up and moving to better nodes differ only in step 3: NodeMonitor finds the nodes. A loss in restart mode begins
+with step 10. If the head node is preempted, step 4 is `control.ControlChannel.request_save`: the workers save, and keep
+training until the head is gone. A new driver then continues the run.
 """

@@ -1,4 +1,4 @@
-"""The start of a worker group: its ranks agree on the newest good state, and rank 0 claims the next attempt from it."""
+"""Starts a worker group: its ranks agree on the newest intact state, and rank 0 claims the next attempt from it."""
 
 import contextlib
 import functools
@@ -17,13 +17,13 @@ from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, fin
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.elastic.copies import (
     ChosenCopy,
-    Holders,
     LiveState,
     NodeInventory,
+    SurvivingState,
     choose_copy,
     choose_live,
-    without_copies,
-    without_crashing,
+    exclude_crashing_copy,
+    exclude_damaged_parts,
 )
 from sunspot.errors import DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
@@ -64,29 +64,31 @@ from sunspot.storage.limits import retry_storage
 
 Result = TypeVar("Result")
 
-LOADED = new_nonce()
-"""Of this module in this process, and in those that are forked from it."""
+PROCESS_NONCE = new_nonce()
+"""Random name of this process, which processes forked from it share."""
 
 NODE_GROUP = "RAY_NODE_TYPE_NAME"
-"""Variable with the group of a pod, from which Ray makes a node's label ray.io/node-group."""
+"""Environment variable with the node group of a pod. Ray sets a node's label ray.io/node-group from it."""
 
 
-class Readers(NamedTuple):
-    """Functions that read the checkpoints and copies from which a group may start."""
+class CheckpointLoaders(NamedTuple):
+    """Functions that load the checkpoints and in-memory copies from which a group may start."""
 
-    checkpoint: Callable[[Checkpoint], list[str]] | None = None
-    "Loads a checkpoint on this rank and returns its faults. If it is None, every byte is compared with the manifest."
-    parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
-    "Reads the copies of parts that this rank needs, and returns the damaged ones."
-    copies: Callable[[list[NodeInventory]], list[NodeInventory]] = lambda inventories: inventories
-    "Adds the copies in memory to the inventories. All workers call it together if no live state can be used."
+    load: Callable[[Checkpoint], list[str]] | None = None
+    """Function that loads a checkpoint on this rank and returns its faults. If it is None, every byte is compared with
+    the manifest."""
+    load_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
+    "Function that reads the copies of parts that this rank needs, and returns the damaged ones."
+    add_copies: Callable[[list[NodeInventory]], list[NodeInventory]] = lambda inventories: inventories
+    """Function that adds the in-memory copies to the inventories. All workers call it together if no live state can be
+    used."""
 
 
-ANY_READERS = Readers()
+DEFAULT_LOADERS = CheckpointLoaders()
 
 
 class LocalState(NamedTuple):
-    """The state that a rank found on its node, and what it has read of the start that was chosen."""
+    """State that a rank found on its node, and what it has read of the chosen start."""
 
     snapshot: LoadedSnapshot | None
     state: NodeState
@@ -94,48 +96,48 @@ class LocalState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Past:
-    """The attempts so far, as storage and the nodes tell of them."""
+class PastRecords:
+    """Records of the run's earlier attempts, from storage and from the nodes."""
 
     heartbeats: Sequence[tuple[int, int, float]] = ()
-    "The last steps that earlier processes are known to have taken: attempt, step, seconds since the epoch."
+    "Last steps that earlier processes are known to have taken: attempt, step, and time in seconds since the epoch."
     receipts: Sequence[Receipt] = ()
     status: Status | None = None
-    "Of this start of the driver."
+    "Status that this start of the driver has written."
     other: Status | None = None
-    "Of who trained before, as it stood at the claim."
+    "Status of the job that trained before, as of the claim."
 
 
 @dataclass(frozen=True)
 class StartPoint:
-    """The point that a worker group starts from; the same on every rank."""
+    """State from which a worker group starts; the same on every rank."""
 
     attempt: Attempt
     before: Sequence[Attempt] = ()
-    "The attempts of the run so far, oldest first."
+    "Earlier attempts of the run, oldest first."
     checkpoint: Checkpoint | None = None
-    "In storage; None if `copy` is newer."
+    "Checkpoint in storage; None if `copy` is newer."
     copy: ChosenCopy | None = None
-    "In shared memory."
-    live: Holders | None = None
-    "In the processes that train on; then there is neither a checkpoint nor a copy."
+    "Copy in shared memory."
+    live: SurvivingState | None = None
+    "State of the surviving processes. If it is set, `checkpoint` and `copy` are None."
     nodes: dict[int, str] = field(default_factory=dict)
-    "Ray's id of each rank's node."
-    past: Past = Past()
+    "Ray's node id by rank."
+    past: PastRecords = PastRecords()
 
 
 def process_name() -> str:
-    """Tell this process apart from all others, also from one of the same number in a pod of the same name."""
-    return f"{LOADED}-{os.getpid()}"
+    """Return a name that is unique to this process, even if another pod has the same host name and process id."""
+    return f"{PROCESS_NONCE}-{os.getpid()}"
 
 
 def agree_on_start(
     claimant: Claimant, settings: Settings, group: dist.ProcessGroup, live: LiveState | None = None
 ) -> tuple[StartPoint | None, LocalState]:
-    """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
+    """Claim the next attempt from the newest intact state in storage or on any node. All workers call this together.
 
-    `live` is what this process has trained. Also returns what this rank found and read. The start is None when this job
-    may not train on. Raises like `begin_attempt`.
+    `live` is the state that this process has trained. Returns the start, which is None if this job may no longer train
+    the run, and the state that this rank has found and read. Raises the errors of `begin_attempt`.
     """
     location = claimant.run.location
     node = ray.get_runtime_context().get_node_id()
@@ -156,13 +158,13 @@ def agree_on_start(
         nonlocal found
         if not settings.snapshot_cost:
             return inventories
-        found = run_on_all_ranks(group, lambda: find_snapshot(location) if state.reads else None)  # which reads it
-        held = found.snapshot if found else None
+        found = run_on_all_ranks(group, lambda: find_snapshot(location) if state.reads else None)  # reads the copy
+        held = found.held if found else None
         parts_here = find_parts(location) if state.reads and settings.parallel == "fsdp" else ()
         return gather_objects(inventory._replace(snapshot=held, parts=parts_here), group)
 
-    readers = Readers(state.read, parts.read, find_copies)
-    start = begin_attempt(claimant, settings, gather_objects(inventory, group), readers, group)
+    loaders = CheckpointLoaders(state.read, parts.read, find_copies)
+    start = begin_attempt(claimant, settings, gather_objects(inventory, group), loaders, group)
     return start, LocalState(found, state, parts)
 
 
@@ -170,17 +172,17 @@ def begin_attempt(
     claimant: Claimant,
     settings: Settings,
     inventories: list[NodeInventory],
-    readers: Readers = ANY_READERS,
+    loaders: CheckpointLoaders = DEFAULT_LOADERS,
     group: dist.ProcessGroup | None = None,
 ) -> StartPoint | None:
-    """Claim the next attempt, given what is on each rank's node, and choose its start; None if this job may not train.
+    """Claim the next attempt and choose its start, given the inventory of each rank's node.
 
-    This looks for a live state first. If a live state can be used, the copies in memory are not needed. Otherwise a
-    checkpoint is chosen by its manifest and the listing, and the `readers` that load it find out whether it is intact.
-    If any rank finds a checkpoint or a copy of a part damaged, all ranks pass over it. All workers of `group` (None: a
-    worker alone) call this together. Rank 0 raises `StorageError` if storage refuses for longer than
-    `storage_timeout_s`, `ConflictError` if the run was begun again with other settings meanwhile, and `DamageError`
-    like `refuse_to_begin_anew`.
+    Returns None if this job may no longer train the run. A live state is preferred, and then no in-memory copy is read.
+    Otherwise, a checkpoint is chosen by its manifest and the listing, and the `loaders` find out whether it is intact.
+    If any rank finds a checkpoint or a copy of a part damaged, all ranks skip it. All workers of `group` call this
+    together; `group` is None for a single worker. Rank 0 raises `StorageError` if storage refuses for longer than
+    `storage_timeout_s`, `ConflictError` if the run has since been started over with other settings, and the
+    `DamageError` of `refuse_to_start_over`.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
@@ -193,40 +195,44 @@ def begin_attempt(
         return broadcast_from_rank0(group, act_as_owner)
 
     def record_choice(start: StartPoint) -> StartPoint:
-        ensure_owner(run, start.attempt)  # to read it may have taken long
+        ensure_owner(run, start.attempt)  # because reading the state may have taken long
         record_start(run, start.attempt)
         return start
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
-        read = readers.checkpoint or functools.partial(find_faults, run)
-        return retry_storage(limit_s, "reading a checkpoint", read, checkpoint)
+        read = loaders.load or functools.partial(find_faults, run)
+        return retry_storage(lambda: read(checkpoint), limit_s, "reading a checkpoint")
 
-    if start := on_rank_0(lambda: claim_in_place(claimant, settings, inventories)):
+    start = on_rank_0(lambda: claim_in_place(claimant, settings, inventories))
+    if start:
         return start
-    inventories = readers.copies(inventories)
+    inventories = loaders.add_copies(inventories)
     claimed = on_rank_0(lambda: claim_attempt(claimant, settings, inventories))
     damaged: dict[str, list[str]] = {}
     while claimed:
         start = on_rank_0(functools.partial(choose_start, run, claimed, inventories, damaged))
-        if start and (checkpoint := start.checkpoint):
-            seen = run_on_all_ranks(group, functools.partial(find_damage, checkpoint))
-            if faults := [fault for faults in gather_objects(seen, group) for fault in faults]:
+        if start and start.checkpoint:
+            checkpoint = start.checkpoint
+            own_faults = run_on_all_ranks(group, functools.partial(find_damage, checkpoint))
+            faults = [fault for faults in gather_objects(own_faults, group) for fault in faults]
+            if faults:
                 damaged[checkpoint.name] = list(dict.fromkeys(faults))
                 continue
         elif start and start.copy and start.copy.parts:
-            mine = run_on_all_ranks(group, functools.partial(readers.parts, start.copy.parts))
-            if faulty := [copy for copies in gather_objects(mine, group) for copy in copies]:
-                inventories = without_copies(inventories, faulty)
+            own_damaged = run_on_all_ranks(group, functools.partial(loaders.load_parts, start.copy.parts))
+            damaged_parts = [copy for copies in gather_objects(own_damaged, group) for copy in copies]
+            if damaged_parts:
+                inventories = exclude_damaged_parts(inventories, damaged_parts)
                 continue
         return on_rank_0(functools.partial(record_choice, start)) if start else None
     return None
 
 
 def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> StartPoint | None:
-    """Claim the next attempt for workers that go on with their state; None when none has one, or they may not train on.
+    """Claim the next attempt for workers that continue with their live state.
 
-    They wait for it in the middle of a step, so what it needs for their receipt is read beside. Raises
-    `SupersededError`.
+    Returns None if no worker has a usable state, or if the workers may no longer train the run. Because they wait in
+    the middle of a step, the records for their receipt are read in other threads. Raises `SupersededError`.
     """
     if not any(inventory.live for inventory in inventories):
         return None
@@ -235,7 +241,7 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     def make(before: list[Attempt]) -> Attempt | None:
         if not choose_live(before, inventories) or claimant.cancelled.is_set():
             return None
-        # The group before was of this driver, too, and has recorded which ones it found.
+        # The previous group belonged to this driver, too, and has recorded the earlier starts of drivers.
         return make_attempt(claimant, settings, inventories, before, before[-1].metadata.after)
 
     receipts = start_thread(lambda: read_receipts(read_journal(run, "events")), "read-receipts")
@@ -246,18 +252,19 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     *before, attempt = claimed
     live = choose_live(before, inventories)
     if not live:
-        raise SupersededError(f"{run.location}: the group that this process trained in does not count any more")
+        raise SupersededError(f"{run.location}: another group has replaced the one in which this process trained")
     attempt = attempt.starting_from(live.checkpoint, IN_PLACE)
     record_start(run, attempt)
-    past = Past(heartbeats_in(inventories), receipts.result(), status.result())
-    return StartPoint(attempt, chosen_among(before), live=live, nodes=nodes_in(inventories), past=past)
+    past = PastRecords(heartbeats_in(inventories), receipts.result(), status.result())
+    return StartPoint(attempt, attempts_with_start(before), live=live, nodes=nodes_in(inventories), past=past)
 
 
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
-    """Claim the next attempt, whose start is not chosen yet, like `claim_next`; nothing when this job may not train on.
+    """Claim the next attempt without choosing its start yet. Returns an empty list if this job may no longer train the
+    run.
 
-    Raises `ConflictError` when the run was begun anew with other settings meanwhile, `SupersededError` when it was
-    deleted while these workers trained.
+    The result is that of `claim_next`: all attempts, with the claimed one last. Raises `ConflictError` if the run has
+    since been started over with other settings, and `SupersededError` if it was deleted while these workers trained.
     """
     run = claimant.run
     status = read_status(run, claimant.driver) if claimant.driver else None
@@ -283,7 +290,7 @@ def make_attempt(
     before: list[Attempt],
     after: tuple[str, ...],
 ) -> Attempt:
-    """Make the attempt that follows those `before`, which chooses its start; `after` are older drivers' starts."""
+    """Return the attempt that follows those in `before`, without a start. `after` names earlier starts of drivers."""
     metadata = Metadata(
         settings=settings.environment(),
         versions=versions(),
@@ -302,24 +309,26 @@ def make_attempt(
 def choose_start(
     run: Run, claimed: Sequence[Attempt], inventories: list[NodeInventory], damaged: Mapping[str, list[str]]
 ) -> StartPoint:
-    """Choose where the attempt starts that was claimed as the last of these, given the faults of checkpoints read.
+    """Choose where an attempt starts.
 
-    From here on only this attempt commits or deletes; requests in flight may still land, but never as the newest
-    checkpoint listed now. Raises `SupersededError`, or `DamageError` like `refuse_to_begin_anew`.
+    `claimed` has all attempts, with the newly claimed one last. `damaged` has the faults of checkpoints that were read,
+    by name. From now on, only this attempt commits or deletes checkpoints. Requests of earlier attempts may still
+    complete, but cannot produce a newer checkpoint than those listed now. Raises `SupersededError`, and the
+    `DamageError` of `refuse_to_start_over`.
     """
 
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
     *before, attempt = claimed
-    left, crashing = without_crashing(inventories, before)
+    left, crashing = exclude_crashing_copy(inventories, before)
     copy = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
     passed_over: tuple[SkippedCheckpoint, ...] = ()
     if not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
         checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
         if copy and (not checkpoint or checkpoint.step < copy.snapshot.step):
-            checkpoint = None  # what looked newer by its name is damaged
+            checkpoint = None  # the checkpoint that looked newer by its name is damaged
         else:
             copy = None
     skipped = tuple(str(each) for each in passed_over)
@@ -330,57 +339,63 @@ def choose_start(
     elif checkpoint:
         chosen = attempt.starting_from(checkpoint.name, "storage", skipped)
     else:
-        ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
+        ensure_owner(run, attempt)  # because checkpoints look damaged while a run is being deleted
         try:
-            refuse_to_begin_anew(run, before, passed_over, attempt.metadata.settings)
+            refuse_to_start_over(run, before, passed_over, attempt.metadata.settings)
         except DamageError as error:
-            record_error(run, attempt.number, error)  # a retry of this job finds nothing else
+            record_error(run, attempt.number, error)  # a retry of this job would end in the same way
             raise
         chosen = attempt.starting_from(None, "beginning", skipped)
-    past = Past(
+    past = PastRecords(
         heartbeats=heartbeats_in(inventories),
         receipts=read_receipts(read_journal(run, "events")),
         status=read_status(run, attempt.driver),
         other=read_status(run, other_than=attempt.driver),
     )
-    return StartPoint(chosen, chosen_among(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
+    return StartPoint(chosen, attempts_with_start(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
 
 
-def chosen_among(attempts: list[Attempt]) -> list[Attempt]:
-    """Return those that have chosen where they start."""
+def attempts_with_start(attempts: list[Attempt]) -> list[Attempt]:
+    """Return the attempts that have chosen where they start."""
     return [attempt for attempt in attempts if attempt.chosen]
 
 
 def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
-    """Return the last steps that earlier processes of these nodes are known to have taken (`Past`)."""
+    """Return the last known steps of earlier processes on these nodes, as in `PastRecords`."""
     return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
 
 
 def nodes_in(inventories: Sequence[NodeInventory]) -> dict[int, str]:
-    """Return Ray's id of each rank's node."""
+    """Return Ray's node id by rank."""
     return {rank: inventory.node for rank, inventory in enumerate(inventories)}
 
 
-def refuse_to_begin_anew(
-    run: Run, attempts: list[Attempt], passed_over: Sequence[SkippedCheckpoint], environment: Mapping[str, str]
+def refuse_to_start_over(
+    run: Run, attempts: list[Attempt], passed_over: Sequence[PassedOver], environment: Mapping[str, str]
 ) -> None:
-    """Raise `DamageError` when a run without a good state once had checkpoints, unless ACCEPT names their loss.
+    """Raise `DamageError` if a run has no intact state left, but once had checkpoints, unless ACCEPT names their loss.
 
-    `passed_over` is what `find_newest_good` names, and `environment` has the settings by variable.
+    `passed_over` lists the checkpoints that `find_newest_good` has skipped. `environment` maps variables to settings.
     """
-    lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_gone(attempts)
-    if not lost or accepts(environment, consent := f"loss-of-{lost[0].name}"):
+    lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_lost_start(attempts)
+    if not lost:
+        return
+    consent = f"loss-of-{lost[0].name}"
+    if accepts(environment, consent):
         return
     lines = "\n".join(f"  {each}" for each in lost)
     raise DamageError(
-        f"{run.location} has no whole checkpoint any more, and no node a copy in memory, so there is nothing to go on "
-        f"from:\n{lines}\nput back the files of one as they were, or choose another {PREFIX}RUN_NAME. To give them up, "
-        f"and begin this run anew, set {PREFIX}ACCEPT={consent}"
+        f"{run.location} has no intact checkpoint left, and no node has a copy in memory, so training cannot continue:"
+        f"\n{lines}\nrestore the files of a checkpoint, or choose another {PREFIX}RUN_NAME. To abandon these "
+        f"checkpoints and start the run over, set {PREFIX}ACCEPT={consent}"
     )
 
 
-def find_gone(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
-    """Find the checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
+def find_lost_start(attempts: list[Attempt]) -> list[PassedOver]:
+    """Return the checkpoint from which the current lineage last started, if any. Call it if storage has no checkpoint.
+
+    A checkpoint at least as new as this one is always kept, so its absence is a loss.
+    """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]
     return [
@@ -391,7 +406,7 @@ def find_gone(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
 
 
 def newest_committed(run: Run, attempts: list[Attempt]) -> int:
-    """Return the step of the newest checkpoint by its name alone, damaged or not; -1 without any."""
+    """Return the step of the newest checkpoint by name, even if it is damaged, or -1 if there is no checkpoint."""
     spans = lineage(attempts)
     names = [name for name, files in list_directories(run).items() if MANIFEST in files]
     return max((step_of(name) for name in names if leads_to_newest(name, spans)), default=-1)

@@ -1,4 +1,4 @@
-"""The control channel between driver and workers: a Ray actor on the driver's node, as workers cannot call a driver."""
+"""The control channel between driver and workers, a Ray actor on the driver's node. Workers cannot call a driver."""
 
 import time
 from collections import Counter
@@ -18,17 +18,17 @@ from sunspot.run.failures import Hang, describe_suspects, waited_for_rows
 from sunspot.run.incidents import Cause
 
 COMMAND_EVERY_S = 0.5
-"""Seconds between two polls of the command: a notice may be as short as 15 s."""
+"""Seconds between two polls of the command. A preemption notice may be as short as 15 s."""
 
 CONTROL_TIMEOUT_S = 60
-"""A control channel that does not answer for so long is gone, and with it the driver."""
+"""Seconds without an answer after which the control channel, and with it the driver, is assumed to be gone."""
 
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
 
 class ControlChannel:
-    """Holds the progress of the worker group, the command for it, and what is known of the open incident."""
+    """Holds the worker group's progress, the command for it, and the known facts about the open incident."""
 
     def __init__(self) -> None:
         self._progress = Progress()
@@ -38,35 +38,35 @@ class ControlChannel:
         self._group: WorkerGroup | None = None
         self._has_group = False
         self._incident = Incident()
-        "Why the present group ends."
+        "Why the current group ends."
         self._restart = Incident()
-        "Why the present group began; empty once it has taken a step."
+        "Why the current group began; empty once it has taken a step."
         self._fatal_error: Exception | None = None
         self._errors: list[RankError] = []
-        "Of the newest attempt that failed."
+        "Errors of the ranks of the newest failed attempt."
         self._hangs: list[Hang] = []
-        "Of ranks, since a group has begun."
+        "Ranks that have hung since the current group began."
         self._judged = 0
-        "How many of these are of groups that have been followed by another."
+        "Number of hangs in `_hangs` that belong to earlier groups."
         self._gave_up = ""
         self._counts = FailureCounts()
         self._lost_on: list[str] = []
-        "Nodes on which processes were lost that others outlive, since a judge was asked."
+        "Nodes on which processes were lost in survivor mode since the failure judge was last asked."
         self._free_memory: dict[str, int] = {}
-        "Of each GPU, as the newest group began on it."
+        "Bytes that were free on each GPU when the newest group began on it."
         self._failed_replacements: Counter[str] = Counter()
         "Number of replacements that could not train, by node."
         self._unjudged_replacements = 0
-        "Number of these that no judge has been asked about."
+        "Number of failed replacements that the failure judge has not taken into account yet."
         self._ended = ""
-        "Why the newest group ended; empty once the next one begins."
+        "Why the newest group ended; empty once the next group begins."
         self._notes: list[Note] = []
-        "Notes for the events, since the newest group began."
+        "Notes for the run's events since the newest group began."
 
-    # ------------------------------------------------------------------------------------------------- by the workers
+    # ------------------------------------------------------------------------------------------ called by the workers
 
     def begin_group(self, group: WorkerGroup) -> Incident:
-        """Register a new worker group, and return why the group before ended."""
+        """Register a new worker group, and return why the previous group ended."""
         self._group, self._has_group = group, True
         self._command = replace(self._command, restart=False, deadline=None, moves=False)
         self._restart, self._incident = self._restart.completed_by(self._incident), Incident()
@@ -78,37 +78,41 @@ class ControlChannel:
         return replace(self._restart, last_step=last_step, notes=notes)
 
     def explain_start(self, incident: Incident) -> None:
-        """Put why the driver's first group begins, as its claim found it, before what was noted meanwhile."""
+        """Record why the driver's first group begins, as found by its claim. This reason precedes facts recorded since
+        then.
+        """
         self._incident = incident.completed_by(self._incident)
 
     def close_incident(self) -> Incident:
-        """Return why the current group began, as far as is known, and forget it, because the group has taken a step."""
+        """Return why the current group began, as far as known, and forget it because the group has taken a step."""
         known, self._restart = self._restart, Incident()
         return known
 
     def free_memory(self, gpu: str) -> int:
-        """The bytes that were free on a GPU when the newest group began on it; 0: none has."""
+        """Return the bytes that were free on a GPU when the newest group began on it, or 0 if no group has."""
         return self._free_memory.get(gpu, 0)
 
     def set_free_memory(self, gpu: str, size: int) -> None:
-        """Keep how many bytes are free on a GPU as a group begins on it."""
+        """Record how many bytes are free on a GPU when a group begins on it."""
         self._free_memory[gpu] = size
 
     def command(self) -> Command:
-        """The newest command."""
+        """Return the newest command."""
         return self._command
 
     def set_fatal_error(self, error: Exception) -> None:
-        """Keep an error that no restart can fix; the first one stands."""
+        """Record an error that no restart can fix, unless there already is one."""
         self._fatal_error = self._fatal_error or error
 
     def add_rank_error(self, error: RankError) -> None:
-        """Keep the error that ends a rank."""
+        """Record the error that ends a rank."""
         others = [other for other in self._errors if other.failure.attempt == error.failure.attempt]
         self._errors = [*others, error]
 
     def add_hang(self, hang: Hang, late: bool) -> None:
-        """Keep that a rank hung, and with it why its group ends; `late`: another group has begun."""
+        """Record that a rank hung, and that this is why its group ends. `late` is True if another group has already
+        begun.
+        """
         self._hangs.insert(0 if late else len(self._hangs), hang)
         self._judged += late
         if self._incident.cause in (None, Cause.HUNG, Cause.NO_ROWS):
@@ -118,52 +122,57 @@ class ControlChannel:
             self._incident = replace(self._incident, noticed=noticed, cause=cause, detail=detail)
 
     def count_failed_replacement(self, node: str) -> int:
-        """Count a replacement that could not train, and return how many of them its node has had."""
+        """Count a replacement that could not train, and return the number of such replacements on its node."""
         self._failed_replacements[node] += 1
         self._unjudged_replacements += 1
         return self._failed_replacements[node]
 
     def set_progress(self, progress: Progress) -> None:
-        """Keep how far the group is."""
+        """Record the group's progress."""
         self._progress = progress
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Keep a record of the metric history for the terminal."""
+        """Add a record of the metric history for the terminal."""
         self._metrics.append(record)
 
     def log(self, line: str) -> None:
-        """Keep a line for the terminal."""
+        """Add a line for the terminal."""
         self._lines.append(line)
 
-    # ----------------------------------------------------------------------------------------- by Ray's controller
+    # --------------------------------------------------------------------------------- called by Ray's controller
 
     def group_end(self) -> GroupEnd:
-        """What is known of why the newest group ended."""
-        hangs, nodes = self._hangs[self._judged :], self._group.nodes if self._group else {}
-        fatal, lost_on = self._fatal_error, self._lost_on
-        replacements = self._unjudged_replacements
+        """Return the known facts about the end of the newest group."""
         return GroupEnd(
-            self._errors, self._progress, hangs, fatal, self._gave_up, nodes, lost_on, self._counts, replacements
+            errors=self._errors,
+            progress=self._progress,
+            hangs=self._hangs[self._judged :],
+            fatal=self._fatal_error,
+            gave_up=self._gave_up,
+            nodes=self._group.nodes if self._group else {},
+            lost_on=self._lost_on,
+            counts=self._counts,
+            failed_replacements=self._unjudged_replacements,
         )
 
     def start_next_group(self, line: str) -> None:
-        """Log why another group starts, and forget what is known of the end of the one before."""
+        """Log why another group starts, and forget how the previous group ended."""
         self.log(line)
         self._ended, self._has_group = line, False
         self._progress = replace(self._progress, doing="starting again")
         self._errors, self._judged = [], len(self._hangs)
 
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
-        """Keep how many groups have failed in a row; those that have lost a process are judged now.
+        """Record the number of groups that have failed in a row, and mark the lost processes as judged.
 
-        `replacements` is the number of replacements that could not train and were judged with them.
+        `replacements` is the number of replacements that could not train and were judged together with them.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
 
     def add_loss(self, node: str, incident: Incident) -> None:
-        """Keep that a process was lost on a node, and that the others train on."""
-        self.log(f"{incident.detail} is lost; the others train on")
+        """Record that a process was lost on a node, and that the others keep training."""
+        self.log(f"lost {incident.detail}; the others keep training")
         self._lost_on.append(node)
         self.add_incident_facts(incident)
 
@@ -179,17 +188,17 @@ class ControlChannel:
             self._restart = replace(self._restart, cause=Cause.OUT_OF_MEMORY, detail=detail)
 
     def give_up(self, reason: str) -> None:
-        """Keep why no other group starts."""
+        """Record why no new group will start."""
         self._gave_up = reason
 
     def forget_group(self) -> None:
-        """Forget the newest group, which has ended: what becomes of its nodes now is no event for it."""
+        """Forget the newest group, which has ended, so that later changes of its nodes cause no event."""
         self._group = None
 
-    # -------------------------------------------------------------------------------------------------- by the driver
+    # ------------------------------------------------------------------------------------------- called by the driver
 
     def request_stop(self) -> None:
-        """Ask this worker group, and any after it, to stop."""
+        """Ask the current worker group and all later ones to stop."""
         self._command = replace(self._command, stop=True)
 
     def request_save(self) -> None:
@@ -197,30 +206,36 @@ class ControlChannel:
         self._command = replace(self._command, save=True)
 
     def restart_group(self, incident: Incident, deadline: float | None) -> None:
-        """Ask the worker group to save and end; when the first of its nodes is gone, `deadline` says."""
+        """Ask the worker group to save and end. `deadline` is the time at which its first node will be gone."""
         self.add_incident_facts(incident)
-        self.log(f"{incident.cause}: {incident.detail}; the workers save, and start again")
+        self.log(f"{incident.cause}: {incident.detail}; the workers save and start again")
         moves = incident.cause is Cause.MOVED
         self._command = replace(self._command, restart=True, deadline=deadline, moves=moves)
         self._group = None
 
     def add_incident_facts(self, facts: Incident) -> None:
-        """Add to what is known of why the group ends; what was noted first stands, but that another is to join."""
+        """Add facts about why the group ends.
+
+        Earlier facts win, unless they only say that a worker was about to join.
+        """
         known = self._incident
-        lost = known.cause is Cause.JOINED and facts.cause not in (None, Cause.JOINED)
-        self._incident = facts.completed_by(known) if lost else known.completed_by(facts)
+        outdated = known.cause is Cause.JOINED and facts.cause not in (None, Cause.JOINED)
+        self._incident = facts.completed_by(known) if outdated else known.completed_by(facts)
 
     def add_left_out(self, lines: list[str]) -> None:
-        """Keep which nodes were left out, and why, for the events."""
+        """Record for the events which nodes were left out, and why."""
         self._notes += [Note("node left out", line, time.time()) for line in lines]
 
     def incident(self) -> Incident:
-        """What is known of why the newest group ends, and of its last step."""
+        """Return why the newest group ends, as far as known, with its last step."""
         last_step = max(self._incident.last_step, self._progress.step)
         return replace(self._incident, last_step=last_step, notes=(*self._incident.notes, *self._notes))
 
     def group(self) -> WorkerGroup | None:
-        """The newest worker group; None before the first, and once it was asked to end or has failed for a GPU."""
+        """Return the newest worker group.
+
+        Returns None if no group has begun yet, if the group was asked to end, or if it failed because of a GPU.
+        """
         return self._group
 
     def has_group(self) -> bool:
@@ -228,46 +243,51 @@ class ControlChannel:
         return self._has_group
 
     def fetch_news(self) -> News:
-        """The progress, and the metrics and lines since the last call."""
+        """Return the progress, and the metrics and lines since the last call."""
         news = News(self._progress, self._metrics, self._lines, self._ended)
         self._metrics, self._lines = [], []
         return news
 
 
 class ControlClient:
-    """Calls a `ControlChannel` in its actor. It can be pickled, and given to other processes."""
+    """Calls a `ControlChannel` in its actor. A client can be pickled and sent to other processes."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def tell(
+    def send(
         self, method: Callable[Concatenate[ControlChannel, Given], None], *given: Given.args, **named: Given.kwargs
     ) -> None:
-        """Call a method of the channel, and wait for nothing."""
-        self._call(method, *given, **named)
+        """Call a method of the channel without waiting for it."""
+        self._submit(method, *given, **named)
 
-    def ask(
+    def call(
         self, method: Callable[Concatenate[ControlChannel, Given], Answer], *given: Given.args, **named: Given.kwargs
     ) -> Answer:
-        """Call a method of the channel, and return its answer; raises `RayError` without one in CONTROL_TIMEOUT_S."""
-        answer: Answer = ray.get(self._call(method, *given, **named), timeout=CONTROL_TIMEOUT_S)
+        """Call a method of the channel and return its result. Raises `RayError` after CONTROL_TIMEOUT_S."""
+        answer: Answer = ray.get(self._submit(method, *given, **named), timeout=CONTROL_TIMEOUT_S)
         return answer
 
-    def try_ask(
+    def call_or_none(
         self, method: Callable[Concatenate[ControlChannel, Given], Answer], *given: Given.args, **named: Given.kwargs
     ) -> Answer | None:
-        """Like `ask`; None when the channel is gone: then so is the driver, and Ray ends all of its processes."""
+        """Call a method of the channel and return its result, or None if the channel is gone.
+
+        The driver is then gone, too, and Ray ends all of its processes.
+        """
         with suppress(RayError):
-            return self.ask(method, *given, **named)
+            return self.call(method, *given, **named)
         return None
 
-    def _call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _submit(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         return getattr(self._actor, method.__name__).remote(*given, **named)
 
 
 @contextmanager
 def open_control() -> Iterator[ControlClient]:
-    """A control channel while the context lasts; on the driver's node, where no preemption ends it."""
+    """Yield a client of a new control channel. Its actor runs on the driver's node, where no preemption ends it
+    alone.
+    """
     here = ray.get_runtime_context().get_node_id()
     actor: Any = ray.remote(num_cpus=0)(ControlChannel)
     handle = actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)).remote()
@@ -278,17 +298,19 @@ def open_control() -> Iterator[ControlClient]:
 
 
 class CommandPoller(Background):
-    """The command as it was less than a second ago, while the context lasts; no step is too long for that."""
+    """Keeps the driver's newest command while the context lasts. It is less than a second old, even during long
+    steps.
+    """
 
     def __init__(self, control: ControlClient, regroups: Callable[[], bool] = lambda: False) -> None:
-        """`regroups` tells whether the group is to change once a step is done."""
-        super().__init__(COMMAND_EVERY_S, self._ask)
+        """Create a poller. `regroups` returns True if the group is to change after the current step."""
+        super().__init__(COMMAND_EVERY_S, self._fetch)
         self._control, self._regroups = control, regroups
         self._known = Command()
 
     def poll(self) -> Command:
-        """The newest answer; before the context, and until the first answer, nothing is asked for."""
+        """Return the newest command. Until the first answer arrives, the command asks for nothing."""
         return replace(self._known, regroup=self._regroups())
 
-    def _ask(self) -> None:
-        self._known = self._control.try_ask(ControlChannel.command) or self._known
+    def _fetch(self) -> None:
+        self._known = self._control.call_or_none(ControlChannel.command) or self._known

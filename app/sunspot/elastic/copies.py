@@ -1,4 +1,4 @@
-"""Chooses the copy in the nodes' shared memory that a worker group may start from."""
+"""Chooses the in-memory copy from which a worker group may start."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,20 +10,20 @@ from sunspot.run.attempts import Attempt, attempt_of, lineage, step_of
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
-"""Groups that may come to no step from one copy in memory before it is passed over: one may have been unlucky."""
+"""Number of groups that may fail before their first step from the same in-memory copy until the copy is skipped."""
 
 
 class LiveState(NamedTuple):
-    """The state that a process has from the group before, in which it has survived."""
+    """State that a process has kept from the previous group, in which it survived."""
 
     checkpoint: str
-    "The name that a checkpoint of it would have."
+    "Name that a checkpoint of this state would have."
     evaluated: bool
-    "Whether an epoch that ends there has been evaluated."
+    "True if an epoch that ends at this step has been evaluated."
 
 
 class NodeInventory(NamedTuple):
-    """The contents of a node, as one of its ranks knows them."""
+    """Usable states on a node, as reported by one of its ranks."""
 
     host: str
     node: str
@@ -31,58 +31,62 @@ class NodeInventory(NamedTuple):
     snapshot: MemorySnapshot | None
     heartbeats: list[tuple[int, int, float]]
     parts: Sequence[MemorySnapshot] = ()
-    "Of states in parts, from the lowest rank of each node alone."
+    "Copies of parts of sharded states. Only the lowest rank of each node reports them."
     live: LiveState | None = None
-    "What the rank itself trains with."
+    "Live state of the rank itself."
     group: str = ""
-    "The group of the node, as KubeRay names it; empty: none is known."
+    "KubeRay's name of the node's group; empty if unknown."
     process: str = ""
-    "Tells the rank's process apart from all others."
+    "Unique name of the rank's process."
 
 
 class ChosenCopy(NamedTuple):
-    """A copy of the state that a group starts from."""
+    """In-memory copy of the state from which a group starts."""
 
     rank: int
-    "The lowest rank whose node has it."
+    "Lowest rank whose node has the copy."
     snapshot: MemorySnapshot
-    "Of a state in parts, the first one."
+    "The copy, or its first part if the state is sharded."
     parts: Sequence[PartCopy] = ()
-    "Of a state in parts, all."
+    "All parts, if the state is sharded."
 
 
-class Holders(NamedTuple):
-    """The ranks that have the state to go on from, and its name."""
+class SurvivingState(NamedTuple):
+    """Newest live state of the survivors, and the ranks that have it."""
 
     checkpoint: str
     evaluated: bool
-    "Whether all of them have the evaluation of an epoch that ends there."
+    "True if all of these ranks have evaluated the epoch that ends at this step."
     ranks: tuple[int, ...]
-    "First one that has no evaluation, if so: the metrics of all are the first one's."
+    """Ranks that have the state. A rank without the evaluation, if any, comes first, because all ranks take the first
+    rank's metrics."""
 
 
-def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> Holders | None:
-    """Choose the state of the survivors that went furthest; None without survivors that have one.
+def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
+    """Return the newest live state among the survivors, or None if no survivor has one.
 
-    They differ by one step at most, which some had taken when others could not end it. The state of a process that was
-    away for longer does not count: the others may have gone on from it, and deleted its checkpoint.
+    The survivors' states differ by at most one step, which some of them completed before the group broke. The state of
+    a process that was away for longer does not count, because the others may have continued from it and deleted its
+    checkpoint.
     """
     spans = lineage(attempts)
     live = {
         rank: inventory.live
         for rank, inventory in enumerate(inventories)
-        if inventory.live and leads_to_newest(inventory.live.checkpoint, spans) and was_in_all(inventory, attempts)
+        if inventory.live
+        and leads_to_newest(inventory.live.checkpoint, spans)
+        and was_in_every_group(inventory, attempts)
     }
     if not live:
         return None
     furthest = max((state.checkpoint for state in live.values()), key=step_of)
     ranks = [rank for rank, state in live.items() if step_of(state.checkpoint) == step_of(furthest)]
     ranks.sort(key=lambda rank: live[rank].evaluated)
-    return Holders(furthest, live[ranks[0]].evaluated, tuple(ranks))
+    return SurvivingState(furthest, live[ranks[0]].evaluated, tuple(ranks))
 
 
-def was_in_all(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
-    """Whether a survivor's process was in each group that has begun since its last step: none took one without it."""
+def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
+    """Return True if a survivor's process was in every group since its last step. No step was then taken without it."""
     assert inventory.live
     last = attempt_of(inventory.live.checkpoint)
     since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]
@@ -90,9 +94,9 @@ def was_in_all(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
 
 
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
-    """Choose the newest copy on any node, in the lineage of the newest attempt; of the same, the lowest rank's.
+    """Return the newest copy on any node that belongs to the newest attempt's lineage. The lowest rank breaks ties.
 
-    A copy of a superseded attempt is not in that lineage, however far it went.
+    A copy of a superseded attempt is not in that lineage, even if it is newer.
     """
     spans = lineage(attempts)
     found = [
@@ -100,37 +104,41 @@ def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
         for rank, inventory in enumerate(inventories)
         if inventory.snapshot and leads_to_newest(inventory.snapshot.checkpoint, spans)
     ]
-    if parts := choose_parts(attempts, inventories):
+    parts = choose_parts(attempts, inventories)
+    if parts:
         found.append(ChosenCopy(*parts[0], parts))
     return max(found, key=lambda copy: _recency(copy.snapshot), default=None)
 
 
 def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> list[PartCopy]:
-    """Choose the newest state of which every part is on some node, in the lineage of the newest attempt.
+    """Return the parts of the newest sharded state that is complete across the nodes, in the newest attempt's lineage.
 
-    Each part is to be read by one rank of a node that holds it: where it is likely to be needed, if it is there.
+    Each part is assigned to a rank whose node has a copy of it: if possible, on the node that is likely to need the
+    part.
     """
-    spans, holders = lineage(attempts), dict[tuple[int, bool, str, int], dict[int, dict[str, MemorySnapshot]]]()
+    spans = lineage(attempts)
+    states = dict[tuple[int, bool, str, int], dict[int, dict[str, MemorySnapshot]]]()  # part -> node -> copy
     for inventory in inventories:
         for held in inventory.parts:
             if held.part < held.parts and leads_to_newest(held.checkpoint, spans):
-                state = holders.setdefault((*_recency(held), held.checkpoint, held.parts), {})
+                state = states.setdefault((*_recency(held), held.checkpoint, held.parts), {})
                 state.setdefault(held.part, {})[inventory.node] = held
-    whole = [key for key, state in holders.items() if len(state) == key[-1]]
-    if not whole:
+    complete = [key for key, state in states.items() if len(state) == key[-1]]
+    if not complete:
         return []
     ranks = ranks_by_node(inventory.node for inventory in inventories)
-    chosen, count = [], dict.fromkeys(ranks, 0)
-    for part, copies in sorted(holders[max(whole)].items()):
-        likely = inventories[part * len(inventories) // max(whole)[-1]].node
+    chosen = []
+    count = dict.fromkeys(ranks, 0)
+    for part, copies in sorted(states[max(complete)].items()):
+        likely = inventories[part * len(inventories) // max(complete)[-1]].node
         node = likely if likely in copies else min(copies, key=lambda each: count[each])
         chosen.append(PartCopy(ranks[node][count[node] % len(ranks[node])], copies[node]))
         count[node] += 1
     return chosen
 
 
-def without_copies(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
-    """Remove the copies of parts that are damaged."""
+def exclude_damaged_parts(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
+    """Return the inventories without the damaged copies of parts."""
     gone = {(inventories[rank].node, held) for rank, held in faulty}
     return [
         inventory._replace(parts=tuple(held for held in inventory.parts if (inventory.node, held) not in gone))
@@ -138,13 +146,13 @@ def without_copies(inventories: Sequence[NodeInventory], faulty: Sequence[PartCo
     ]
 
 
-def without_crashing(
+def exclude_crashing_copy(
     inventories: Sequence[NodeInventory], before: Sequence[Attempt]
 ) -> tuple[list[NodeInventory], str]:
-    """Remove the copy from which the last RESTORES groups took no step; returns its name, too, if there is one.
+    """Remove the copy from which the last RESTORES groups took no step.
 
-    Only groups count all of whose nodes are still there: the loss of a node ends a group, too, and says nothing of the
-    copy that it started from.
+    Returns the remaining inventories, and the name of the removed copy, or an empty string. Groups count only if all of
+    their nodes are still here, because the loss of a node also ends a group, and says nothing about the copy.
     """
     last = [attempt for attempt in before if attempt.chosen][-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}
@@ -169,5 +177,5 @@ def without_crashing(
 
 
 def _recency(snapshot: MemorySnapshot) -> tuple[int, bool]:
-    """Sort key: a larger one is a newer copy."""
+    """Return a sort key that is larger for a newer copy."""
     return snapshot.step, snapshot.evaluated

@@ -1,4 +1,4 @@
-"""Authenticated connections between the members of a worker group and the driver, opened and accepted within limits."""
+"""Authenticated connections between a worker group's members and the driver, limited in number and time."""
 
 import contextlib
 import os
@@ -16,29 +16,33 @@ from typing import Self
 from sunspot.background import start_thread
 
 MACHINE_LIMIT_S = 1.0
-"""Seconds for which a peer's kernel may leave a packet unanswered."""
+"""Seconds for which a peer's kernel may leave a packet unacknowledged."""
 
 AUTHENTICATE_S = 5.0
 """Seconds that a process has to prove that it belongs to this training."""
 
 EXTRA_UNAUTHENTICATED = 16
-"""Unauthenticated connections that are kept in addition to two for each worker."""
+"""Number of unauthenticated connections that are kept in addition to two for each worker."""
 
 LOOK_EVERY_S = 0.5
-"""Interval in seconds at which the listener looks for connections that have taken too long to authenticate."""
+"""Seconds between two checks for connections that take too long to authenticate."""
 
 PAUSE_S = 0.1
 """Pause in seconds after a connection could not be accepted, for example because too many files are open."""
 
 CONNECTION_ERRORS = (EOFError, OSError, AuthenticationError)
-"""Errors of reading and writing if the other process is gone, silent, or does not know the key."""
+"""Errors of reading and writing if the other process is gone, is silent, or does not know the key."""
 
 
 class MemberListener:
-    """Listens on one address while the context lasts, with a thread for each process that knows the key."""
+    """Listens on one address while the context lasts. It serves each process that knows the key in a thread of
+    its own.
+    """
 
     def __init__(self, host: str, key: bytes, size: int, serve: Callable[[Connection], None]) -> None:
-        """`size` workers are expected. `serve` ends the connection if it returns or raises one of CONNECTION_ERRORS."""
+        """Create a listener for `size` workers. `serve` may return or raise one of CONNECTION_ERRORS to end a
+        connection.
+        """
         self._key = key
         self._serve = serve
         self._most = 2 * size + EXTRA_UNAUTHENTICATED
@@ -123,9 +127,9 @@ def create_server(host: str) -> socket.socket:
 
 
 def open_connection(host: str, port: int, key: bytes, limit_s: float) -> Connection:
-    """Open an authenticated connection to the driver.
+    """Return an authenticated connection to the driver.
 
-    Each answer of the driver may take `limit_s`, until `expect_answers` is called. Raises one of CONNECTION_ERRORS.
+    Each answer of the driver may take `limit_s` until `expect_answers` is called. Raises one of CONNECTION_ERRORS.
     """
     with socket.create_connection((host, port), limit_s) as opened:
         opened.settimeout(None)
@@ -153,7 +157,7 @@ def expect_answers(connection: Connection) -> None:
 
 
 def _limit_reads(own: socket.socket, limit_s: float) -> None:
-    """Make each read of a socket fail after `limit_s` seconds (0: no limit); see SO_RCVTIMEO in socket(7)."""
+    """Make each read of a socket fail after `limit_s` seconds, or never if it is 0. See SO_RCVTIMEO in socket(7)."""
     seconds = int(limit_s)
     own.setsockopt(
         socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, int(1_000_000 * (limit_s - seconds)))

@@ -1,10 +1,12 @@
-"""Brings the members of a worker group and its decider together, by a connection from each of them to the driver.
+"""Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
-A connection that ends is a loss, known at once. A node that goes closes none, but its kernel no longer answers, as one
-does while it is busy; both sides send heartbeats, so MACHINE_LIMIT_S are enough. A process that stands still has a
-kernel that answers: it is lost when no heartbeat has come for PROCESS_LIMIT_S, or for longer while it builds what it
-trains with. A process that was taken for lost, and is not, finds its connection closed. It reconnects at once, under
-another uid. If the others have not formed a group by then, they wait until it stands; else it joins them later.
+If a process ends, its connection ends, and the loss is known at once. A node that goes away closes no connection, but
+its kernel no longer answers. Both sides send heartbeats, and even a busy kernel acknowledges them, so a limit of
+MACHINE_LIMIT_S is enough. The kernel of a stopped process still answers. Such a process is lost after PROCESS_LIMIT_S
+without a heartbeat, or later while it builds its model.
+
+A process that was wrongly taken for lost finds its connection closed, and reconnects at once under another uid. If the
+others have not formed a group by then, they wait until it asks to join. Otherwise it joins them later.
 """
 
 import contextlib
@@ -34,7 +36,7 @@ from sunspot.elastic.member_connections import (
     expect_answers,
     open_connection,
 )
-from sunspot.elastic.membership import Change, Generation, Member, Membership, Word
+from sunspot.elastic.membership import Change, Generation, Member, Membership, MembershipSnapshot, Message
 from sunspot.elastic.messages import Incident
 from sunspot.formatting import plural
 from sunspot.parallel.process_group import LOOPBACK
@@ -44,16 +46,17 @@ from sunspot.run.incidents import Cause
 log = logging.getLogger(__name__)
 
 HEARTBEAT_EVERY_S = 0.1
-BEAT, END = "beat", "end"
+HEARTBEAT, END = "beat", "end"
 
 ASK_LIVING = "living"
-"""First message on a connection that asks which processes live."""
+"""First message on a connection that asks which processes are alive."""
 
 MACHINE_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Errors of a connection to a machine that does not answer. A process that ends closes its connection instead."""
 
 PROCESS_LIMIT_S = 10.0
-"""For which a member may send no heartbeat: one that is starved, or keeps Python's lock, sends none for seconds."""
+"""Seconds for which a member may send no heartbeat. A process that is starved or holds the GIL sends none for
+seconds."""
 
 DECIDE_EVERY_S = 0.02
 
@@ -67,52 +70,51 @@ ANSWER_S = 10.0
 connections, but the driver never answers."""
 
 RETRY_S = 0.2
-"""Pause in seconds between two tries to reach the driver."""
+"""Pause in seconds between two attempts to reach the driver."""
 
 
 @dataclass(frozen=True)
 class MembershipAddress:
-    """Where the decider is to be found."""
+    """Address of the membership server."""
 
     host: str
     port: int
     store_port: int
-    "Of the store in which the members of a generation meet."
+    "Port of the store in which the members of a generation meet."
     key: bytes = field(repr=False)
-    "Proves that a process belongs to this training."
+    "Secret that proves that a process belongs to this training."
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Tells the decider how many seconds without a heartbeat to allow the sender."""
+class HeartbeatLimit:
+    """Message to the membership server: how many seconds the sender may go without a heartbeat."""
 
     limit_s: float
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Tells the decider that the sender asks to be in the next generation."""
+class JoinRequest:
+    """Message to the membership server: the sender asks to be in the next generation."""
 
     step: int | None
-    "Step of the sender's state; None if it has no usable state."
+    "Step of the sender's state, or None if it has no usable state."
 
 
 class MembershipServer:
-    """Runs a `Membership` while the context lasts."""
+    """Runs a `Membership` in the driver while the context lasts."""
 
     def __init__(self, size: int, control: ControlClient) -> None:
-        """`size` processes are started; `control` is told why groups end."""
+        """Create a server for `size` processes. It reports through `control` why groups end."""
         self._control = control
-        self.state = Membership(size)
-        "Others may look at it, and change nothing."
+        self._membership = Membership(size)
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         host = LOOPBACK if is_own_session() else ray.util.get_node_ip_address()
         key = secrets.token_bytes(16)
         self._listener = MemberListener(host, key, size, self._serve)
-        # The store is in the driver, because a store in a member would be lost with it. By itself torch (2.15) listens
-        # on all interfaces. It accepts no store that is written in Python (`Store.clone`), so the store cannot ask for
-        # the key.
+        # The store is in the driver, because a store in a member would be lost with that member. By default, torch
+        # (2.15) listens on all interfaces. It accepts no store written in Python (`Store.clone`), so the store cannot
+        # ask for the key.
         listening = create_server(host)
         store_port: int = listening.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -124,23 +126,34 @@ class MembershipServer:
             master_listen_fd=listening.detach(),
         )
         self.address = MembershipAddress(host, self._listener.port, store_port, key)
-        self._deciding, self._beating = Background(DECIDE_EVERY_S, self._decide), 0.0
+        self._deciding = Background(DECIDE_EVERY_S, self._decide)
+        self._last_heartbeat = 0.0
+        self._running = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._listener.__enter__()
-        self._deciding.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_connections)
+            stack.enter_context(self._deciding)
+            stack.enter_context(self._listener)
+            self._running = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.__exit__()
-        self._deciding.__exit__(None, None, None)
+        self._running.close()
+
+    def _close_connections(self) -> None:
         for connection in list(self._connections.values()):
             connection.close()
 
-    def drain(self, nodes: Collection[str]) -> None:
-        """Do without these nodes as soon as their members' step is done."""
+    def snapshot(self) -> MembershipSnapshot:
+        """Return the current state of the membership."""
         with self._lock:
-            self.state.drain(nodes)
+            return self._membership.snapshot()
+
+    def drain(self, nodes: Collection[str]) -> None:
+        """Leave these nodes out of the group as soon as the current step of their members is done."""
+        with self._lock:
+            self._membership.drain(nodes)
 
     def _serve(self, connection: Connection) -> None:
         first: Member | str = connection.recv()
@@ -150,130 +163,133 @@ class MembershipServer:
             connection.send(living)
             return
         try:
-            self._hear(connection, first)
+            self._receive(connection, first)
         finally:
             with self._lock:
                 self._note_loss(first, sys.exception())
-                self.state.lose(first.uid, time.monotonic())
+                self._membership.lose(first.uid, time.monotonic())
                 del self._connections[first.uid]
             self._deciding.run_now()
 
-    def _hear(self, connection: Connection, member: Member) -> None:
-        """Do what a member says, as long as it says something."""
+    def _receive(self, connection: Connection, member: Member) -> None:
+        """Handle a member's messages until the connection ends or the member is silent for too long."""
         with self._lock:
             self._connections[member.uid] = connection
-            self.state.enter(member)
-            connection.send(self.state.trains)
+            self._membership.enter(member)
+            connection.send(self._membership.trains)
         limit_s = PROCESS_LIMIT_S
         while connection.poll(None if limit_s == math.inf else limit_s):
-            word: Patience | Standing | str = connection.recv()
-            if isinstance(word, Patience):
-                limit_s = word.limit_s
-            elif isinstance(word, Standing):
+            message: HeartbeatLimit | JoinRequest | str = connection.recv()
+            if isinstance(message, HeartbeatLimit):
+                limit_s = message.limit_s
+            elif isinstance(message, JoinRequest):
                 with self._lock:
-                    self.state.stand(member.uid, time.monotonic(), word.step)
-            elif word == END:
+                    self._membership.request_to_join(member.uid, time.monotonic(), message.step)
+            elif message == END:
                 with self._lock:
-                    self.state.end(member.uid)
+                    self._membership.end(member.uid)
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
-        """Report why the present group ends, unless the member left when it was meant to.
+        """Report why the current group ends, unless the group has ended as a whole or the process is not a member.
 
-        `error` is what ended the connection; None if the member was silent for too long.
+        `error` is the error that ended the connection, or None if the member was silent for too long.
         """
-        place = self.state.generation.ranks.get(member.uid)
-        if place is None or self.state.ended:
+        rank = self._membership.generation.ranks.get(member.uid)
+        if rank is None or self._membership.ended:
             return
-        cause, detail = Cause.WORKER_LOST, f"rank {place} on {member.place}"
+        cause, detail = Cause.WORKER_LOST, f"rank {rank} on {member.display_name}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-            cause, detail = Cause.NODE_LOST, f"{member.place} (rank {place})"
-        self._control.tell(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
+            cause, detail = Cause.NODE_LOST, f"{member.display_name} (rank {rank})"
+        self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
 
     def _decide(self) -> None:
         with self._lock:
-            words = self.state.decide(time.monotonic())
-            told: list[tuple[Connection, Word | str]] = [
-                (self._connections[uid], word) for uid, word in words if uid in self._connections
+            messages = self._membership.decide(time.monotonic())
+            outgoing: list[tuple[Connection, Message | str]] = [
+                (self._connections[uid], message) for uid, message in messages if uid in self._connections
             ]
-            if time.monotonic() > self._beating + HEARTBEAT_EVERY_S:
-                self._beating = time.monotonic()
-                told += [(connection, BEAT) for connection in self._connections.values()]
-            changing = any(isinstance(word, Change) for _, word in words)
+            if time.monotonic() > self._last_heartbeat + HEARTBEAT_EVERY_S:
+                self._last_heartbeat = time.monotonic()
+                outgoing += [(connection, HEARTBEAT) for connection in self._connections.values()]
+            changing = any(isinstance(message, Change) for _, message in messages)
             incident = self._incident_of_change() if changing else None
         if incident:
-            self._control.tell(ControlChannel.add_incident_facts, incident)
-        for connection, word in told:
+            self._control.send(ControlChannel.add_incident_facts, incident)
+        for connection, message in outgoing:
             try:
-                connection.send(word)
-            except (OSError, TypeError):  # TypeError: another thread has closed it meanwhile
-                continue  # its thread notices
-        if any(isinstance(word, Generation) for _, word in words):
+                connection.send(message)
+            except (OSError, TypeError):  # another thread has closed the connection, which raises a TypeError
+                continue  # the connection's own thread handles the loss
+        if any(isinstance(message, Generation) for _, message in messages):
             self._forget_meetings()
 
     def _incident_of_change(self) -> Incident:
-        """Return why the members are told to change their group: some leave it with their nodes, or others join."""
-        leaving = sorted({member.place for member in self.state.leavers})
+        """Return why the members are asked to change their group: some leave it with their nodes, or others join."""
+        leaving = sorted({member.display_name for member in self._membership.leavers})
         if leaving:
             return Incident(Cause.PREEMPTED, ", ".join(leaving), time.time())
-        return Incident(Cause.JOINED, f"{plural(self.state.newcomers, 'worker')} more", time.time())
+        return Incident(Cause.JOINED, f"{plural(self._membership.newcomers, 'worker')} more", time.time())
 
     def _forget_meetings(self) -> None:
-        """Delete the addresses that the members of earlier generations left in the store."""
-        newest = f"{self.state.generation.number}/"
+        """Delete the addresses that members of earlier generations left in the store."""
+        newest = f"{self._membership.generation.number}/"
         for key in self._store.list_keys() if hasattr(self._store, "list_keys") else ():  # new in torch 2.15
             if not key.startswith(newest):
                 self._store.delete_key(key)
 
 
 def ask_living(address: MembershipAddress) -> list[str]:
-    """Return the uids of the processes that are alive, as far as the decider knows. Raises one of CONNECTION_ERRORS."""
+    """Return the uids of the processes that the server knows to be alive. Raises one of CONNECTION_ERRORS."""
     with open_connection(address.host, address.port, address.key, ANSWER_S) as connection:
         connection.send(ASK_LIVING)
         living: list[str] = connection.recv()
     return living
 
 
-class DeciderLostError(ConnectionError):
-    """The decider could not be reached for RECONNECT_S."""
+class DriverUnreachableError(ConnectionError):
+    """Raised if the membership server could not be reached for RECONNECT_S."""
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A connection to the decider, and the generations that it has announced."""
+    """One connection to the membership server, and the generations announced on it."""
 
     connection: Connection
     uid: str
-    "The decider's name for this process while the connection lasts."
+    "The server's name for this process while the connection lasts."
     formed: queue.Queue[Generation | None] = field(default_factory=queue.Queue)
 
 
 class MembershipClient:
-    """This process's connection to the decider."""
+    """Keeps this process connected to the membership server."""
 
     def __init__(self, address: MembershipAddress, identity: Member, on_close: Callable[[], None]) -> None:
-        """`on_close` ends the collectives of this process; it is called in a thread of its own."""
-        self._address, self._identity, self._on_close = address, identity, on_close
-        self._connecting, self._sending = threading.Lock(), threading.Lock()
+        """Create a client. In a thread of its own, it calls `on_close` to end the collectives of this process."""
+        self._address = address
+        self._identity = identity
+        self._on_close = on_close
+        self._connecting = threading.Lock()
+        self._sending = threading.Lock()
         self._link: Link | None = None
         self._left = False
         "True once this process has left for good."
         self.connections = 0
-        "Number of connections so far: one, and one more each time that this process was taken for lost."
+        "Number of connections so far: one, and another one each time this process was taken for lost."
         self._others_train = False
-        self._patience_s = PROCESS_LIMIT_S
+        self._heartbeat_limit_s = PROCESS_LIMIT_S
         self._generation = 0
-        "Number of the generation that it is in; 0: none."
+        "Number of the generation that this process is in, or 0."
         self._newest_closed = 0
         "Number of the newest generation that is known to be closed."
         self._closed = threading.Event()
-        "Set while it is in none that is open."
+        "Set while this process is in no open generation."
         self._newest_change = 0
-        "Number of the newest generation that is to change once a step is done."
+        "Number of the newest generation that was asked to change after a step."
 
     def connect(self) -> bool:
-        """Enter the decider's list as a newcomer, if this process is not in it, and return True if others train.
+        """Register this process as a newcomer, unless it is already connected, and return True if others train.
 
-        Raises `DeciderLostError`.
+        Raises `DriverUnreachableError`.
         """
         with self._connecting:
             if self._link is None:
@@ -291,35 +307,35 @@ class MembershipClient:
                 connection.send(replace(self._identity, uid=uid, process=self._identity.uid))
                 self._others_train = connection.recv()
                 expect_answers(connection)
-                connection.send(Patience(self._patience_s))
+                connection.send(HeartbeatLimit(self._heartbeat_limit_s))
                 break
             except CONNECTION_ERRORS as error:
                 if connection:
                     connection.close()
                 if time.monotonic() > until or self._left:
-                    raise DeciderLostError(
+                    raise DriverUnreachableError(
                         f"the driver at {address.host}:{address.port} could not be reached for {RECONNECT_S:.0f} s "
                         f"({error or type(error).__name__}); check that it runs, and that this node may connect to it"
                     ) from error
                 time.sleep(RETRY_S)
         self.connections += 1
         link = self._link = Link(connection, uid)
-        if self._left:  # meanwhile: the others would wait for it
+        if self._left:  # this process has left since, and the others would wait for it
             connection.close()
         start_thread(lambda: self._stay_connected(link), "membership")
         start_thread(lambda: self._beat(link), "heartbeat")
 
-    def stand(self, step: int | None) -> tuple[Generation, int] | None:
-        """Leave the present generation, and return the next one and the rank in it, however long that takes.
+    def join_next(self, step: int | None) -> tuple[Generation, int] | None:
+        """Leave the current generation, wait for the next one, and return it with this process's rank.
 
-        `step` is the step of this process's state, or None if it has no usable state. Returns None if there is no next
-        generation. Raises `DeciderLostError`.
+        `step` is the step of this process's state, or None if it has no usable state. Returns None if no next
+        generation will form. Raises `DriverUnreachableError`.
         """
         self._leave()
         while True:
             self.connect()
             link = self._link
-            if not link or not self._send(Standing(step), link):
+            if not link or not self._send(JoinRequest(step), link):
                 continue
             while self._link is link:
                 with contextlib.suppress(queue.Empty):
@@ -330,7 +346,7 @@ class MembershipClient:
                     self._closed.clear()
                     if self._newest_closed >= generation.number or self._link is not link:
                         self._leave()
-                        break  # and stand again
+                        break  # ask to join again
                     return generation, generation.ranks[link.uid]
 
     def _leave(self) -> None:
@@ -339,32 +355,32 @@ class MembershipClient:
 
     @property
     def changing(self) -> bool:
-        """Whether the group is to change once a step is done."""
+        """True if the group is to change after the current step."""
         return self._newest_change == self._generation > 0
 
     def closed(self, wait_s: float) -> bool:
-        """Whether the generation has ended, or does so within some seconds."""
+        """Return True if the generation has ended, or ends within `wait_s` seconds."""
         return self._closed.wait(wait_s) if wait_s else self._closed.is_set()
 
     @contextlib.contextmanager
-    def patience(self, limit_s: float) -> Iterator[None]:
-        """Make the decider wait up to `limit_s` (0: without a limit) for a heartbeat while this context lasts.
+    def heartbeat_limit(self, limit_s: float) -> Iterator[None]:
+        """Make the server wait up to `limit_s` for a heartbeat while this context lasts, or without a limit if it is 0.
 
         Use it around code that may hold the GIL for long.
         """
-        before = self._patience_s
-        self._set_patience(max(before, limit_s or math.inf))
+        before = self._heartbeat_limit_s
+        self._set_heartbeat_limit(max(before, limit_s or math.inf))
         try:
             yield
         finally:
-            self._set_patience(before)
+            self._set_heartbeat_limit(before)
 
-    def _set_patience(self, limit_s: float) -> None:
-        self._patience_s = limit_s
-        self._send(Patience(limit_s))
+    def _set_heartbeat_limit(self, limit_s: float) -> None:
+        self._heartbeat_limit_s = limit_s
+        self._send(HeartbeatLimit(limit_s))
 
     def end(self) -> None:
-        """Tell that the group ends as a whole: no other follows."""
+        """Report that the group ends as a whole, so that no other group follows."""
         self._send(END)
 
     def close(self) -> None:
@@ -373,49 +389,49 @@ class MembershipClient:
         if self._link:
             self._link.connection.close()
 
-    def _send(self, word: Patience | Standing | str, link: Link | None = None) -> bool:
+    def _send(self, message: HeartbeatLimit | JoinRequest | str, link: Link | None = None) -> bool:
         link = link or self._link
         if not link:
             return False
         try:
             with self._sending:
-                link.connection.send(word)
+                link.connection.send(message)
                 return True
-        except (OSError, TypeError):  # TypeError: another thread has closed it meanwhile
+        except (OSError, TypeError):  # another thread has closed the connection, which raises a TypeError
             self._drop(link)
         return False
 
     def _beat(self, link: Link) -> None:
         while self._link is link:
-            self._send(BEAT, link)
+            self._send(HEARTBEAT, link)
             time.sleep(HEARTBEAT_EVERY_S)
 
     def _stay_connected(self, link: Link) -> None:
-        """Listen until the connection ends, and open the next one at once, so that this process counts as living."""
+        """Listen until the connection ends, and reconnect at once, so that this process counts as alive."""
         self._listen(link)
         if not self._left:
-            with contextlib.suppress(DeciderLostError):  # `stand` tries again, and raises the error
+            with contextlib.suppress(DriverUnreachableError):  # `join_next` tries again and raises it
                 self.connect()
 
     def _listen(self, link: Link) -> None:
         try:
             while True:
-                word: Word | str = link.connection.recv()
-                if isinstance(word, str):
-                    continue  # BEAT
-                if word is None or isinstance(word, Generation):
-                    link.formed.put(word)
-                elif isinstance(word, Change):
-                    self._newest_change = word.number
+                message: Message | str = link.connection.recv()
+                if isinstance(message, str):
+                    continue  # a heartbeat
+                if message is None or isinstance(message, Generation):
+                    link.formed.put(message)
+                elif isinstance(message, Change):
+                    self._newest_change = message.number
                 else:
-                    self._newest_closed = word.number
-                    if word.number == self._generation:
+                    self._newest_closed = message.number
+                    if message.number == self._generation:
                         self._end_generation()
         except (EOFError, OSError, TypeError):
             self._drop(link)
 
     def _drop(self, link: Link) -> None:
-        """Note that the decider has closed the connection: it takes this process for lost."""
+        """Note that the server has closed the connection, which means that it takes this process for lost."""
         if self._link is link:
             self._link = None
             link.connection.close()
@@ -425,5 +441,5 @@ class MembershipClient:
         self._closed.set()
         try:
             self._on_close()
-        except Exception:  # the thread that listens must go on
-            log.exception("the collectives of a group that has ended could not be ended")
+        except Exception:  # the listening thread must continue
+            log.exception("could not break the collectives of a group that has ended")

@@ -1,4 +1,4 @@
-"""What driver, workers and Ray Train's controller tell each other through the control channel (control.py).
+"""Messages that driver, workers and Ray Train's controller exchange through the control channel (control.py).
 
 Times are in seconds since the epoch.
 """
@@ -13,42 +13,42 @@ from sunspot.run.failures import Failure, Hang
 from sunspot.run.incidents import Cause
 
 OUT_OF_MEMORY = 2
-"""CUDA's code. Such a GPU works: others have its memory, or have not given it back yet."""
+"""CUDA's error code for too little memory. The GPU itself works, but its memory is in use, or not yet freed."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What the driver asks of the worker group."""
+    """Request of the driver to the worker group."""
 
     stop: bool = False
-    "Save and return: the run ends here."
+    "Save and return, because the run ends here."
     restart: bool = False
-    "Save and end: Ray starts a new worker group, without the preempted nodes or with the new ones."
+    "Save and end, so that Ray starts a new group without the preempted nodes or with the new ones."
     deadline: float | None = None
-    "When the first preempted node is gone."
+    "Time at which the first preempted node is gone."
     save: bool = False
-    "Save, and train on: the head is to go, and a new one continues from there."
+    "Save and keep training. The head is about to go, and a new head continues from this checkpoint."
     moves: bool = False
-    "Nodes are given back, and with them the copies in their memory: the state has to be in storage."
+    "True if nodes are released together with the copies in their memory, so that the state must be in storage."
     regroup: bool = False
-    "Form the next group once the step is done, and an evaluation after it: others join, or leave."
+    "Form the next group after this step and any evaluation that follows it, because workers join or leave."
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """A worker group that trains."""
+    """Worker group that trains."""
 
     attempt: int
     world_size: int
     nodes: dict[int, str]
-    "Ray's id of each rank's node."
+    "Ray's node id by rank."
     hosts: dict[int, str] = field(default_factory=dict)
-    "Host name of each rank's node, which in Kubernetes is its pod's name, as far as it is known."
+    "Host name by rank, as far as known. In Kubernetes, it is the pod's name."
 
 
 @dataclass(frozen=True)
 class Note:
-    """An incident of the cluster or of a process, for the run's events."""
+    """Event of the cluster or of a process, for the run's events."""
 
     event: str
     detail: str
@@ -57,103 +57,103 @@ class Note:
 
 @dataclass(frozen=True)
 class Incident:
-    """Why a worker group ended, as far as is known."""
+    """Why a worker group ended, as far as known."""
 
     cause: Cause | None = None
     detail: str = ""
-    "Of the cause, for people."
+    "Description of the cause, for people."
     noticed: float | None = None
-    "When the notice arrived or the loss was detected."
+    "Time at which the notice arrived or the loss was detected."
     loss: str = ""
-    "The errors of ranks that ended without having been told to."
+    "Errors of ranks that ended without a command."
     save_began: float | None = None
     committed: float | None = None
     paused_since: float | None = None
-    "When the driver before had ended."
+    "Time at which the previous driver ended."
     last_step: int = 0
-    "The last step that the group is known to have taken."
+    "Last step that the group is known to have taken."
     notes: tuple[Note, ...] = ()
     "Other events since the group began."
 
     def describe(self) -> str:
         """Return the cause and its details as readable text."""
-        said = self.detail or self.loss
-        return f"{self.cause} ({said})" if said else str(self.cause)
+        detail = self.detail or self.loss
+        return f"{self.cause} ({detail})" if detail else str(self.cause)
 
     def completed_by(self, later: Incident) -> Incident:
-        """Add what was learned later; what was known first stands."""
+        """Return these facts, completed by those learned later. Earlier facts win."""
         unknown = [one.name for one in fields(self) if not getattr(self, one.name)]
         return replace(self, **{name: getattr(later, name) for name in unknown})
 
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended one rank."""
+    """Error that ended one rank."""
 
     failure: Failure
     world_size: int
     taken: int
-    "Steps that its group had taken."
+    "Number of steps that its group had taken."
     from_outside: bool
-    "It is no error of the program, but of a network, a disk, memory or a device."
+    "True for an error of a network, a disk, memory or a device, and not of the program."
     from_memory: bool = False
-    "Its group began from a copy in memory."
+    "True if its group began from an in-memory copy."
     node: str = ""
     "Ray's id of its node."
     cuda_error: int | None = None
-    "CUDA's code, if it is an error of CUDA other than too little memory."
+    "CUDA's error code, if CUDA failed for another reason than too little memory."
     out_of_memory: bool = False
-    "Whether the machine or its GPU had too little memory."
+    "True if the machine or its GPU had too little memory."
 
 
 @dataclass(frozen=True)
 class FailureCounts:
-    """How many worker groups have failed in a row, and on what (failures.py)."""
+    """Number of worker groups that have failed in a row, by kind (failures.py)."""
 
     charged: int = 0
-    "Those that MAX_FAILURES counts."
+    "Number of failures charged to MAX_FAILURES."
     starved: int = 0
-    "Those that got no rows."
+    "Number of groups that got no rows."
     restores: int = 0
-    "Those that came to no step from a copy in memory."
+    "Number of groups that took no step from an in-memory copy."
     kept: int = -1
-    "Step of the newest checkpoint then; of the newest step, where the others trained on."
+    "Step of the newest checkpoint at the time or, in survivor mode, of the newest step."
     lost: int = 0
-    "Workers lost since the newest step, if the others trained on."
+    "Number of workers lost since the newest step, in survivor mode."
     workers: int = 0
-    "Size of the group when the first of these workers was lost."
+    "Size of the group when the first of the `lost` workers was lost."
     error: tuple[object, ...] | None = None
-    "What the newest one failed with, if all of its ranks did so alike."
+    "Description of the newest failure, if all ranks failed alike."
     loops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """How often the same end came in a row, each time soon after the one before, and the time of the newest in seconds
-    since the epoch. A key is an error that all ranks raised, or Ray's id of a node where a process lacked memory."""
+    """Count and newest time (seconds since the epoch) of each kind of failure that repeats soon after the previous one.
+    A key is an error that all ranks raised, or Ray's id of a node where a process ran out of memory."""
     final: bool = False
-    "Whether another group would fail in the same way, on any cluster."
+    "True if another group would fail in the same way on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
-        """Return these counts, or zeros if a newer step is kept by now. The error and the loops remain."""
+        """Return these counts, or zeros if a newer step has been kept since. The error and the loops always remain."""
         none = FailureCounts(error=self.error, loops=self.loops)
         return replace(none if kept > self.kept else self, kept=kept)
 
 
 @dataclass(frozen=True)
 class GroupEnd:
-    """What is known of the end of the newest worker group."""
+    """Known facts about the end of the newest worker group."""
 
     errors: list[RankError] = field(default_factory=list)
-    "Of the ranks that could report theirs."
+    "Errors that ranks have reported."
     progress: Progress = field(default_factory=Progress)
     hangs: list[Hang] = field(default_factory=list)
-    "The ranks that hung, without stacks."
+    "Ranks that hung, without their stacks."
     fatal: Exception | None = None
-    "The error that ends the training for good."
+    "Error that ends the training for good."
     gave_up: str = ""
-    "Why no other group starts; empty if one may."
+    "Why no new group will start; empty if one may."
     nodes: dict[int, str] = field(default_factory=dict)
-    "Ray's id of each rank's node, unless the group was asked to end."
+    "Ray's node id by rank; empty if the group was asked to end."
     lost_on: list[str] = field(default_factory=list)
-    "Nodes on which processes were lost that others outlive; their ranks are not Ray's."
+    "Nodes on which processes were lost in survivor mode. Ray numbers these processes differently."
     counts: FailureCounts = field(default_factory=FailureCounts)
-    "As the judge left them who was asked last."
+    "Counts as of the last judgement."
     failed_replacements: int = 0
-    "Replacements that have told that they could not train, since a judge was asked."
+    "Number of replacements that have reported since the last judgement that they could not train."

@@ -1,4 +1,4 @@
-"""Watches the cluster's nodes for what matters to the workers: a preemption, a loss, better nodes, room to scale up."""
+"""Watches the cluster's nodes for preemptions, losses, better nodes, and room to scale up."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ray.autoscaler.sdk import request_resources  # noqa: TID251  # of Ray's public reference, unlike the rest
+from ray.autoscaler.sdk import request_resources  # noqa: TID251  # in Ray's public reference, unlike the rest of its module
 
 from sunspot.elastic.groups import GroupChoice, capacity_by_group, nodes_to_release
 from sunspot.elastic.messages import WorkerGroup
@@ -18,42 +18,46 @@ from sunspot.run.incidents import Cause
 from sunspot.settings import WorkerRange
 
 NODE_CHECK_EVERY_S = 0.5
-"""Seconds between two looks at the nodes: a notice may be as short as 15 s."""
+"""Seconds between two checks of the nodes. A preemption notice may be as short as 15 s."""
 
 SETTLED_S = 5.0
-"""How long room for more workers must last before a restart, which stops all workers for several seconds: nodes that
-were asked for together join within seconds of each other. The lag of Ray's own view of the nodes comes on top."""
+"""Seconds that room for more workers must last before a restart, which stops all workers for several seconds. Nodes
+that were requested together join within seconds of each other. The delay of Ray's own view of the nodes is added."""
 
-FIRST_SETTLED_S, FIRST_WAIT_S = 15.0, 30.0
-"""At the start of a group to which Ray adds no workers, how long no other node may have come, and the longest wait.
-With 5 s, three of three starts began with one worker (three nodes, two busy cores); growing cost 41, 50 and 76 s."""
+FIRST_WAIT_S = 30.0
+"""Longest time in seconds that a start in survivor mode waits for more nodes."""
+
+FIRST_SETTLED_S = 15.0
+"""Seconds without a new node after which a start in survivor mode begins, because Ray adds no workers later. With 5 s,
+three of three starts began with one worker (three nodes, two busy cores), and growing cost 41, 50 and 76 s."""
 
 BACKOFF_FACTOR = 4
-"""How much longer room must last after each restart in which Ray did not make a larger group, as another job may hold
-those nodes. After one try alone they would never be used; trying all the time, nothing would be trained."""
+"""Factor by which the required time grows after each restart in which Ray did not make a larger group, because another
+job may hold those nodes. With a single attempt, the nodes would never be used. With attempts at a constant pace, the
+run would never train."""
 
 HEAD = "node:__internal_head__"
-"""A resource that only the head has."""
+"""Resource that only the head's node has."""
 
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """An event that a check of the nodes found for a worker group."""
+    """Event that a check of the nodes has found for a worker group."""
 
     cause: Cause
     detail: str
-    "For people."
+    "Description for people."
     deadline: float | None = None
-    "When the first node will be gone, in seconds since the epoch."
+    "Time at which the first node will be gone, in seconds since the epoch."
     spare: tuple[str, ...] = ()
-    "Nodes that are to be given back, by Ray's id."
+    "Nodes to release, by Ray's id."
 
 
 class NodeMonitor:
-    """Finds at most one event for each worker group, which ends then.
+    """Finds at most one event for each worker group, because an event ends the group.
 
-    `usable` filters nodes for those that a group may start on, as they answer; `lag_s` is how far Ray Train's view of
-    the nodes may be behind; `choice` chooses among groups of nodes, if there are several.
+    `usable` returns the nodes on which a group may start, and checks whether they answer. `lag_s` is the largest delay
+    of Ray Train's view of the nodes. `choice` chooses among several node groups.
     """
 
     def __init__(
@@ -64,14 +68,16 @@ class NodeMonitor:
         lag_s: float = 0.0,
         choice: GroupChoice | None = None,
     ) -> None:
-        self.per_worker, self._most, self._usable = resources_per_worker, workers.most, usable
+        self.per_worker = resources_per_worker
+        self._most = workers.most
+        self._usable = usable
         self._settled_s = SETTLED_S + lag_s
         self._choice = choice
         self._group_of: dict[str, str] = {}
         self.asked: dict[str, int] = {}
-        "Workers to ask of each group of nodes."
+        "Number of workers to request from each node group."
         self._ended = 0
-        "Attempt of the last group with an event; they count from 1."
+        "Attempt of the last group with an event, or 0. Attempts are numbered from 1."
         self._room: dict[str, int] = {}
         self._since = 0.0
         self._tries = 0
@@ -83,13 +89,15 @@ class NodeMonitor:
         draining: dict[str, float | None],
         now: float,
     ) -> NodeEvent | None:
-        """Return the event for this worker group, if there is one.
+        """Return the event for this worker group, or None.
 
-        `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`; `now` is in seconds of a monotonic clock.
+        `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`, and `now` is in seconds of a monotonic clock.
         """
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:
-            self._room, self._since, self._tries = room, now, 0
+            self._room = room
+            self._since = now
+            self._tries = 0
         if self._choice:
             self._group_of = self._choice.groups_of(nodes)
             self.asked = self._choice.choose(capacity_by_group(room, self._group_of), now)
@@ -106,7 +114,7 @@ class NodeMonitor:
         return found
 
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Find nodes of the group that better ones can replace. Those without a worker are idle, and end."""
+        """Return an event if better nodes can replace some of the group's nodes. Idle nodes end without an event."""
         if not self._choice:
             return None
         used = set(group.nodes.values())
@@ -134,14 +142,14 @@ class NodeMonitor:
 
 
 def find_lost(group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-    """Find the nodes of the group that are gone."""
+    """Return an event if nodes of the group are gone."""
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     lost = set(group.nodes.values()) - alive
     return NodeEvent(Cause.NODE_LOST, _name(lost, group)) if lost else None
 
 
 def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> NodeEvent | None:
-    """Find the nodes of the group that are draining, and the earliest of their deadlines."""
+    """Return an event if nodes of the group are draining, with the earliest of their deadlines."""
     preempted = set(group.nodes.values()) & set(draining)
     if not preempted:
         return None
@@ -150,10 +158,10 @@ def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> Nod
 
 
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
-    """Return how many workers each node has room for, by its id, without the nodes that have room for none.
+    """Return how many workers fit on each node, by node id. Nodes without room are left out.
 
-    Counts as Ray Train does (ElasticScalingPolicy): by a node's total resources, as the group's own workers are on
-    these nodes, and without a head that has no CPU and no GPU.
+    The count is that of Ray Train (ElasticScalingPolicy): it uses a node's total resources, because the group's own
+    workers are on these nodes, and leaves out a head without CPUs and GPUs.
     """
     room = {}
     for node in nodes:
@@ -167,11 +175,11 @@ def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float
 
 
 def choose_placement(room: dict[str, int]) -> str:
-    """Return the strategy by which Ray places workers that outlive each other, given the room on each node.
+    """Return the strategy by which Ray places workers in survivor mode, given the room on each node.
 
-    While no node has room for one that was lost, Ray tries to place it without any pause, with a whole processor of the
-    head (ray-project/ray#65007; Ray 2.60: 91 % of one). It does not where each worker is to have a node of its own and
-    all that are left have one, for which it waits for a node. So they are where no node has room for two.
+    While no node has room for a replacement, Ray tries to place it without a pause, which takes 91 % of a processor of
+    the head (ray-project/ray#65007; Ray 2.60). It waits for a node instead if each worker must have its own node and
+    all remaining nodes have one. This strategy is therefore chosen if no node has room for two workers.
     """
     return "STRICT_SPREAD" if set(room.values()) == {1} else "PACK"
 
@@ -188,7 +196,7 @@ def _name(nodes: set[str], group: WorkerGroup) -> str:
 def wait_for_nodes(
     choice: GroupChoice, resources_per_worker: dict[str, float], workers: WorkerRange, timeout_s: float
 ) -> None:
-    """Ask for the first nodes of several groups, and wait until there is room for the fewest workers.
+    """Request the first nodes from several groups, and wait until there is room for the smallest number of workers.
 
     Raises `SunspotError` after `timeout_s`.
     """
@@ -198,17 +206,17 @@ def wait_for_nodes(
         nodes = staying_nodes()
         room = find_room(nodes, resources_per_worker)
         wanted = choice.choose(capacity_by_group(room, choice.groups_of(nodes)), time.monotonic())
-        there = f"nodes for {sum(room.values())} of {workers} workers"
+        available = f"nodes for {sum(room.values())} of {workers} workers"
         if wanted != asked:
             asked = wanted
             ask_of_groups(resources_per_worker, asked)
-            print(f"there are {there}; asked for {describe_asked(asked)}", flush=True)
+            print(f"there are {available}; requested {describe_asked(asked)}", flush=True)
         if sum(room.values()) >= workers.least:
             return
         if time.monotonic() - began > timeout_s:
             raise SunspotError(
-                f"after {in_words(timeout_s)} there are {there}, of {describe_asked(asked)}; `sunspot doctor` says "
-                "what the pods wait for, and the same command tries again"
+                f"after {in_words(timeout_s)} there are {available}, although {describe_asked(asked)} were requested; "
+                "`sunspot doctor` says what the pods wait for; run the same command to try again"
             )
         time.sleep(NODE_CHECK_EVERY_S)
 
@@ -217,10 +225,11 @@ def wait_for_nodes(
 def asked_nodes(
     resources_per_worker: dict[str, float], workers: WorkerRange, one_machine: bool = False
 ) -> Iterator[WorkerRange]:
-    """Ask for nodes for the most workers, and yield how many begin that outlive each other.
+    """Request nodes for the largest number of workers, and yield the number of workers that begin in survivor mode.
 
-    Ray replaces those, but adds none, so that a start with the fewest would soon be followed by another with more:
-    they wait for a node, and then until no other has come for FIRST_SETTLED_S. To `one_machine`, no other can come.
+    Ray replaces these workers but adds none, so that a start with the smallest number would soon be followed by a
+    restart with more. The start therefore waits for a node, and then until no other node has come for FIRST_SETTLED_S.
+    With `one_machine`, no other node can come.
     """
     if one_machine:
         found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)
@@ -230,7 +239,8 @@ def asked_nodes(
         return
     request_resources(bundles=[resources_per_worker] * workers.most)
     try:
-        room, began = 0, time.monotonic()
+        room = 0
+        began = time.monotonic()
         since = began + FIRST_WAIT_S
         while room < workers.most and (now := time.monotonic()) < min(since + FIRST_SETTLED_S, began + FIRST_WAIT_S):
             found = min(sum(find_room(staying_nodes(), resources_per_worker).values()), workers.most)
@@ -238,12 +248,12 @@ def asked_nodes(
                 room, since = found, now
             time.sleep(NODE_CHECK_EVERY_S)
         chosen = max(room, workers.least)
-        print(f"there are nodes for {room} of {workers} workers; {chosen} begin", flush=True)
+        print(f"there are nodes for {room} of {workers} workers; starting with {chosen}", flush=True)
         yield WorkerRange(chosen, chosen)
     finally:
         request_resources(bundles=[])
 
 
 def describe_asked(asked: dict[str, int]) -> str:
-    """Say how many workers are asked of each group: `2 in group spot, 1 in group on-demand`."""
+    """Return the requested workers of each group as text: `2 in group spot, 1 in group on-demand`."""
     return ", ".join(f"{workers} in group {name}" for name, workers in asked.items())

@@ -1,4 +1,4 @@
-"""Recognizes workers that were ended for lack of memory, and describes them for users."""
+"""Recognizes workers that ended because they ran out of memory, and describes them for users."""
 
 import re
 from collections.abc import Mapping
@@ -12,30 +12,32 @@ from sunspot.ray_internals.nodes import name_node
 NODE_MEMORY = re.compile(
     r"Memory on the node \(IP: \S+, ID: (?P<node>\w+)\).*? was (?P<used>[\d.]+)GB(?: used)? / (?P<limit>[\d.]+)GB", re.S
 )
-"""Matches Ray's words on the node's memory (2.60). Its GB has 2^30 bytes. In a pod, the limit is the container's."""
+"""Matches Ray's message about the node's memory (2.60). Its GB has 2^30 bytes. In a pod, the limit is the
+container's."""
 
 PROCESS_MEMORY = re.compile(r"memory used=(?P<used>[\d.]+)GB")
-"""Matches Ray's words on the memory of the process that it has ended."""
+"""Matches Ray's message about the memory of the process that it has ended."""
 
-TOLD = re.compile(
+MEMORY_ERRORS = re.compile(
     r"out of (shared )?memory|can't allocate memory|cannot allocate memory|unable to allocate|STATUS_ALLOC_FAILED"
     r"|DataLoader worker .* is killed by signal: (Killed|Bus error)",
     re.IGNORECASE,
 )
-"""Matches the words of torch, CUDA's libraries, NumPy and the system for too little memory, which torch raises as
+"""Matches the messages of torch, CUDA's libraries, NumPy and the system for too little memory, which torch raises as
 RuntimeError. The shared memory of data loaders is part of a pod's memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if a process raised this error because it, or its GPU, had too little memory."""
-    of_system = isinstance(error, RuntimeError | OSError) and TOLD.search(str(error))
+    of_system = isinstance(error, RuntimeError | OSError) and MEMORY_ERRORS.search(str(error))
     return isinstance(error, MemoryError) or bool(of_system)
 
 
 def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
-    """Return the Ray id of the node where a process was ended for lack of memory, and the figures; empty if none was.
+    """Return the node (by Ray's id) and the memory figures of a process that Ray killed because memory ran out.
 
-    `error` is what Ray raised for the process, or the failed health check that found it.
+    `error` is the error that Ray raised for the process, or the failed health check that found it. Returns two empty
+    strings if the process was not killed for this reason.
     """
     cause = getattr(error, "health_check_failure", error)
     if not isinstance(cause, OutOfMemoryError):
@@ -49,15 +51,15 @@ def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
     return found["node"], f"out of memory: {used}"
 
 
-def find_short_of_memory(errors: Mapping[int, Exception], told: list[RankError]) -> set[str]:
-    """Return the nodes on which processes ran out of memory, that of a GPU included."""
+def find_short_of_memory(errors: Mapping[int, Exception], reported: list[RankError]) -> set[str]:
+    """Return the nodes on which processes ran out of memory, including that of a GPU."""
     killed = {find_killed_for_memory(error)[0] for error in errors.values()}
-    return {*killed, *(error.node or "unknown" for error in told if error.out_of_memory)} - {""}
+    return {*killed, *(error.node or "unknown" for error in reported if error.out_of_memory)} - {""}
 
 
-def advise_memory(told: list[RankError], one_machine: bool = False) -> str:
-    """Return advice for a run whose processes run out of memory; `told` are the errors that ranks have reported."""
-    if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in told):
+def advise_memory(reported: list[RankError], one_machine: bool = False) -> str:
+    """Return advice for a run whose processes run out of memory. `reported` has the errors that ranks have reported."""
+    if any(re.search("CUDA|CUBLAS|CUDNN", error.failure.message) for error in reported):
         return "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or choose GPUs with more memory"
     if one_machine:
         return "lower SUNSPOT_NUM_WORKERS, end other programs, or change the task so that it needs less"

@@ -1,4 +1,4 @@
-"""Receipts of restarts: what each cost, as rank 0 of the new worker group writes it after its first step."""
+"""Receipts of restarts: what each one cost, as written by rank 0 of the new worker group after its first step."""
 
 import time
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from sunspot.run.owner import Owner
 from sunspot.run.status import is_alive
 
 MAX_DETAIL = 500
-"""Characters kept of all workers' errors."""
+"""Largest number of characters kept of all workers' errors."""
 
 
 class Phases(TypedDict, total=False):
-    """Moments of a group's start, in seconds since the epoch (`Receipt`)."""
+    """Times at which the phases of a group's start ended, in seconds since the epoch (`Receipt`)."""
 
     launched: float | None
     up: float | None
@@ -37,9 +37,9 @@ class Phases(TypedDict, total=False):
 def make_receipt(
     start: StartPoint, state: TrainingState, incident: Incident, first_step: float, phases: Phases | None = None
 ) -> Receipt:
-    """Make the receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
+    """Return the receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
 
-    `incident` is what ended the group before (`ControlChannel.begin_group`).
+    `incident` is the incident that ended the previous group (`ControlChannel.begin_group`).
     """
     attempt, before = start.attempt, start.before
     since = max((receipt.attempt for receipt in start.past.receipts), default=0)
@@ -75,8 +75,10 @@ def make_receipt(
 
 
 def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
-    """Return the cause of a restart, and the detail of it."""
-    lost_first = incident.cause in (Cause.SCALE_UP, Cause.MOVED) and incident.loss  # before it could restart
+    """Return the cause of a restart and its description."""
+    lost_first = (
+        incident.cause in (Cause.SCALE_UP, Cause.MOVED) and incident.loss
+    )  # a worker was lost before the restart
     unnoticed = Cause.WORKER_LOST if before else Cause.BEGIN
     cause = incident.cause if incident.cause and not lost_first else unnoticed
     details = (incident.loss, incident.detail) if cause is Cause.WORKER_LOST else (incident.detail, incident.loss)
@@ -84,10 +86,12 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 
 
 def first_incident(start: StartPoint) -> Incident:
-    """Say why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
+    """Return why a driver starts its first worker group, as its claim found. Return an empty incident for a later
+    group.
 
-    Another start of the run was alive if it wrote a status after this driver had begun, or, in another place, shortly
-    before the claim. A start of the same job is a driver that was lost; its workers may outlive it for a minute.
+    Another start of the run was alive if it wrote a status after this driver had begun or, if it is in another place,
+    shortly before the claim. An earlier start of the same job is a driver that was lost; its workers may survive it for
+    a minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -95,10 +99,10 @@ def first_incident(start: StartPoint) -> Incident:
     if start.before[-1].driver == start.attempt.driver:
         return Incident()
     if other is None:
-        return Incident(Cause.DRIVER_LOST, "the driver before wrote nothing")
+        return Incident(Cause.DRIVER_LOST, "the previous driver wrote no status")
     step = max(other.step, start.attempt.step)  # its last status may be older than its last checkpoint
     if other.state.terminal:
-        ended = f"the driver before ended at step {step}: {other.state}"
+        ended = f"the previous driver ended at step {step}: {other.state}"
         return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=step)
     new_owner, old_owner = Owner.parse(start.attempt.owner), Owner.parse(other.owner)
     lived_on = own and own.began < other.seen
@@ -106,32 +110,31 @@ def first_incident(start: StartPoint) -> Incident:
     if new_owner != old_owner and (lived_on or lived_elsewhere):
         taken = f"by {new_owner.describe()}, from {old_owner.describe()} at step {step}"
         return Incident(Cause.TAKEN_OVER, taken, last_step=step)
-    silent = f"the driver before wrote nothing since step {step}"
-    # Until somebody has started a lost run again, nothing is there to train; a head that the operator replaces leaves
-    # its workers.
-    paused_since = other.seen + LOST_AFTER_S if other.owner != start.attempt.owner else None
+    silent = f"the previous driver wrote no status after step {step}"
+    # A lost run has no workers until it is started again. A head that the operator replaces leaves its workers running.
+    paused_since = other.seen + LOST_S if other.owner != start.attempt.owner else None
     return Incident(Cause.DRIVER_LOST, silent, paused_since=paused_since, last_step=step)
 
 
 class FailureRecorder(ray.train.UserCallback):
-    """Notes failures of workers on the control channel; runs in Ray Train's controller."""
+    """Records failures of workers in the control channel. It runs in Ray Train's controller."""
 
     def __init__(self, control: ControlClient) -> None:
         self._control = control
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called at every poll while there are errors; the control channel keeps the first."""
+        """Record the errors. Ray calls this at every poll while there are errors, and only the first ones are kept."""
         lost = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, GroupRestartError)}
         if lost:
             lines = "; ".join(f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items()))[:MAX_DETAIL]
             short = any(find_killed_for_memory(error)[0] for error in lost.values())
             cause, detail = (Cause.OUT_OF_MEMORY, lines) if short else (None, "")
-            self._control.tell(ControlChannel.add_incident_facts, Incident(cause, detail, time.time(), lines))
+            self._control.send(ControlChannel.add_incident_facts, Incident(cause, detail, time.time(), lines))
 
 
 def explain_error(error: RankError) -> Incident:
-    """Return why the group of a rank that reports an error ends; without a cause if another process ended first."""
-    if error.failure.is_consequence:
+    """Return why the group of a rank that reports an error ends, without a cause if another process ended first."""
+    if error.failure.consequence:
         return Incident()
     cause = Cause.OUT_OF_MEMORY if error.out_of_memory else Cause.WORKER_FAILED
     return Incident(cause, f"rank {error.failure.rank}: {describe_failure_in_line(error.failure)}", time.time())

@@ -1,4 +1,4 @@
-"""Brings the state that a worker group goes on from: of survivors, a node's memory, a checkpoint, or INIT_FROM."""
+"""Loads the state from which a worker group continues: from survivors, a node's memory, a checkpoint, or INIT_FROM."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from sunspot.checkpoint.parts import ShardedContents, is_sharded, load_model, lo
 from sunspot.checkpoint.snapshot import SavedObjects
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
 from sunspot.elastic.claim import LocalState, StartPoint
-from sunspot.elastic.copies import ChosenCopy, Holders
+from sunspot.elastic.copies import ChosenCopy, SurvivingState
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
 from sunspot.parallel.collectives import WorkerPlace, broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.run import Run, open_run
@@ -29,70 +29,77 @@ from sunspot.storage import Storage, open_storage
 from sunspot.storage.limits import retry_storage
 
 SEND_LIMIT_S = 120
-"""How long one tensor may be on its way; the loss of either side ends that sooner."""
+"""Seconds that one tensor may take to arrive. The loss of either side ends the transfer sooner."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The training state that a worker group goes on from; at the beginning the weights of INIT_FROM, or nothing."""
+    """State from which a worker group continues. At the beginning, it has the weights of INIT_FROM, or nothing."""
 
     model: Any = None
     optimizer: Any = None
     evaluated: bool = True
     metrics: dict[str, Any] = field(default_factory=dict)
     taken: float | None = None
-    "When its last step had been taken, in seconds since the epoch."
+    "Time at which its last step was taken, in seconds since the epoch."
     tier: str = "beginning"
     total_steps: int = 0
-    "Of the whole run, as it was planned then; 0: not known."
+    "Number of steps of the whole run as planned when the state was saved, or 0 if unknown."
     ledger: tuple[Any, ...] = ()
     "Windows of consumed rows that are not in storage yet."
     load_parts: Callable[[nn.Module, Optimizer], None] | None = None
-    "Under fsdp, in place of `model` and `optimizer`: loads each worker's part into what is sharded, on all together."
+    """Function that loads each worker's part into the sharded model and optimizer, called by all workers together.
+    Under fsdp, it replaces `model` and `optimizer`."""
 
 
 @dataclass(frozen=True)
-class Position:
-    """What goes with the tensors of a state that is in use."""
+class StateMetadata:
+    """Everything that belongs to a live state besides its tensors."""
 
     metrics: dict[str, Any]
-    "Those that a checkpoint of it would have."
+    "Metrics that a checkpoint of the state would have."
     taken: float
-    "When its last step had been taken, in seconds since the epoch."
+    "Time at which its last step was taken, in seconds since the epoch."
     ledger: Sequence[Any]
     "Windows of consumed rows that may not be in storage yet."
 
 
 def hand_over(
-    place: WorkerPlace, holders: Holders, saved: SavedObjects | None, position: Position | None, total_steps: int
+    place: WorkerPlace,
+    surviving: SurvivingState,
+    saved: SavedObjects | None,
+    metadata: StateMetadata | None,
+    total_steps: int,
 ) -> TrainingState:
-    """Return the state to go on from, on all workers of the group, which call this together.
+    """Return the state from which the group continues. All workers of the group call this together.
 
-    Holders have it already, with what is `saved`, and so get no tensors. The others receive these from the first
-    holder, whose `position` is that of all: what a lost member ended on some of them alone may differ.
+    Ranks that have the state receive no tensors; `saved` has theirs. The other ranks receive the tensors from the first
+    rank that has them. All ranks take that rank's `metadata`, because the loss of a member may have left them with
+    different values.
     """
     assert place.group
-    source, rank = holders.ranks[0], place.rank
+    source, rank = surviving.ranks[0], place.rank
     state = saved.with_average(saved.state()) if saved and rank == source else None
     structure = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta"))
-    structure, position = gather_objects((structure, position) if rank == source else None, place.group)[source]
-    assert position
+    structure, metadata = gather_objects((structure, metadata) if rank == source else None, place.group)[source]
+    assert metadata
     known = TrainingState(
-        evaluated=holders.evaluated,
-        metrics=position.metrics,
-        taken=position.taken,
+        evaluated=surviving.evaluated,
+        metrics=metadata.metrics,
+        taken=metadata.taken,
         tier=IN_PLACE,
         total_steps=total_steps,
-        ledger=tuple(position.ledger),
+        ledger=tuple(metadata.ledger),
     )
-    lacking = [other for other in range(place.world_size) if other not in holders.ranks]
+    lacking = [other for other in range(place.world_size) if other not in surviving.ranks]
     work: list[Any] = []
     if rank == source:
         own = [tensor.detach().cpu().contiguous() for tensor in tensors_in(state)]
         sends = [(tag, tensor, other) for tag, tensor in enumerate(own) if tensor.numel() for other in lacking]
         work = [dist.isend(tensor, other, place.group, tag) for tag, tensor, other in sends]
     elif rank in lacking:
-        # Each part has memory of its own, as the optimizer keeps what it gets. All wait: nothing is set to zero first.
+        # Each part has its own memory, because the optimizer keeps the tensors. The others wait, so the memory is not
+        # set to zero first.
         parts = structure.items()
         received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
         targets = [(tag, tensor) for tag, tensor in enumerate(tensors_in(received)) if tensor.numel()]
@@ -110,9 +117,9 @@ def load_start(
     found: LocalState,
     group: dist.ProcessGroup | None,
 ) -> TrainingState:
-    """Load the state to go on from, given what `agree_on_start` returned. All workers call this together."""
+    """Load the state from which the group continues, given the result of `agree_on_start`, on all workers together."""
     if not start.checkpoint:
-        found.state.close()  # of one that was damaged
+        found.state.close()  # frees a checkpoint that turned out to be damaged
     if start.copy:
         return _load_copy(start.copy, found)
     if not start.checkpoint:
@@ -132,7 +139,7 @@ def load_start(
 def _load_sharded(
     run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Load a checkpoint in parts, on every rank; rank 0 alone reads what they hold, a request for each part."""
+    """Load a sharded checkpoint on every rank. Rank 0 reads the parts' contents for all, with one request per part."""
 
     def patiently(read: Callable[[], Any]) -> Any:
         return retry_storage(settings.storage_timeout_s, "reading a checkpoint", read)
@@ -148,7 +155,7 @@ def _load_sharded(
 
 
 def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
-    """Load the chosen copy, on every rank."""
+    """Load the chosen in-memory copy on every rank."""
     chosen = copy.snapshot
     if copy.parts:
         sidecar = found.parts.describe()
@@ -168,20 +175,20 @@ def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
 
 
 def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
-    """Read the state_dict that INIT_FROM names: of another run's newest good checkpoint, or of a file.
+    """Return the state_dict that INIT_FROM names: that of another run's newest intact checkpoint, or of a file.
 
-    All workers call this together, and get the same one: rank 0 chooses. Raises `SettingsError`, or `ConflictError`
-    when it was replaced while they read it.
+    Rank 0 chooses, and all workers call this together and get the same state_dict. Raises `SettingsError`, or
+    `ConflictError` if the source was replaced while it was read.
     """
     limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
     chosen = broadcast_from_rank0(group, lambda: retry_storage(limit_s, what, choose_init, settings))
     return run_on_all_ranks(group, lambda: retry_storage(limit_s, what, load_init, settings, chosen))
 
 
-def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None] | str:
-    """Find what INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file.
+def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
+    """Return what INIT_FROM names now: the newest intact checkpoint of another run, or the SHA-256 of a file.
 
-    With a checkpoint that is in parts only comes what they hold.
+    A sharded checkpoint comes with the contents of its parts.
     """
     wanted = settings.init_from
     if not wanted.startswith("run:"):
@@ -193,15 +200,15 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None]
     other = _init_run(settings)
     checkpoint, _ = find_newest_good(other, read_attempts(other))
     if not checkpoint:
-        absence = describe_absence(other) or f"{other.location} has no good checkpoint"
+        absence = describe_absence(other) or f"{other.location} has no intact checkpoint"
         raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {absence}")
     return checkpoint, None if "model.pt" in checkpoint.files else read_contents(other, checkpoint)
 
 
-def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | None] | str) -> Any:
-    """Load the state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
+def load_init(settings: Settings, chosen: tuple[Checkpoint, Contents | None] | str) -> Any:
+    """Return the state_dict that `choose_init` chose. Raises `ConflictError` if it no longer exists."""
     wanted, content = settings.init_from, bytearray()
-    replaced = f"SUNSPOT_INIT_FROM={wanted}: was replaced while it was read; start again, from what is not written to"
+    replaced = f"SUNSPOT_INIT_FROM={wanted}: it was replaced while it was read; use a source that nobody writes to"
     try:
         if isinstance(chosen, tuple):
             return load_model(_init_run(settings), *chosen)
@@ -218,7 +225,9 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
             f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save, or as safetensors"
         ) from error
     if not isinstance(state, dict):
-        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: a {type(state).__name__}; give a state_dict of torch.save")
+        raise SettingsError(
+            f"SUNSPOT_INIT_FROM={wanted}: contains a {type(state).__name__}; give a state_dict saved by torch.save"
+        )
     return state
 
 

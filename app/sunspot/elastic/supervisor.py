@@ -1,8 +1,8 @@
-"""What the driver does twice a second while workers train: it tells them of nodes that come and go, and to stop.
+"""Tells the workers, twice a second, about nodes that come and go, and when to stop. It runs in the driver.
 
-It waits for the control channel and for Ray, never for storage: one that hangs must not swallow a notice or a SIGTERM.
-What the driver reads in storage meanwhile, the stop marker too, it reads in a thread of `run.outcome`. As a terminal
-may keep whoever prints to it waiting, lines about nodes go to `observe.progress`, which prints in a thread of its own.
+It waits for the control channel and for Ray, but never for storage, because storage that hangs must not delay a notice
+or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Because a terminal may
+block a process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
 """
 
 import logging
@@ -32,15 +32,15 @@ from sunspot.stop_signals import end_signals
 log = logging.getLogger(__name__)
 
 WARN_AFTER_S = 30.0
-"""How long looks at the nodes may fail before the user is warned: one that fails now and then does no harm."""
+"""Seconds for which checks of the nodes may fail before the user is warned. An occasional failure does no harm."""
 
 INTERRUPTED = (
-    "interrupted: it saves and ends, and the same command goes on from there; Ctrl-C again ends it at once, unsaved"
+    "interrupted: saving and ending; the same command continues from there. Press Ctrl-C again to end without saving"
 )
 
 
 class Supervisor:
-    """Passes on to the worker group, over the control channel, what it has to act on."""
+    """Passes notices and requests on to the worker group, over the control channel."""
 
     def __init__(
         self,
@@ -49,80 +49,85 @@ class Supervisor:
         monitor: NodeMonitor | None = None,
         membership: MembershipServer | None = None,
     ) -> None:
-        """Without a `monitor`, nodes are not looked at; with a `membership`, workers outlive each other."""
-        self._control, self._stop_request, self._monitor = control, stop_request, monitor
+        """Create a supervisor. Without a `monitor`, it does not check nodes. In survivor mode, it gets a `membership`
+        server.
+        """
+        self._control = control
+        self._stop_request = stop_request
+        self._monitor = monitor
         self._membership = membership
         self._stopping = False
-        "A signal has come, and the user was told what follows from it."
+        "True once a signal has come and the user was informed about its effect."
         self._leaving = False
-        "This node, the head, is to go, and the workers were asked to save."
+        "True once this node, the head, is about to go and the workers were asked to save."
         self._asked: dict[str, int] = {}
-        "Workers that were asked of each group of nodes."
+        "Workers that were requested from each node group."
         self._looked = time.monotonic()
-        "When the nodes were last looked at without an error; infinite once the user was warned."
+        "Time of the last successful check of the nodes; infinite once the user was warned."
 
     def tick(self) -> None:
-        """Pass on what is new."""
+        """Pass on new notices and requests."""
         self._pass_on_stop()
         if self._monitor:
             try:
                 self._look_at_nodes(self._monitor)
                 self._looked = time.monotonic()
-            except Exception as error:  # the next look may do better
-                if (failed_s := time.monotonic() - self._looked) > WARN_AFTER_S:
+            except Exception as error:  # the next check may succeed
+                failed_s = time.monotonic() - self._looked
+                if failed_s > WARN_AFTER_S:
                     self._looked = math.inf
                     log.warning(
-                        f"no look at the nodes for {failed_s:.0f} s, so a notice may be missed: {shorten(error)}"
+                        f"could not check the nodes for {failed_s:.0f} s, so a notice may be missed: {shorten(error)}"
                     )
 
     def _pass_on_stop(self) -> None:
         request = self._stop_request
         if request.asked:
-            self._control.tell(ControlChannel.request_stop)
+            self._control.send(ControlChannel.request_stop)
         if self._stopping or request.signal is None:
             return
         self._stopping = True
-        told = "interrupted" if request.signal is signal.SIGINT else f"told to end by {request.signal.name}"
-        if self._monitor and self._control.try_ask(ControlChannel.has_group) is False:
-            print(f"{told}: no worker trains, so it ends without a save", flush=True)
+        why = "interrupted" if request.signal is signal.SIGINT else f"told to end by {request.signal.name}"
+        if self._monitor and self._control.call_or_none(ControlChannel.has_group) is False:
+            print(f"{why}: no worker trains, so it ends without saving", flush=True)
         elif request.signal is signal.SIGINT:
             print(INTERRUPTED, flush=True)
         else:
-            print(f"{told}: it saves, and ends", flush=True)
+            print(f"{why}: it saves and ends", flush=True)
 
     def _look_at_nodes(self, monitor: NodeMonitor) -> None:
-        """Restart the worker group when nodes are preempted or added.
+        """Restart the worker group if nodes are preempted or added.
 
-        A lost node is only noted: Ray Train restarts the group itself. When the head is to go, the group saves; it
-        trains on until the head takes everything with it.
+        A lost node is only recorded, because Ray Train restarts the group itself. If the head is about to go, the group
+        saves, and keeps training until the head takes everything with it.
         """
-        group, draining = self._control.ask(ControlChannel.group), draining_nodes()
-        if self._membership:  # it may have formed a group that the control channel does not know yet
+        group, draining = self._control.call(ControlChannel.group), draining_nodes()
+        if self._membership:  # the server may have formed a group that the control channel does not know yet
             self._membership.drain(draining)
-        if self._membership and group:  # lost workers are replaced: only room for more is news
-            group = replace(group, world_size=max(group.world_size, self._membership.state.size))
+        if self._membership and group:  # Ray replaces lost workers, so that only room for more workers counts
+            group = replace(group, world_size=max(group.world_size, self._membership.snapshot().size))
         event = monitor.check(group, ray.nodes(), draining, time.monotonic())
-        if event:  # before what may fail, as the monitor finds it once
+        if event:  # handled before anything that may fail, because the monitor finds each event only once
             drain_nodes(event.spare)
             incident = Incident(event.cause, event.detail, noticed=time.time())
-            outlived = self._membership and group and not set(group.nodes.values()) <= set(draining)
-            if event.cause is Cause.NODE_LOST or (outlived and event.cause is Cause.PREEMPTED):
-                self._control.tell(ControlChannel.add_incident_facts, incident)
-                if outlived and event.cause is Cause.PREEMPTED:
-                    gone = f"{event.cause}: {event.detail}; its workers leave after their step, and the others train on"
-                    self._control.tell(ControlChannel.log, gone)
+            some_stay = self._membership and group and not set(group.nodes.values()) <= set(draining)
+            if event.cause is Cause.NODE_LOST or (some_stay and event.cause is Cause.PREEMPTED):
+                self._control.send(ControlChannel.add_incident_facts, incident)
+                if some_stay and event.cause is Cause.PREEMPTED:
+                    leaving = "its workers leave after their step, and the others keep training"
+                    self._control.send(ControlChannel.log, f"{event.cause}: {event.detail}; {leaving}")
             else:
-                self._control.tell(ControlChannel.restart_group, incident, event.deadline)
+                self._control.send(ControlChannel.restart_group, incident, event.deadline)
         if not self._leaving and ray.get_runtime_context().get_node_id() in draining:
-            self._control.tell(ControlChannel.request_save)
+            self._control.send(ControlChannel.request_save)
             self._leaving = True
-            self._control.tell(
-                ControlChannel.log, "the head was told to go: the workers save, and a new head continues from there"
+            self._control.send(
+                ControlChannel.log, "the head is being preempted: the workers save, and a new head continues from there"
             )
         if monitor.asked != self._asked:
             ask_of_groups(monitor.per_worker, monitor.asked)
             self._asked = monitor.asked
-            self._control.tell(ControlChannel.log, f"asked for {describe_asked(self._asked)}")
+            self._control.send(ControlChannel.log, f"requested {describe_asked(self._asked)}")
 
 
 @contextmanager
@@ -132,7 +137,7 @@ def supervised(
     monitor: NodeMonitor | None = None,
     membership: MembershipServer | None = None,
 ) -> Iterator[None]:
-    """Supervise the workers while the context lasts, and let SIGINT, SIGTERM and SIGHUP ask for a stop.
+    """Supervise the workers while the context lasts, and let SIGINT, SIGTERM and SIGHUP request a stop.
 
     A second SIGINT raises `EndAtOnceError`.
     """
@@ -141,7 +146,7 @@ def supervised(
         if number == signal.SIGINT and stop_request.signal is signal.SIGINT:
             raise EndAtOnceError
         if number == signal.SIGINT or stop_request.signal is None:
-            stop_request.signal = signal.Signals(number)  # and no more: a signal may interrupt anything
+            stop_request.signal = signal.Signals(number)  # nothing more, because a signal may interrupt any code
 
     is_main = threading.current_thread() is threading.main_thread()
     handled = [signal.SIGINT, *end_signals()] if is_main else []

@@ -1,4 +1,4 @@
-"""The workers' numbers over a window of steps, reduced to one record of the metric history."""
+"""Reduces the workers' numbers over a window of steps to one record of the metric history."""
 
 import math
 import resource
@@ -18,7 +18,7 @@ from sunspot.run.history import Columns
 
 
 class Sums:
-    """Sums of per-row values, kept on the device, as reading one would wait for it."""
+    """Sums of per-row values. They are kept on the device, because reading a value would wait for the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -26,11 +26,11 @@ class Sums:
 
     @property
     def rows(self) -> int:
-        """Rows that have a value, of whatever name."""
+        """Number of rows that have a value. If it differs between names, this is the largest number."""
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:
-        """Add the values of some rows, by name, each [B]."""
+        """Add the values of some rows: a tensor [B] for each name."""
         for name, rows in values.items():
             total = rows.detach().double().sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
@@ -42,24 +42,26 @@ class Sums:
 
 
 def reduce(sums: Sums, numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[dict[str, float], np.ndarray]:
-    """Return means by name over the rows of all workers, and the numbers of each worker: float64 [workers, numbers].
+    """Return the means over the rows of all workers by name, and each worker's numbers: float64 [workers, numbers].
 
-    All workers call this together with as many `numbers`, and get the same, to the last bit: each adds up by rank what
-    all have. Waits for the device. A name without rows has no mean.
+    All workers call this together with equally many `numbers`, and get results that are equal to the last bit, because
+    each worker adds up the same values in the order of the ranks. Waits for the device. A name without rows has no
+    mean.
     """
     ranks = gather_objects((sums.totals(), [*numbers]), group)
     means = {}
     for name in sorted({name for own, _ in ranks for name in own}):
         having = [own[name] for own, _ in ranks if name in own]
-        if rows := sum(rows for _, rows in having):
+        rows = sum(rows for _, rows in having)
+        if rows:
             means[name] = sum(total for total, _ in having) / rows
     return means, np.array([numbers for _, numbers in ranks], float)
 
 
 class Stopwatch:
-    """Sums the time that a device spends on something.
+    """Sums the time that a device spends on the code in its contexts.
 
-    Work is queued on a GPU ahead of time, so two events in its stream take the times, and nothing waits for them.
+    Work is queued on a GPU ahead of time, so two CUDA events in its stream take the times, and nothing waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +75,7 @@ class Stopwatch:
         self._spans.append((self._began, self._now()))
 
     def seconds(self) -> float:
-        """Return the sum so far; waits for the last measurement to end."""
+        """Return the sum so far. Waits until the last measurement has ended."""
         if self._device.type != "cuda" or not self._spans:
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()
@@ -88,22 +90,22 @@ class Stopwatch:
 
 
 RECENT_ROWS = 10_000
-"""A checkpoint's metrics are means over at least so many rows, or an epoch's if it has fewer."""
+"""Smallest number of rows over which a checkpoint's metrics are averaged, unless an epoch has fewer."""
 
 
 class RecentMeans:
-    """Means over the newest windows: those of a single window are too noisy to compare, as it may be of one step."""
+    """Means over the newest windows. A single window may have only one step, so that its means are too noisy."""
 
     def __init__(self, epoch_rows: int, before: Mapping[str, Any]) -> None:
-        """`before` are the metrics of the state that training goes on from."""
+        """Create the means. `before` has the metrics of the state from which training continues."""
         self._enough = min(RECENT_ROWS, epoch_rows)
         rows = before.get("recent_rows")
         self._windows = [(rows, before)] if isinstance(rows, int) else []
         self.newest = dict(before)
-        "The means over the newest windows and their number of rows, `recent_rows`; `before` until there is a window."
+        "Means over the newest windows, and their number of rows, `recent_rows`; `before` until there is a window."
 
     def add(self, rows: int, means: Mapping[str, Any]) -> None:
-        """Add a window's means over so many rows. Older means that are not finite do not spoil one that is."""
+        """Add a window's means over its `rows`. If a mean is finite, older ones that are not finite do not spoil it."""
         self._windows.append((rows, means))
         while sum(rows for rows, _ in self._windows[1:]) >= self._enough:
             self._windows.pop(0)
@@ -116,33 +118,35 @@ class RecentMeans:
 
 
 NUMBERS = ("seconds", "time", "step_time_median_s", "step_time_p95_s", "data_wait_s", "memory_mib", "gpu_memory_mib")
-"""Of these numbers of each worker, the record has the highest."""
+"""Names of the numbers of which a record has the maximum over all workers."""
 
 
 class MetricWindow:
-    """This worker's numbers since the window opened; `close` reduces those of all workers to one record."""
+    """Numbers of this worker since the window opened. `close` reduces those of all workers to one record."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, recent: RecentMeans) -> None:
-        self._group, self._device, self.recent = group, device, recent
+        self._group = group
+        self._device = device
+        self.recent = recent
         self.own: dict[str, float] = {}
-        """This worker's numbers of the window that was closed last, NaN where unknown: NUMBERS and
+        """Numbers of this worker in the window that was closed last, NaN if unknown: NUMBERS and
 
-        `steps_s`, `forward_s`: seconds of its steps, and those in forward passes (`data_wait_s`: waiting for data);
+        `steps_s`, `forward_s`: seconds of its steps, and of their forward passes (`data_wait_s`: waiting for data);
         `resident_mib`: its own memory now (`memory_mib`: at its peak);
-        `memory_left_mib`: until the limit of its container or machine;
-        `throttled_s`, `throttled_share`: seconds, summed over processors, and share of periods in which the container's
-        CPU quota throttled it."""
+        `memory_left_mib`: memory left until the limit of its container or machine;
+        `throttled_s`: seconds, summed over processors, in which the container's CPU quota throttled it;
+        `throttled_share`: fraction of the quota's periods in which it was throttled."""
         self.ranks: Columns | None = None
-        "Those of all workers but the time, on rank 0."
+        "Numbers of all workers except the time, on rank 0."
         self._open()
 
     def move(self, group: dist.ProcessGroup) -> None:
-        """Reduce the numbers of the workers of another group from now on."""
+        """Reduce the numbers of another group's workers from now on."""
         self._group = group
 
     def _open(self) -> None:
         self.forward = Stopwatch(self._device)
-        "Of the forward passes: in the rest of a step, workers wait for each other."
+        "Time of the forward passes. In the rest of a step, workers wait for each other."
         self._throttling = read_throttling()
         self._sums = Sums()
         self._step_times: list[float] = []
@@ -160,21 +164,22 @@ class MetricWindow:
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss of this worker's rows so far, if there is one; waits for the device."""
+        """Mean loss of this worker's rows so far, or None if there are no rows. Waits for the device."""
         total, rows = self._sums.totals().get("loss", (0.0, 0))
         return total / rows if rows else None
 
     def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
-        """Add one optimizer step: its per-row `values`, its seconds, and those spent waiting for data."""
+        """Add an optimizer step: its per-row `values`, its seconds, and the seconds that it waited for data."""
         for part in values:
             self._sums.add(part)
         self._step_times.append(step_time)
         self._data_waits.append(data_wait)
 
     def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
-        """Reduce the windows of all workers to a record, and open new ones; all workers call this together.
+        """Reduce the windows of all workers to a record, and open new windows. All workers call this together.
 
-        The record, the same on all of them, has the maximum over workers of each of NUMBERS. Sets `own` and `ranks`.
+        The record is the same on all workers. It has the maximum over workers of each of NUMBERS. Sets `own` and
+        `ranks`.
         """
         throttling = read_throttling().since(self._throttling)
         self.own = {
@@ -194,7 +199,8 @@ class MetricWindow:
             "throttled_share": _known(throttling.share),
         }
         means, everyone = reduce(self._sums, [*self.own.values()], self._group)
-        rows, slowest = round(everyone[:, 0].sum()), dict(zip(self.own, everyone.max(0).tolist(), strict=True))
+        rows = round(everyone[:, 0].sum())
+        maxima = dict(zip(self.own, everyone.max(0).tolist(), strict=True))
         if dist.get_rank(self._group) == 0:
             columns = zip(self.own, everyone.T, strict=True)
             self.ranks = {name: to_column(name, values) for name, values in columns if name != "time"}
@@ -206,8 +212,8 @@ class MetricWindow:
             "rows": rows,
             **means,
             "learning_rate": learning_rate,
-            **{name: slowest[name] for name in NUMBERS},
-            "rows_per_s": rows / slowest["seconds"],
+            **{name: maxima[name] for name in NUMBERS},
+            "rows_per_s": rows / maxima["seconds"],
             "world_size": dist.get_world_size(self._group),
         }
         self._open()

@@ -1,4 +1,4 @@
-"""Progress on the driver's terminal: a bar, or plain lines when it is not a terminal."""
+"""Shows progress on the driver's terminal: a bar, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ PROGRESS_EVERY_S = 1.0
 """Seconds between two updates."""
 
 PLAIN_EVERY_S = 10.0
-"""Seconds between two plain lines, besides one at the end of each epoch."""
+"""Seconds between two plain lines, in addition to the line at the end of each epoch."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a worker group is."""
+    """Progress of a worker group."""
 
     attempt: int = 0
-    "0: none has taken a step yet."
+    "Number of the attempt, or 0 if no group has taken a step yet."
     step: int = 0
     loss: float | None = None
     committed: int = 0
-    "The step of the newest checkpoint."
+    "Step of the newest checkpoint."
     time: float = 0.0
-    "When the step had been taken, in seconds since the epoch."
+    "Time at which the step was taken, in seconds since the epoch."
     doing: str = ""
-    "What is done in place of steps."
+    "Activity other than training steps, such as an evaluation; empty while steps are taken."
 
 
 class News(NamedTuple):
-    """What the terminal is to show."""
+    """Updates for the terminal."""
 
     progress: Progress
     metrics: list[dict[str, Any]]
@@ -50,11 +50,11 @@ class News(NamedTuple):
 
 @contextmanager
 def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch: int) -> Iterator[None]:
-    """Show, while the context lasts, what `fetch` returns."""
+    """Show the updates that `fetch` returns while the context lasts."""
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
 
     def update() -> None:
-        with suppress(Exception):  # a display must never end a run
+        with suppress(Exception):  # a display error must never end a run
             screen.update(fetch())
 
     try:
@@ -66,22 +66,22 @@ def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch:
 
 
 class _Lines:
-    """Plain lines, for logs."""
+    """Shows progress as plain lines, for logs."""
 
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
         self._total, self._per_epoch = total_steps, steps_per_epoch
         self._printed = time.monotonic()
         self._shown = Progress()
         self._first = Progress()
-        "The first progress of the worker group, from which its rate counts."
+        "First progress of the worker group, from which its rate is computed."
 
     def update(self, news: News) -> None:
-        """Show what is new."""
+        """Show the updates."""
         for text in news.lines:
             self.print(text)
         for record in news.metrics:
             self.record(record)
-        if news.lines:  # of a lost rank, say: the progress is from before, and not shown any more
+        if news.lines:  # for example, about a lost rank: the progress is from before that, and is not shown
             self._shown = news.progress
         elif news.progress.attempt:
             self.show(news.progress)
@@ -96,10 +96,10 @@ class _Lines:
             self.print(self.describe(progress))
 
     def close(self) -> None:
-        """Do nothing: no bar is open."""
+        """Do nothing, because no bar is open."""
 
     def describe(self, progress: Progress) -> str:
-        """Return a line: step, loss, steps per second, time left, last checkpoint; or what is done besides steps."""
+        """Return a line with step, loss, steps per second, time left and last checkpoint, or with another activity."""
         if progress.doing:
             return f"step {progress.step}/{self._total}  {progress.doing}"
         loss = "" if progress.loss is None else f"  loss {progress.loss:.4f}"
@@ -119,15 +119,15 @@ class _Lines:
 
 
 class _Terminal(_Lines):
-    """A bar, with the lines of the epochs above it."""
+    """Shows progress as a bar, with the lines of the epochs above it."""
 
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
         super().__init__(total_steps, steps_per_epoch)
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # On the terminal alone: a bar does not belong in a log.
-        self._ship = log_shipper()
+        # The bar is shown on the terminal alone, because it does not belong in a log.
+        self._ship = log_only()
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
         self._task = self._bar.add_task("starting the workers", total=total_steps)
         self._bar.start()

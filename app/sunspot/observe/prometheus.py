@@ -1,8 +1,8 @@
-"""A run's metrics for Prometheus, through Ray's exporter: each node exposes those of its own processes.
+"""Exports a run's metrics to Prometheus through Ray's exporter. Each node exposes those of its own processes.
 
-Ray prefixes the names below with `ray_` and adds labels, `WorkerId` among them, so each start of a worker is a series
-of its own. The counters of an ended process keep their last value. Ray's agent forgets a gauge that was not set for
-20 s, so a thread sets all of them again and again.
+Ray prefixes the names below with `ray_` and adds labels, among them `WorkerId`, so that each start of a worker is a
+series of its own. The counters of a process keep their last value after it has ended. Ray's agent forgets a gauge that
+was not set for 20 s, so a thread sets all gauges repeatedly.
 """
 
 from collections import deque
@@ -18,68 +18,69 @@ from sunspot.background import Background
 from sunspot.cgroup import memory_left, resident_memory
 
 EXPORT_EVERY_S = 5.0
-"""Ray's processes report to the node's agent every 10 s (`metrics_report_interval_ms`, Ray 2.60), and the agent forgets
-gauges that are missing from two reports."""
+"""Seconds between two exports. Ray's processes report to the node's agent every 10 s (`metrics_report_interval_ms`, Ray
+2.60), and the agent forgets gauges that are missing from two reports."""
 
 STEP_BUCKETS_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
-"""From the smallest model on a CPU to steps of many micro-batches."""
+"""Buckets from the steps of the smallest model on a CPU to steps of many micro-batches."""
 
 COUNTERS = {
-    "steps_total": "Optimizer steps taken by this rank, those that a restart took again included.",
-    "rows_total": "Rows trained on by this rank.",
-    "step_seconds_total": "Seconds of this rank's steps; in all but its own part it waits for other ranks.",
+    "steps_total": "Optimizer steps taken by this rank, including steps that were repeated after a restart.",
+    "rows_total": "Rows that this rank has trained on.",
+    "step_seconds_total": "Seconds of this rank's steps, including the time in which it waits for other ranks.",
     "data_wait_seconds_total": "Seconds of its steps in which this rank waited for rows.",
-    "forward_seconds_total": "Seconds of its steps in forward passes: with the waits for rows, this rank's own part.",
+    "forward_seconds_total": "Seconds of its steps in forward passes. With the waits for rows, they are its own work.",
     "checkpoint_stall_seconds_total": "Seconds of training that copies of the state have cost.",
     "evaluated_batches_total": "Batches of held-out rows that this rank has evaluated.",
 }
-"""Of each rank; a counter appears with its first increment."""
+"""Counters of each rank. A counter appears with its first increment."""
 
 GAUGES = {
-    "step": "Optimizer steps of the whole run up to where this rank is.",
-    "resident_memory_bytes": "Memory that this process has for itself.",
-    "memory_available_bytes": "Memory left until a limit of the container, or of the machine, is met.",
-    "gpu_memory_peak_bytes": "The most memory of its GPU that this process's tensors have taken; 0 without a GPU.",
+    "step": "Optimizer steps of the whole run that this rank has reached.",
+    "resident_memory_bytes": "Memory that this process does not share with others.",
+    "memory_available_bytes": "Memory left until the limit of the container or the machine.",
+    "gpu_memory_peak_bytes": "Peak memory of this process's tensors on its GPU; 0 without a GPU.",
     "gpu_memory_limit_bytes": "Memory of this process's GPU; 0 without a GPU.",
 }
-"""Of each rank."""
+"""Gauges of each rank."""
 
 RUN_GAUGES = {
     "planned_steps": "Optimizer steps at which the run ends.",
-    "workers": "Training workers of the present worker group.",
-    "attempt": "Number of the present worker group: each start of one is an attempt.",
-    "attempt_timestamp_seconds": "When the present worker group began, in seconds since the epoch.",
+    "workers": "Training workers of the current worker group.",
+    "attempt": "Number of the current attempt. Each start of a worker group is an attempt.",
+    "attempt_timestamp_seconds": "Time at which the current worker group began, in seconds since the epoch.",
     "loss": "Mean loss of the last 10,000 training rows, or of an epoch if it has fewer, over all workers.",
-    "nan_windows": "Windows of metrics in a row that ended with a NaN or infinite loss; 0: the newest did not.",
-    "goodput_ratio": "Useful part of all worker-seconds of the run so far.",
-    "checkpoint_timestamp_seconds": "When the newest checkpoint was committed, in seconds since the epoch; as long as "
-    "there is none, when the run began.",
-    "checkpoint_interval_seconds": "Longest time that should pass between two checkpoints, at the present pace.",
-    "checkpoint_commit_seconds": "Seconds that the newest save took until its commit.",
+    "nan_windows": "Number of consecutive metric windows with a NaN or infinite loss; 0 if the newest loss is finite.",
+    "goodput_ratio": "Useful fraction of all worker-seconds of the run so far.",
+    "checkpoint_timestamp_seconds": "Time at which the newest checkpoint was committed, in seconds since the epoch; "
+    "before the first checkpoint, the time at which the run began.",
+    "checkpoint_interval_seconds": "Longest time that should pass between two checkpoints, at the current pace.",
+    "checkpoint_commit_seconds": "Seconds from the beginning of the newest save until its commit.",
 }
-"""Of the whole run, by rank 0 (`Reporter.gauges`)."""
+"""Gauges of the whole run, exported by rank 0 (`Reporter.gauges`)."""
 
 INCIDENTS = "incidents"
-"""A gauge computed from storage, as an incident ends the process that would count it."""
+"""Gauge of the number of incidents. It is computed from storage, because an incident ends the process that would count
+it."""
 
 RUN_ACTIVE = "run_active"
-"""By the driver."""
+"""Gauge that the driver exports."""
 
 
 class RunGauges(NamedTuple):
     """Rank 0's numbers of the whole run."""
 
     values: Mapping[str, float]
-    "By name in RUN_GAUGES; unknown ones are left out."
+    "Values by name in RUN_GAUGES, without unknown ones."
     incidents: Mapping[str, int]
-    "Their number in the whole run, by cause."
+    "Number of incidents in the whole run, by cause."
 
 
 class Telemetry:
     """Exports one rank's metrics, and on rank 0 those of the whole run.
 
-    The training thread only adds numbers up; another calls `export` every EXPORT_EVERY_S to pass the sums to Ray, whose
-    calls take 2 to 3 microseconds each.
+    The training thread only adds numbers up. Another thread calls `export` every EXPORT_EVERY_S to pass the sums to
+    Ray, whose calls take 2 to 3 microseconds each.
     """
 
     def __init__(
@@ -90,28 +91,33 @@ class Telemetry:
         stall_s: Callable[[], float],
         read_run: Callable[[], RunGauges] | None,
     ) -> None:
-        """`stall_s` returns what copies of the state have cost; `read_run`, on rank 0, the numbers of the whole run."""
-        self._rank, self._device, self._stall_s = rank, device, stall_s
+        """Create the metrics of one rank.
+
+        `stall_s` returns the seconds that copies of the state have cost. On rank 0, `read_run` returns the numbers of
+        the whole run.
+        """
+        self._device = device
+        self._stall_s = stall_s
         self._read_run = read_run or (lambda: RunGauges({}, {}))
         of_rank = {"run": run, "rank": str(rank)}
         self._counters = {name: _make(Counter, name, text, of_rank) for name, text in COUNTERS.items()}
         self._gauges = {name: _make(Gauge, name, text, of_rank) for name, text in GAUGES.items()}
-        text = "Duration of optimizer steps; Ray keeps the buckets alone, so the sum is an estimate."
+        text = "Duration of optimizer steps. Ray keeps only the buckets, so the sum is an estimate."
         self._duration = Histogram("sunspot_step_duration_seconds", text, STEP_BUCKETS_S, tuple(of_rank))
         self._duration.set_default_tags(of_rank)
         of_run = {"run": run}
         self._run_gauges = {name: _make(Gauge, name, text, of_run) for name, text in RUN_GAUGES.items()}
-        text = "Incidents of the whole run so far that interrupted its training, by cause."
+        text = "Incidents that have interrupted the run's training so far, by cause."
         self._incidents = Gauge(f"sunspot_{INCIDENTS}", text, ("run", "cause")).set_default_tags(of_run)
         self._step: int | None = None
         self._durations: deque[float] = deque()
         self._sums = dict.fromkeys(COUNTERS, 0.0)
         self._exported = dict.fromkeys(COUNTERS, 0.0)
 
-    # ---------------------------------------------------------------------------------------- in the training thread
+    # ---------------------------------------------------------------------------- called in the training thread
 
     def took_step(self, step: int, seconds: float) -> None:
-        """Count a step: `step` have been taken, the last one in `seconds`."""
+        """Count a step. `step` is the number of steps taken, and `seconds` is the duration of the last one."""
         self._step = step
         self._sums["steps_total"] += 1
         self._durations.append(seconds)
@@ -127,7 +133,7 @@ class Telemetry:
         self._sums["data_wait_seconds_total"] += mine["data_wait_s"]
         self._sums["forward_seconds_total"] += mine["forward_s"]
 
-    # -------------------------------------------------------------------------------------------------- in the other
+    # ------------------------------------------------------------------------------ called in the exporting thread
 
     def export(self) -> None:
         """Pass all numbers to Ray."""
@@ -159,8 +165,8 @@ class Telemetry:
 
 @contextmanager
 def exported_run(run: str) -> Iterator[None]:
-    """Export, from the driver, that the run is active while the context lasts: it may be waiting for workers."""
-    text = "1 while a driver trains the run, whether there are workers or not."
+    """Export from the driver that the run is active while the context lasts, even if it waits for workers."""
+    text = "1 while a driver trains the run, even if there are no workers yet."
     active = _make(Gauge, RUN_ACTIVE, text, {"run": run})
     active.set(1)
     with Background(EXPORT_EVERY_S, partial(active.set, 1)):

@@ -1,4 +1,4 @@
-"""Writes the numbers of each rank; those of old records are combined: there are as many however long the attempt."""
+"""Writes the numbers of each rank, and combines old records so that their number stays limited during long attempts."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,28 @@ from sunspot.run import Run
 from sunspot.run.history import Columns
 from sunspot.run.streams import SIZES, LineWriter, new_stream
 
-MIN_RECORDS, MIN_BYTES = 64, SIZES[-1] // 4
-"""At least so many of the newest records, and bytes of them, stay as they are; the combined ones are half as many to as
-many."""
+MIN_RECORDS = 64
+"""Smallest number of the newest records that stay unchanged. Older records are combined to at most as many, and at
+least half as many."""
 
-FLUSH_BURST, FLUSH_EVERY_S = 60, 60.0
-"""The first writes of an attempt, and those after a pause, come as fast as reports; then there is one a minute."""
+MIN_BYTES = SIZES[-1] // 4
+"""Smallest number of bytes of the newest records that stay unchanged."""
+
+FLUSH_BURST = 60
+"""Number of flushes that write at once, at the beginning of an attempt or after a pause."""
+
+FLUSH_EVERY_S = 60.0
+"""Seconds between two writes once the burst is used up."""
 
 SUMS = {"rows", "seconds", "steps_s", "forward_s", "data_wait_s", "throttled_s"}
+"""Numbers that are combined to their sum."""
 
 MAXIMA = {"step_time_p95_s", "memory_mib", "gpu_memory_mib"}
+"""Numbers that are combined to their maximum."""
 
 MEANS = {"step_time_median_s": "steps", "throttled_share": "seconds"}
-"""Combined to a mean, by the weight of each record. Of all other numbers the last one counts."""
+"""Numbers that are combined to a weighted mean, with the name of the weight. Of all other numbers, the last one is
+kept."""
 
 
 class RankHistory:
@@ -46,21 +55,21 @@ class RankHistory:
             self._waiting.append(({"attempt": self._attempt, **kept}, ranks))
 
     def end(self) -> None:
-        """Have every later flush write at once."""
+        """Make every later flush write at once."""
         self._ends = True
 
     def flush(self) -> None:
-        """Write what was added, unless it has to wait; raises `StorageError`, and can then be called again."""
+        """Write the added numbers, unless they have to wait. Raises `StorageError`, and can then be called again."""
         with self._lock:
             due = bool(self._waiting) and (self._ends or self._pace.take())
             waiting, self._waiting = (self._waiting, []) if due else ([], self._waiting)
-        for record, ranks in waiting:  # not in `append`: of a thousand ranks, it takes milliseconds
+        for record, ranks in waiting:  # not in `append`, because a thousand ranks take milliseconds
             self._stream.append(to_json({**record, "ranks": ranks}))
         self._stream.flush()
 
 
 def downsample(text: bytes) -> bytes:
-    """Combine older records: by powers of two, so that what is combined already stays together."""
+    """Combine older records, in groups whose size is a power of two, so that combined records stay together."""
     lines = text.splitlines()
     newest = size = 0
     while newest < len(lines) and (newest < MIN_RECORDS or size < MIN_BYTES):
@@ -102,7 +111,7 @@ def _combine(name: str, records: Sequence[dict[str, Any]]) -> list[float | None]
 
 
 def to_column(name: str, values: Any) -> list[float | None]:
-    """Return the numbers in an array, float64 [ranks], as they are written: to the microsecond, None for NaN."""
+    """Return the numbers of an array, float64 [ranks], as they are written: to the microsecond, with None for NaN."""
     if name == "rows":
         return [int(value) for value in values.tolist()]
     return [None if value != value else value for value in values.round(6).tolist()]

@@ -26,10 +26,10 @@ WAITING_FOR = re.compile(r"Parameter indices which did not receive grad for rank
 
 
 class DataParallel(DistributedDataParallel):
-    """A model whose gradients are averaged over the workers at the end of each backward pass.
+    """Model whose gradients are averaged over the workers at the end of each backward pass.
 
-    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has
-    none, so that the optimizer leaves it alone.
+    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has no
+    gradient, so that the optimizer leaves it alone.
     """
 
     def __init__(self, module: nn.Module, name: str = "", **options: Any) -> None:
@@ -49,18 +49,18 @@ class DataParallel(DistributedDataParallel):
                 dist.broadcast(parameter.detach(), 0, self.process_group)
         parameters = [each for name, each in module.named_parameters() if name not in self.parameters_to_ignore]
         self._averaged = [each for each in parameters if each.requires_grad]
-        "The parameters that DDP averages, in its order."
+        "Parameters that DDP averages, in its order."
         self._others = [*sparse, *(each for each in parameters if not each.requires_grad)]
-        "The parameters that DDP ignores: frozen ones, even if they are trained later, and those with sparse gradients."
+        "Parameters that DDP ignores: frozen ones, even if they are trained later, and those with sparse gradients."
         self._usage = UsageBoard(self.process_group, name)
         self._passes = 0
         "Number of forward passes after which gradients are averaged."
         self._fresh = False
-        "Whether such a forward pass has begun since the newest backward pass."
+        "True if such a forward pass has begun since the newest backward pass."
         self._ends = False
-        "Whether `_end_backward` is to be called when the present backward pass has ended."
+        "True if `_end_backward` is to be called when the current backward pass has ended."
         self._counts: list[int | None] = []
-        "What `_count_changes` returned after the newest backward pass."
+        "Result of `_count_changes` after the newest backward pass."
         self._unused_before: list[nn.Parameter] | None = None
         "Parameters without a gradient before passes over rows that do not count; None if the rows count."
 
@@ -100,7 +100,9 @@ class DataParallel(DistributedDataParallel):
                 self._averaged[index].grad = None
 
     def _find_waiting(self) -> list[int]:
-        """Return the numbers of the parameters that DDP waits for; none if the averaging has ended or not begun."""
+        """Return the numbers of the parameters that DDP waits for: an empty list if averaging has ended or not
+        begun.
+        """
         try:
             self._check_reducer_finalized()  # torch has no public name for it (2.15)
         except RuntimeError as error:
@@ -115,9 +117,9 @@ class DataParallel(DistributedDataParallel):
         self._usage.announce(self._passes, {numbers[each] for each in unused})
 
     def _end_with_backward(self, _: torch.Tensor) -> None:
-        """Have `_end_backward` called once at the end of the current backward pass, after DDP's own callback.
+        """Make the engine call `_end_backward` once at the end of the current backward pass, after DDP's own callback.
 
-        So ranks that use different numbers of outputs for their losses take part in the same collectives.
+        Ranks that use different numbers of outputs for their losses then take part in the same collectives.
         """
         if self._ends:
             return
@@ -146,7 +148,8 @@ class UsageBoard:
     """Finds the parameters that no rank has used, through the store of the ranks' process group.
 
     A rank that has used all parameters does nothing. Any other rank announces its unused parameters before it sends its
-    last gradients. So all announcements are there once gradients are averaged, and no rank waits for another one.
+    last gradients. All announcements have therefore been made once gradients are averaged, and no rank waits for
+    another.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -154,11 +157,11 @@ class UsageBoard:
         self._store = group.get_group_store()
         self._unused: set[int] | None = None
         self._passes: list[int] = []
-        "The numbers under which this rank's two newest announcements are stored."
+        "Numbers under which this rank's two newest announcements are stored."
 
     @property
     def announced(self) -> bool:
-        """Whether this rank has made an announcement, but has not read those of the others yet."""
+        """True if this rank has made an announcement, but has not read those of the other ranks yet."""
         return self._unused is not None
 
     def announce(self, number: int, unused: set[int]) -> None:
@@ -201,7 +204,7 @@ def mark_ready(parameters: list[nn.Parameter]) -> None:
 
 
 def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients over the ranks, one after another; all ranks call this together."""
+    """Average gradients over the ranks, one after another. All ranks call this together."""
     here = [0 if each.grad is None else 2 if each.grad.is_sparse else 1 for each in parameters]
     kinds = torch.tensor(here, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group)

@@ -1,4 +1,4 @@
-"""Averages a step's gradients over the workers, once for each optimizer step, and limits them."""
+"""Averages a step's gradients over the workers, once for each optimizer step, and clips them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sunspot.settings import Settings
 def prepare(
     model: nn.Module, settings: Settings, averages: bool = True, synced: bool = False, name: str = ""
 ) -> nn.Module:
-    """Return the model to train with, from `shard_model`'s: its gradients are averaged over the workers.
+    """Return the model to train, made from the result of `shard_model`. Its gradients are averaged over the workers.
 
-    A worker that trains alone (not `averages`) needs no such model. Workers whose parameters are not `synced` yet take
-    rank 0's, all together. `name` is the model's among several.
+    A worker that trains alone (not `averages`) needs no averaging. If the workers' parameters are not `synced` yet, all
+    workers take those of rank 0 together. `name` distinguishes the model from the task's other models.
     """
     if not averages or is_fsdp(model) or not any(each.requires_grad for each in model.parameters()):
         return model
@@ -41,9 +41,10 @@ def prepare(
 
 
 def release(model: nn.Module) -> None:
-    """Have a prepared model average no gradients any more: what it wraps may be prepared anew, for another group.
+    """Stop a prepared model from averaging gradients. The wrapped model can then be prepared again for another group.
 
-    Its hooks on gradients go with it, but a loop may still hold it. torch has no public name for that (2.15).
+    This also removes its hooks on gradients, because a loop may still hold the prepared model. torch has no public name
+    for that (2.15).
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -52,7 +53,9 @@ def release(model: nn.Module) -> None:
 
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
-    """Surround a pass of a prepared model that averages gradients over workers `now`, or only adds them up locally."""
+    """Surround a pass of a prepared model. Gradients are averaged over workers if `now` is True, or else only summed
+    locally.
+    """
     if is_fsdp(model):
         model.set_requires_gradient_sync(now)
         yield
@@ -72,7 +75,7 @@ def complete_gradients(model: nn.Module) -> None:
 
 
 class FiniteGradients:
-    """Keeps rows that do not count out of gradients while it is on.
+    """Filter that keeps rows that do not count out of gradients while it is on.
 
     A weight of 0 is not enough: 0 times the infinite loss of a row is NaN, and the average brings it to all workers.
     Also, a parameter that only such rows use would get a gradient of zeros, and the optimizer would change it.
@@ -96,7 +99,7 @@ class FiniteGradients:
                 self._watch(self._model)
 
     def _watch(self, module: nn.Module, *_: Any) -> None:
-        """Watch a module whose parameters are whole now."""
+        """Watch a module whose parameters are not sharded at this moment."""
         whole = [each for each in module.parameters() if each.requires_grad and not is_dtensor(each)]
         self._handles += [parameter.register_hook(_without_infinite) for parameter in whole]
 
@@ -106,9 +109,10 @@ def _without_infinite(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> None:
-    """Scale a step's gradient down to the norm `max_norm` (0: off), over all parameters and, under fsdp, all parts.
+    """Scale a step's gradient down to the norm `max_norm` (0: off), over all parameters and, under fsdp, over all
+    parts.
 
-    Call once for a step, when gradients are averaged, on all workers together; none waits for its device.
+    Call it once for a step, when gradients are averaged, on all workers together. No worker waits for its device.
     """
     if max_norm:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)

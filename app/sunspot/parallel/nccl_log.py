@@ -1,4 +1,4 @@
-"""What NCCL says of the network that it takes between nodes: it does so only in its log, as it forms a group."""
+"""Reads from NCCL's log which network it uses between nodes. NCCL reports this only there, when it forms a group."""
 
 import atexit
 import functools
@@ -18,11 +18,11 @@ def own_log() -> Path:
 
 
 def begin_log(log: Path) -> None:
-    """Have NCCL log what it begins with, from its first group on."""
+    """Make NCCL log its initialization, beginning with its first group."""
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": str(log)}
 
 
 def read_network(log: Path) -> str:
-    """Read which network NCCL took, in its own words: Socket, IB, Libfabric; empty if it does not say."""
+    """Return NCCL's name of the network that it uses (Socket, IB, Libfabric), or an empty string if unknown."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     return next(iter(re.findall(r"NCCL INFO Using network (.+)", text)), "").strip()

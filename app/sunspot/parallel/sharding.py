@@ -1,6 +1,6 @@
-"""Cuts a model and its optimizer's state into parts, one for each worker, or moves all of it to each (ddp).
+"""Moves a whole model and its optimizer's state to each worker (ddp), or one part of each tensor (fsdp).
 
-What only fsdp needs is imported where it is used, as it takes seconds at the start of every process.
+Imports that only fsdp needs are made where they are used, because they take seconds at the start of every process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 MIN_BLOCK_PARAMETERS = 10_000
-"""Blocks with fewer parameters (40 kB) are not gathered by themselves: they are not worth a message of their own."""
+"""Smallest number of parameters (40 kB) of a block that is gathered by itself. A smaller block is not worth a
+message."""
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Normalization layers of torch (`is_norm`); the base of its batch and instance norms has no public name."""
+"""Normalization layers of torch (`is_norm`). The base of its batch and instance norms has no public name."""
 CHANNELS_LAST = ("cuda",)
-"""Kinds of devices on which convolutions are faster in the layout [B, H, W, C], cuDNN's own."""
+"""Types of devices on which convolutions are faster in cuDNN's own layout, [B, H, W, C]."""
 
 
-class Place(NamedTuple):
-    """Where a worker's part lies in the whole tensor."""
+class TensorSlice(NamedTuple):
+    """Position of a worker's part in the whole tensor."""
 
     shape: tuple[int, ...]
     "Shape of the whole tensor."
@@ -42,17 +43,18 @@ class Place(NamedTuple):
 
 
 def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
-    """Return what `build` returns, with parameters on the meta device: they take no memory and no time to initialize.
+    """Return the model that `build` returns, with parameters on the meta device. They take no memory, and no time to
+    initialize.
 
-    For a model that gets its state_dict next. Returns None where the state_dict would not complete the model: it has
-    other tensors, which depend on the parameters' values or may be random.
+    Use it for a model that gets its state_dict next. Returns None if the state_dict would not complete the model,
+    because it has other tensors that depend on the parameters' values or may be random.
     """
     metas = WeakTensorKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
             return None
-        if parameter not in metas:  # or else two modules share it
+        if parameter not in metas:  # otherwise two modules share the parameter
             metas[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         return metas[parameter]
 
@@ -60,19 +62,19 @@ def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
     hook = register_module_parameter_registration_hook(on_meta)
     try:
         model = build()
-    except Exception:  # it needs the values, or fails with them, too
+    except Exception:  # the model needs the values, or fails with them, too
         return None
     finally:
         hook.remove()
     if not dict(model.named_parameters()).keys() <= model.state_dict().keys():
-        return None  # it keeps weights to itself that no state_dict brings, such as a frozen base
+        return None  # some weights are not in the state_dict, such as those of a frozen base
     others = list(_outside_of_state(model))
     drawn = not torch.equal(torch.default_generator.get_state(), before)
     return None if others and (drawn or any(tensor.is_meta for tensor in others)) else model
 
 
 def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that modules hold and no state_dict has."""
+    """Yield the tensors of modules that are not in the state_dict."""
     for module in model.modules():
         # No public API tells which buffers are not persistent.
         held: list[Any] = [module._buffers[name] for name in module._non_persistent_buffers_set]
@@ -84,11 +86,12 @@ def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
-    """Move a model, identical on the CPUs of all workers, to their devices: all of it, or each worker's part.
+    """Move a model, identical on the CPUs of all workers, to their devices: the whole model, or each worker's part.
 
-    Call before making the optimizer, which keeps its state where the parameters are. Under fsdp the model changes in
-    place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, and keep their names. A
-    block is gathered just before it computes, and freed after. Parameters on the meta device get memory, no values.
+    Call it before creating the optimizer, which keeps its state where the parameters are. Under fsdp, the model changes
+    in place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, and keep their names. A
+    block is gathered just before it computes, and freed afterwards. Parameters on the meta device get memory, but no
+    values.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -129,7 +132,7 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
 def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules to gather one at a time: the outermost items of lists and sequences, unless they are small.
 
-    Models keep repeated layers there. Everything else belongs to the model's root.
+    Models keep repeated layers there. All other modules belong to the model's root.
     """
     for child in module.children():
         repeated = isinstance(module, (nn.ModuleList, nn.Sequential))
@@ -140,51 +143,53 @@ def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module keeps fp32 weights under PRECISION=bf16: a norm of torch, or one by its name, as models of
-    Hugging Face bring their own (`LlamaRMSNorm`).
+    """Return True if a module keeps fp32 weights under PRECISION=bf16.
+
+    It does so if it is a normalization layer of torch, or is named like one. Models of Hugging Face have their own
+    (`LlamaRMSNorm`).
     """
     named = type(module).__name__.endswith("Norm") and not any(module.children())
     return named or isinstance(module, NORMS)
 
 
 def has_several(model: nn.Module) -> TypeIs[nn.ModuleDict | nn.ModuleList]:
-    """Tell whether a model is only a container of several, which a task's own loop calls."""
+    """Return True if a model is only a container of several models, which a task's own loop calls."""
     return type(model) in (nn.ModuleDict, nn.ModuleList)
 
 
 def is_fsdp(model: object) -> TypeIs[FSDPModule]:
-    """Tell whether `shard_model` has cut the model into parts."""
+    """Return True if `shard_model` has cut the model into parts."""
     return isinstance(model, _class("torch.distributed.fsdp", "FSDPModule"))
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Tell whether a tensor is cut into parts."""
+    """Return True if a tensor is cut into parts."""
     return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
 
 
 def _class(module: str, name: str) -> Any:
-    """Return the class, or () while its module is not imported: nothing can be an instance of it then."""
+    """Return a class, or () if its module is not imported, because then nothing can be an instance of it."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this worker's part of a DTensor, or all of another tensor; not a copy."""
+    """Return this worker's part of a DTensor, or the whole of any other tensor, without copying it."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
-    """Find where this worker's part of each tensor lies; None for tensors that every worker has whole."""
+def find_slices(tensors: list[torch.Tensor]) -> list[TensorSlice | None]:
+    """Return the position of this worker's part of each tensor, or None for a tensor that is not cut."""
     parts = {str(number): tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
-    # The plan leaves out empty parts, which the last workers have of a tensor with fewer rows than workers.
-    places = [Place(tuple(each.shape), tuple(each.shape)) if is_dtensor(each) else None for each in tensors]
+    # The plan leaves out empty parts. The last workers have them if a tensor has fewer rows than there are workers.
+    slices = [TensorSlice(tuple(each.shape), tuple(each.shape)) if is_dtensor(each) else None for each in tensors]
     if not parts:
-        return places
+        return slices
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     for item in create_default_local_save_plan(parts, is_coordinator=True).items:
         assert item.tensor_data
-        places[int(item.index.fqn)] = Place(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
-    return places
+        slices[int(item.index.fqn)] = TensorSlice(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
+    return slices
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -193,7 +198,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Cut each tensor of an optimizer's whole state_dict like its parameter; under ddp only give it the same layout."""
+    """Cut each tensor of an optimizer's whole state_dict like its parameter. Under ddp, only adapt its layout."""
     parameters = parameters_of(optimizer)
 
     def shard(value: Any, parameter: torch.Tensor) -> Any:
@@ -204,7 +209,7 @@ def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any
             return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
         from torch.distributed.tensor import distribute_tensor
 
-        # Every worker has the whole tensor, so none has to send it.
+        # Every worker has the whole tensor, so that no worker has to send it.
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
     sharded = {

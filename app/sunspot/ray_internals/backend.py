@@ -1,8 +1,8 @@
-"""Sets up torch's process group as Ray Train does, alone or beside what another library trains through.
+"""Sets up torch's process group as Ray Train does, either alone or in addition to another library's communication.
 
-ray.train.torch.config._TorchBackend   Ray's backend for torch: its configuration is public, the backend is not
-a group's execute_single_async         to run something on one worker before the training function begins: of a
-                                       backend, the hooks are public, but not the group that they are given
+ray.train.torch.config._TorchBackend   Ray's backend for torch. Its configuration is public, the backend is not.
+a group's execute_single_async         runs a function on one worker before the training function begins. A backend's
+                                       hooks are public, but the group that they receive is not.
 """
 
 import time
@@ -14,38 +14,43 @@ from ray.train.torch import TorchConfig
 
 _TorchBackend: Any = TorchConfig().backend_cls  # Ray has no public name for it
 
-_up: float | None = None
+_processes_up: float | None = None
+"""Time at which all processes of the group answered, in seconds since the epoch. It is a module variable because Ray
+runs `note_processes_up` in the worker before the training function, and the two share no object."""
 
 
 class Backend(_TorchBackend):
-    """Ray's, and beside it that of a library; runs in Ray Train's controller."""
+    """Ray's torch backend, together with a library's backend if one is configured. Runs in Ray Train's controller."""
 
     def on_start(self, worker_group: Any, backend_config: "BackendConfig") -> None:
-        """Form the process group, now that all processes answer."""
+        """Form the process group once all processes answer."""
         worker_group.execute_single_async(0, note_processes_up)
         super().on_start(worker_group, backend_config)
-        if library := backend_config.library:
+        library = backend_config.library
+        if library:
             self._library = library.backend_cls()
             self._library.on_start(worker_group, library)
 
     def on_training_start(self, worker_group: Any, backend_config: "BackendConfig") -> None:
         super().on_training_start(worker_group, backend_config)
-        if library := backend_config.library:
+        library = backend_config.library
+        if library:
             self._library.on_training_start(worker_group, library)
 
     def on_shutdown(self, worker_group: Any, backend_config: "BackendConfig") -> None:
-        """Do nothing, as Ray is about to kill the processes.
+        """Do nothing, because Ray is about to kill the processes.
 
-        Its own backend has each destroy its process group first, which takes seconds, or for ever, when a peer is gone.
+        Ray's own backend first makes each process destroy its process group. This takes seconds, or forever if a peer
+        is gone.
         """
 
 
 @dataclass
 class BackendConfig(TorchConfig):
-    """Ray's `TorchConfig` for this backend: workers agree through torch's process group."""
+    """Ray's `TorchConfig` with our backend. Workers agree through torch's process group."""
 
     library: Any = None
-    "Ray's configuration of what a library trains through, beside that group; None: it trains through it, too."
+    "Ray's configuration of a library's own communication; None if the library uses torch's process group."
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -57,13 +62,13 @@ class BackendConfig(TorchConfig):
 
 
 class SurvivorBackend(PublicBackend):
-    """Lets each worker be lost and replaced by itself; they form their process groups without Ray."""
+    """Lets Ray replace each worker by itself. The workers form their process groups without Ray."""
 
     has_replica_groups = True
 
 
 class SurvivorConfig(TorchConfig):
-    """The configuration of that backend."""
+    """Configuration of `SurvivorBackend`."""
 
     @property
     def backend_cls(self) -> type[SurvivorBackend]:
@@ -71,11 +76,11 @@ class SurvivorConfig(TorchConfig):
 
 
 def note_processes_up() -> None:
-    """Remember that all processes of the group answer; runs on rank 0."""
-    global _up
-    _up = time.time()
+    """Record that all processes of the group answer. Runs on rank 0."""
+    global _processes_up
+    _processes_up = time.time()
 
 
 def processes_up() -> float | None:
-    """When all processes of the group answered, in seconds since the epoch; known to rank 0."""
-    return _up
+    """Return the time at which all processes of the group answered, in seconds since the epoch, on rank 0."""
+    return _processes_up

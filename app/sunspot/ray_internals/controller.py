@@ -1,17 +1,18 @@
-"""Ray Train's controller: when a worker group ends, whether another follows, and what a failed controller leaves.
+"""Controls Ray Train's controller: when a worker group ends, whether another follows, and how a failed one is removed.
 
-ray.train.v2._internal.execution   the controller's states, and its worker group: to end a group that restarts while
-                                   there are too few nodes for the next. The public `UserCallback` learns of neither
-ray.train.v2...failure_handling    decides whether another worker group follows a failed one: the public FailureConfig
-                                   counts all failures of a job's life, and knows no bugs
-RayActorError(preempted=True)      raised by a worker, asks for another group at no charge: no public API restarts one
-ray._raylet.PlacementGroupID       to give back what a failed controller had reserved: the public API removes only
-                                   groups that one has made oneself
-ray._private.state.actors          to find controllers: the public ray.util.state asks the dashboard, which local
-                                   sessions do not have
-an actor handle's _actor_id        to find the membership's entry of a worker
-core_worker.kill_actor             to end one that waits for a node: the public `ray.kill` wants its handle, which the
-                                   trainer keeps to itself
+ray.train.v2._internal.execution   has the controller's states and its worker group, to end a group that restarts while
+                                   there are too few nodes for the next one. The public `UserCallback` sees neither.
+ray.train.v2...failure_handling    decides whether another worker group follows a failed one. The public FailureConfig
+                                   counts all failures of a job, and cannot recognize bugs.
+RayActorError(preempted=True)      requests another group without a charge if a worker raises it. No public API
+                                   restarts a group.
+ray._raylet.PlacementGroupID       removes the reservations of a failed controller. The public API removes only
+                                   placement groups that the caller has created.
+ray._private.state.actors          finds controllers. The public ray.util.state asks the dashboard, which local
+                                   sessions do not have.
+an actor handle's _actor_id        finds a worker's entry in the membership
+core_worker.kill_actor             ends a controller that waits for a node. The public `ray.kill` needs its handle,
+                                   which the trainer does not expose.
 """
 
 import logging
@@ -29,43 +30,43 @@ from sunspot.log import warn_once
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""Interval in seconds at which workers that have not answered are checked again."""
+"""Seconds between two checks of workers that have not answered."""
 
 ANSWER_S = 10.0
-"""Seconds that a worker may take to answer if it is not known to live; the membership allows as much between
-heartbeats."""
+"""Seconds that a worker may take to answer if it is not known to be alive. The membership server waits as long for a
+heartbeat."""
 
 LIVING_S = 600.0
-"""Seconds that a worker may take to answer if it is known to live, because it may be busy or its network slow."""
+"""Seconds that a worker may take to answer if it is known to be alive, because it may be busy or its network slow."""
 
 
 LOST = (RayActorError, OutOfMemoryError)
-"""Errors that Ray raises for a process that is gone. That of its memory monitor is not a `RayActorError` (2.60)."""
+"""Errors that Ray raises for a process that is gone. The error of its memory monitor is not a `RayActorError`
+(2.60)."""
 
 
 class GroupRestartError(RayActorError):
-    """Ends a worker so that Ray Train starts another group, as after a preemption, whatever MAX_FAILURES is.
+    """Ends a worker so that Ray Train starts another group, as after a preemption, without charging MAX_FAILURES.
 
-    The controller gets it as it was raised.
+    The controller receives it unchanged.
     """
 
     def __init__(self) -> None:
-        super().__init__(error_msg="the worker group ends, for a restart", preempted=True)
+        super().__init__(error_msg="the worker group ends for a restart", preempted=True)
 
 
 def end_groups_at_once() -> list[Any]:
-    """Callbacks for Ray Train's controller: a group that restarts ends at once, waiting for nodes or not.
+    """Return callbacks for Ray Train's controller that end a restarting group at once, even if nodes are missing.
 
-    Ray would keep an elastic group's processes and places until there are enough nodes for the next group. A node that
-    was told to go then stays to the end of its notice, and Kubernetes makes the pod that replaces it only after that.
+    Ray would keep an elastic group's processes and placement until there are enough nodes for the next group. A
+    preempted node would then stay until the end of its notice, and Kubernetes creates the replacement pod only after
+    that.
     """
     try:
         from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
         from ray.train.v2._internal.execution.controller.state import RestartingState
     except ImportError as error:
-        warn_once(
-            log, f"with too few nodes left, those told to go may be replaced only when their notice is over: {error}"
-        )
+        warn_once(log, f"if too few nodes are left, preempted nodes may be replaced only after their notice: {error}")
         return []
 
     class EndAtOnce(ControllerCallback, WorkerGroupCallback):
@@ -75,13 +76,13 @@ def end_groups_at_once() -> list[Any]:
             self._group = worker_group.get_worker_group_state()
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-            # The same state again: no new group was decided. Otherwise Ray ends the old one by itself, as it does later
-            # with what is left of this one.
+            # An unchanged state means that Ray has not decided on a new group. If it had, it would end the old group
+            # by itself, and it will still do so with the remains of this one.
             if self._group and current_state is previous_state and isinstance(current_state, RestartingState):
                 group, self._group = self._group, None
                 try:
                     group.shutdown()
-                except Exception as error:  # another Ray may raise anything, and an error here would end the run
+                except Exception as error:  # other versions of Ray may raise anything, and an error would end the run
                     warn_once(
                         log, f"a worker group that restarts keeps its nodes until the next begins: {shorten(error)}"
                     )
@@ -90,12 +91,13 @@ def end_groups_at_once() -> list[Any]:
 
 
 def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
-    """Callbacks for Ray Train's controller where workers outlive each other: several may be lost at once.
+    """Return callbacks for Ray Train's controller with which it can replace several lost workers in survivor mode.
 
-    To replace one, Ray asks all others to forget what they have reported, and fails when one of these is dead, too
-    (`_replace_replica_group_impl`, 2.60). So it learns of all that are dead first. Where one dies meanwhile, Ray would
-    replace again also those that it had replaced before, or fail; it only is to find out at its next look.
-    `find_living` returns the names of the workers that are known to live, each of which begins with an actor id.
+    To replace a worker, Ray asks all others to forget what they have reported, and fails if one of these is dead, too
+    (`_replace_replica_group_impl`, 2.60). So these callbacks tell it about all dead workers first. If another worker
+    dies during a replacement, Ray would fail, or would replace the same workers again. It now finds out at its next
+    poll instead. `find_living` returns the names of the workers that are known to be alive, each beginning with an
+    actor id.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -110,7 +112,7 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
                 try:
                     replace(number)
                 except (*LOST, WorkerGroupStartupFailedError) as error:
-                    log.debug("worker %d is not replaced yet: %s", number, error)  # it counts as lost once more
+                    log.debug("worker %d is not replaced yet: %s", number, error)  # the worker counts as lost again
 
             worker_group.replace_replica_group = try_to_replace
 
@@ -122,7 +124,7 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 
 
 def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) -> None:
-    """Shut down the replica groups that have a dead worker, or one that neither answers nor is known to live."""
+    """Shut down the replica groups with a worker that is dead, or that neither answers nor is known to be alive."""
     asked = {
         worker.actor.clear_result_queue.remote(): (worker.actor._actor_id.hex(), replica)
         for replica in replicas
@@ -135,7 +137,7 @@ def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) ->
             _, replica = asked.pop(answer)
             try:
                 ray.get(answer)
-            except Exception:  # it is dead
+            except Exception:  # the worker is dead
                 replica.shutdown()
         waited_s = time.monotonic() - began
         if not asked or waited_s < ANSWER_S:
@@ -150,18 +152,19 @@ def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) ->
 def _ask_who_lives(find_living: Callable[[], Collection[str]]) -> Collection[str]:
     try:
         return find_living()
-    except Exception as error:  # without an answer, no worker is known to live
-        log.debug("it is not known which workers live: %s", error)
+    except Exception as error:  # without an answer, no worker is known to be alive
+        log.debug("could not find out which workers are alive: %s", error)
         return ()
 
 
 @contextmanager
-def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bool = False) -> Iterator[None]:
-    """Have trainers ask `judge`, in their controller, whether another worker group starts after one that failed.
+def failure_policy(judge: Callable[[dict[int, Exception]], bool], survivor_mode: bool = False) -> Iterator[None]:
+    """Make trainers ask `judge`, in their controller, whether another worker group starts after one that failed.
 
-    It is given the errors by rank, a `RayError` for each lost process. Groups that ended for a preemption always are
-    followed by another. Ray's own policy, which counts, stays where it cannot be replaced. Where workers `outlive` each
-    other, Ray replaces lost processes alone, and a group that ends as a whole ends its trainer.
+    `judge` receives the errors by rank, with a `RayError` for each lost process. A group that ended because of a
+    preemption is always followed by another. If Ray's own policy, which just counts failures, cannot be replaced, it
+    stays in force. In `survivor_mode`, Ray replaces only the lost processes, and the end of a whole group ends its
+    trainer.
     """
     try:
         from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
@@ -170,13 +173,13 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
 
         own = data_parallel_trainer.create_failure_policy
     except (ImportError, AttributeError) as error:
-        counted = "SUNSPOT_MAX_FAILURES counts all failures of a start, whatever came of it in between"
+        counted = "SUNSPOT_MAX_FAILURES counts all failures of a start, even if there were checkpoints in between"
         warn_once(log, f"{counted}: {shorten(error)}")
         yield
         return
 
     def unwrap(error: Exception) -> Exception:
-        """Return the error that a health check found; a worker that does not answer counts as lost."""
+        """Return the error that a health check found. A worker that does not answer counts as lost."""
         if isinstance(error, WorkerHealthCheckTimeoutError):
             return RayActorError(error_msg=str(error))
         found: Exception = getattr(error, "health_check_failure", error)
@@ -187,12 +190,13 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
             decision = super().make_decision(training_failed_error)
             failures = getattr(training_failed_error, "worker_failures", {})
             errors = {rank: unwrap(error) for rank, error in failures.items()}
-            if outlive and any(isinstance(error, GroupRestartError) for error in errors.values()):
+            if survivor_mode and any(isinstance(error, GroupRestartError) for error in errors.values()):
                 return FailureDecision.RAISE
             if not errors or any(getattr(error, "preempted", False) for error in errors.values()):
                 return decision
-            goes_on, lost = judge(errors), all(isinstance(error, LOST) for error in errors.values())
-            return FailureDecision.RETRY if goes_on and (lost or not outlive) else FailureDecision.RAISE
+            continues = judge(errors)
+            lost = all(isinstance(error, LOST) for error in errors.values())
+            return FailureDecision.RETRY if continues and (lost or not survivor_mode) else FailureDecision.RAISE
 
     data_parallel_trainer.create_failure_policy = Policy
     try:
@@ -202,7 +206,9 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool], outlive: bo
 
 
 def reserved_groups() -> set[str]:
-    """The ids of this job's placement groups; none in an actor, as its job may have other trainings."""
+    """Return the ids of this job's placement groups, or an empty set in an actor, because its job may have other
+    trainings.
+    """
     context = ray.get_runtime_context()
     if context.get_actor_id():
         return set()
@@ -212,7 +218,7 @@ def reserved_groups() -> set[str]:
 
 
 def live_controllers() -> dict[str, str]:
-    """The job of each of Ray Train's controllers in the cluster, by its id."""
+    """Return the job of each of Ray Train's controllers in the cluster, by the controller's actor id."""
     import ray._private.state
 
     alive = ray._private.state.actors(actor_state_name="ALIVE")
@@ -220,7 +226,10 @@ def live_controllers() -> dict[str, str]:
 
 
 def end_controllers(spared: Collection[str]) -> None:
-    """End those of this job but the `spared`; none in an actor, as its job may have other trainings."""
+    """End this job's controllers, except the `spared` ones.
+
+    Does nothing in an actor, because the actor's job may have other trainings.
+    """
     from ray._private.worker import global_worker
 
     context = ray.get_runtime_context()
@@ -229,8 +238,8 @@ def end_controllers(spared: Collection[str]) -> None:
             global_worker.core_worker.kill_actor(ray.ActorID.from_hex(controller), True)
 
 
-def give_back(groups: set[str]) -> None:
-    """Remove placement groups, by their ids, with whatever still runs in them."""
+def remove_placement_groups(groups: set[str]) -> None:
+    """Remove placement groups by their ids, together with everything that still runs in them."""
     from ray._raylet import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 

@@ -1,7 +1,7 @@
-"""Replaces the actor by which Ray Train sizes worker groups and asks for nodes: its coordinator.
+"""Replaces Ray Train's coordinator, the actor with which it sizes worker groups and requests nodes.
 
-ray.data._internal.cluster_autoscaler   Ray's own, which no public API replaces: it counts preempted and unreachable
-                                        nodes, and asks for any nodes, where ours asks for those of each group
+ray.data._internal.cluster_autoscaler   Ray's coordinator, which no public API replaces. It counts preempted and
+                                        unreachable nodes, and requests any nodes. Ours requests nodes of each group.
 """
 
 import contextlib
@@ -22,27 +22,28 @@ COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor that tells Ray Train which nodes it may use."""
 
 COORDINATOR_START_TIMEOUT_S = 60.0
-"""Starting an actor's process takes some seconds, and on a busy machine tens of them."""
+"""Largest number of seconds for starting the actor's process. It takes some seconds, or tens of seconds on a busy
+machine."""
 
 RAY_TICK_S = 20.0
-"""AutoscalingCoordinator.TICK_INTERVAL_S (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py)."""
+"""Seconds between two updates of Ray's coordinator: AutoscalingCoordinator.TICK_INTERVAL_S
+(ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py)."""
 
 ROUNDING = 1e-6
-"""Added to amounts before a division, as Ray Train does not: 3 * 0.33 // 0.33 is 2. Ray counts in units of 1e-4."""
+"""Amount added before a division, which Ray Train does not do: 3 * 0.33 // 0.33 is 2. Ray counts in units of 1e-4."""
 
 TRAIN_REQUESTER = "train-"
-"""Prefix of the names by which Ray Train's controllers are known to the coordinator."""
+"""Prefix of the names under which the coordinator knows Ray Train's controllers."""
 
 
 def install_coordinator() -> float:
-    """Make Ray Train size worker groups by the nodes that stay; call it before `fit`.
+    """Make Ray Train size worker groups by the nodes that stay, and return the delay in seconds of its view of the
+    nodes.
 
-    Returns how far Ray Train's view of the nodes may be behind, in seconds.
-
-    Ray's own coordinator updates every 20 s and counts draining and unreachable nodes: after a loss, it first sizes a
-    worker group for nodes that are gone, and waits for them. Ray uses an existing actor of that name
-    (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created first. Ray's own
-    stays if it is there already, as other jobs may depend on it.
+    Call it before `fit`. Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After a
+    loss, it therefore first sizes a worker group for nodes that are gone, and waits for them. Ray uses an existing
+    actor of that name (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created
+    first. If Ray's own coordinator already exists, it stays, because other jobs may depend on it.
     """
     try:
         from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
@@ -53,28 +54,28 @@ def install_coordinator() -> float:
         found = get_or_create_autoscaling_coordinator()  # as Ray Train does
         if _is_ours(found):
             ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
-            if not live_controllers():  # it keeps the reservations of a killed one for 180 s
+            if not live_controllers():  # the coordinator keeps the reservations of a killed controller for 180 s
                 ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
             return 0.0
         why = "Ray's own autoscaling coordinator already counts this cluster's nodes"
-    except Exception as error:  # another Ray may raise anything
-        why = f"no coordinator of our own: {shorten(error)}"
+    except Exception as error:  # other versions of Ray may raise anything
+        why = f"could not start Sunspot's coordinator: {shorten(error)}"
         _remove_coordinator()
-    warn_once(log, f"restarts after a lost node may take up to 20 s more: {why}")
+    warn_once(log, f"restarts after a lost node may take up to 20 s longer: {why}")
     return RAY_TICK_S
 
 
 def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:
-    """Ask Ray's autoscaler for nodes for so many workers of each group, which is a resource of its nodes.
+    """Request nodes from Ray's autoscaler for a number of workers of each node group, which is a resource of its nodes.
 
-    Only our coordinator can.
+    Only our coordinator can do this.
     """
     coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
     ray.get(coordinator.ask_of_groups.remote(per_worker, workers), timeout=COORDINATOR_START_TIMEOUT_S)
 
 
 def _create_coordinator() -> None:
-    """Create ours, with Ray's own options, unless there is one."""
+    """Create our coordinator with Ray's own options, unless a coordinator exists."""
     from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
         _AutoscalingCoordinatorActor,
         _default_send_resources_request,
@@ -87,16 +88,16 @@ def _create_coordinator() -> None:
             super().__init__(get_cluster_nodes=staying_nodes, send_resources_request=self._send)
 
         def ask_of_groups(self, per_worker: dict[str, float], workers: dict[str, int]) -> None:
-            """Ask for nodes of these groups instead of any that workers fit on."""
+            """Request nodes of these groups, instead of any nodes on which workers fit."""
             with self._lock:
                 self._per_worker, self._of_groups = per_worker, workers
                 self._merge_and_send_requests()
 
         def _send(self, bundles: list[Any], label_selectors: list[Any] | None = None) -> None:
             if self._of_groups:
-                others = [place for place, bundle in enumerate(bundles) if bundle != self._per_worker]
-                bundles = [bundles[place] for place in others]
-                label_selectors = label_selectors and [label_selectors[place] for place in others]
+                others = [index for index, bundle in enumerate(bundles) if bundle != self._per_worker]
+                bundles = [bundles[index] for index in others]
+                label_selectors = label_selectors and [label_selectors[index] for index in others]
                 for group, workers in self._of_groups.items():
                     bundles += [{**self._per_worker, group: 1.0}] * workers
                     if label_selectors:
@@ -104,7 +105,7 @@ def _create_coordinator() -> None:
             _default_send_resources_request(bundles, label_selectors)
 
         def get_reserved_resources(self, requester_id: str, recompute: bool = False) -> Any:
-            if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time: an old answer will do
+            if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time, so an old answer must do
                 return super().get_reserved_resources(requester_id, recompute)
             reserved = super().get_reserved_resources(requester_id, recompute=True)
             return {
@@ -112,7 +113,7 @@ def _create_coordinator() -> None:
             }
 
         def forget_runs(self) -> None:
-            """Give back what Ray Train's controllers reserved."""
+            """Remove the reservations of Ray Train's controllers."""
             for requester in [name for name in self._ongoing_reqs if name.startswith(TRAIN_REQUESTER)]:
                 self.cancel_request(requester)
 
@@ -127,8 +128,8 @@ def _create_coordinator() -> None:
 
 
 def _remove_coordinator() -> None:
-    """Remove ours, so that Ray creates its own."""
-    with contextlib.suppress(ValueError):  # there is no such actor
+    """Remove our coordinator so that Ray creates its own."""
+    with contextlib.suppress(ValueError):  # the actor does not exist
         found = ray.get_actor(COORDINATOR, COORDINATOR)
         if _is_ours(found):
             ray.kill(found)

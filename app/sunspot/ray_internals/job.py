@@ -1,14 +1,14 @@
-"""Ends the Ray job of this driver so that KubeRay does not retry it in vain.
+"""Ends this driver's Ray job in a way that keeps KubeRay from retrying it in vain.
 
 KubeRay (1.7, `checkBackoffLimitAndUpdateStatusIfNeeded`) starts a RayJob again in a new cluster if its Ray job is
-FAILED and `backoffLimit` allows it, whatever the exit code was. It does not if the Ray job is STOPPED. It copies the
-Ray job's message into the RayJob's status, where the message of the last try stays.
+FAILED and `backoffLimit` allows it, regardless of the exit code. It does not do so if the Ray job is STOPPED. It copies
+the Ray job's message into the RayJob's status, where the message of the last attempt stays.
 
-ray.dashboard.modules.job.common.JobInfoStorageClient   writes status and message of a Ray job. The public
-                                                        JobSubmissionClient can only stop one, without a message
-ray._raylet.GcsClient                                   the connection that this client needs
-RAY_JOB_CONFIG_JSON_ENV_VAR                             names the Ray job of a driver: the public API knows it only
-                                                        after `ray.init`, which a wrong setting never reaches
+ray.dashboard.modules.job.common.JobInfoStorageClient   writes the status and message of a Ray job. The public
+                                                        JobSubmissionClient only stops a job, without a message.
+ray._raylet.GcsClient                                   is the connection that this client needs
+RAY_JOB_CONFIG_JSON_ENV_VAR                             names the Ray job of a driver. The public API knows it only
+                                                        after `ray.init`, which a wrong setting never reaches.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from sunspot.errors import FAILED_FOR_GOOD, SunspotError, shorten
 log = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 10
-"""How long the head may take to record how the job ended. If it takes longer, the operator starts the job again."""
+"""Seconds that the head may take to record how the job ended. If it takes longer, the operator starts the job again."""
 
 
 def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
-    """Wrap `program` so that its final errors (`SunspotError.final`) end the RayJob without another try."""
+    """Wrap `program` so that its final errors (`SunspotError.final`) end the RayJob without another attempt."""
 
     def run() -> int:
         try:
@@ -36,20 +36,21 @@ def end_for_good(program: Callable[[], int]) -> Callable[[], int]:
                 job = find_own_job() if error.final else ""
                 if job:
                     _mark_stopped(job, error)
-            except Exception as trouble:  # another Ray may raise anything
-                log.warning(f"the operator may start this job again, although that is of no use: {shorten(trouble)}")
+            except Exception as trouble:  # other versions of Ray may raise anything
+                log.warning(f"the operator may start this job again, which cannot help: {shorten(trouble)}")
             raise
 
     return run
 
 
 def find_own_job() -> str:
-    """Return the id of this driver's Ray job if KubeRay made its cluster for it; empty if not.
+    """Return the id of this driver's Ray job if KubeRay created its cluster for it, else an empty string.
 
-    KubeRay calls both the cluster and the Ray job by the RayJob's name and five letters. A RayJob without a cluster of
-    its own has no other tries.
+    KubeRay names both the cluster and the Ray job after the RayJob, with five random letters. A RayJob without its own
+    cluster has no other attempts.
     """
-    cluster, config = os.environ.get("RAY_CLUSTER_NAME", ""), os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
+    cluster = os.environ.get("RAY_CLUSTER_NAME", "")
+    config = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
     if not cluster or not config:
         return ""
     job = str(json.loads(config).get("metadata", {}).get("job_submission_id", ""))

@@ -1,12 +1,12 @@
-"""Nodes as Ray sees them: which were told to go, which still answer, and how to send one away.
+"""Nodes as Ray sees them: which are draining, which still answer, and how to release one.
 
-ray._private.state.state.get_draining_nodes   which nodes are preempted, and until when: no public API tells
-ray._private.worker._global_node              whether this process has started Ray itself: the public API does not
-                                              distinguish a local session from a cluster
-node:__internal_head__                        the resource of the head's node: the public API does not say which node
-                                              that is
-ray._raylet.GcsClient.drain_node              to give back nodes of a group that better ones have come for: of the
-                                              public API, only `ray start` drains, and its own node
+ray._private.state.state.get_draining_nodes   returns the preempted nodes and their deadlines, which no public API does
+ray._private.worker._global_node              tells whether this process has started Ray itself. The public API does not
+                                              distinguish a local session from a cluster.
+node:__internal_head__                        is the resource of the head's node. The public API does not tell which
+                                              node that is.
+ray._raylet.GcsClient.drain_node              releases nodes that better ones replace. In the public API, only
+                                              `ray start` drains, and only its own node.
 """
 
 import logging
@@ -22,10 +22,10 @@ from sunspot.log import warn_once
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
-"""The kernel of a live machine accepts a connection at once, however busy the machine is."""
+"""Seconds to wait for a connection. The kernel of a live machine accepts one at once, even if the machine is busy."""
 
 CONNECTIONS = 32
-"""Nodes that are tried at the same time, as the timeouts of unreachable ones would add up."""
+"""Number of nodes that are tried at the same time, because the timeouts of unreachable ones would add up."""
 
 
 def is_own_session() -> bool:
@@ -49,9 +49,9 @@ def head_nodes() -> set[str]:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """The deadlines of draining nodes, by Ray's id of the node, in seconds since the epoch; None: not known.
+    """Return the deadlines of draining nodes by Ray's node id, in seconds since the epoch, or None if unknown.
 
-    As Ray Train's own preemption watcher asks (ray/train/v2/_internal/execution/preemption.py).
+    Ray Train's own preemption watcher makes the same call (ray/train/v2/_internal/execution/preemption.py).
     """
     import ray._private.state
 
@@ -59,16 +59,16 @@ def draining_nodes() -> dict[str, float | None]:
         ask = ray._private.state.state.get_draining_nodes
     except AttributeError as error:
         warn_once(
-            log, f"losing a node that was told to go costs steps: this Ray does not tell which those are ({error})"
+            log, f"losing a preempted node costs steps, because this version of Ray does not report them ({error})"
         )
         return {}
     return {node: deadline_ms / 1000 or None for node, deadline_ms in ask().items()}
 
 
 def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> None:
-    """Have nodes, by Ray's id, leave the cluster as soon as nothing runs on them any more; nothing new begins there.
+    """Drain the nodes with these Ray ids: nothing new is scheduled on them, and they leave the cluster once idle.
 
-    The autoscaler deletes the pod of a node that has left; `ray start --block` in it goes on by itself.
+    The autoscaler deletes the pod of a drained node; its `ray start --block` would not exit on its own.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -78,14 +78,14 @@ def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> No
         client = GcsClient(address=ray.get_runtime_context().gcs_address)
         accepted, refusal = client.drain_node(node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, why, no_deadline)
         if not accepted:
-            log.warning(f"node {node[:12]} is not given back: {refusal}")
+            log.warning(f"node {node[:12]} cannot be released: {refusal}")
 
 
 def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the nodes (as in `ray.nodes()`) that are alive and whose raylet accepts connections.
+    """Return the nodes (as in `ray.nodes()`) that are alive and whose raylet accepts connections.
 
-    To Ray a lost node is alive until its health checks have failed a few times: by default 14 s after it was killed,
-    and 64 s after its power failed. The loss of its workers is known within 2 s.
+    Ray considers a lost node alive until its health checks have failed a few times: by default 14 s after the node was
+    killed, and 64 s after its power failed. The loss of its workers is known within 2 s.
     """
     nodes = [node for node in nodes if node["Alive"]]
     with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -93,7 +93,7 @@ def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def staying_nodes() -> list[dict[str, Any]]:
-    """The nodes (as in `ray.nodes()`) that are reachable and not draining."""
+    """Return the nodes (as in `ray.nodes()`) that are reachable and not draining."""
     draining = draining_nodes()
     return reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in draining])
 

@@ -1,9 +1,9 @@
-"""Signals to the driver: they must reach neither Ray's own processes nor a handler that Ray has installed.
+"""Keeps signals to the driver away from Ray's own processes and from handlers that Ray installs.
 
-ray._private.services.ConsolePopen       starts Ray's processes in the driver's process group: the public API sets no
-                                         other
-ray._private.utils.set_sigterm_handler   with it, `ray.init` replaces the driver's handler of SIGTERM by one that exits
-                                         with 15, and the public API cannot prevent that
+ray._private.services.ConsolePopen       starts Ray's processes in the driver's process group. The public API cannot
+                                         choose another group.
+ray._private.utils.set_sigterm_handler   is how `ray.init` replaces the driver's SIGTERM handler with one that exits
+                                         with 15. The public API cannot prevent that.
 """
 
 import functools
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def ray_apart_from_signals() -> Iterator[None]:
-    """Have Ray start its processes in sessions of their own, and keep the driver's handler of SIGTERM if it has one.
+    """Make Ray start its processes in sessions of their own, and keep the driver's SIGTERM handler if it has one.
 
-    Service managers, batch systems and terminals signal the driver's whole process group. Ray's processes would end at
-    once, before the workers have saved. The kernel still ends them with the driver, whatever ends that, because Ray
-    asks for it on Linux (PR_SET_PDEATHSIG). On other systems, they stay in the group, because a helper of Ray ends it.
+    Service managers, batch systems and terminals signal the driver's whole process group, so Ray's processes would end
+    before the workers have saved. On Linux, the kernel still ends them together with the driver, because Ray requests
+    it (PR_SET_PDEATHSIG). On other systems, they stay in the group, because one of Ray's helpers ends it.
     """
     from ray._private import services, utils
 

@@ -95,7 +95,7 @@ def new_nodes_tried(
         try:
             if problems := find_broken_gpus(joined):
                 lines = _leave_out(problems)
-                control.tell(ControlChannel.add_left_out, lines)
+                control.send(ControlChannel.add_left_out, lines)
                 log.warning("; ".join(lines))
         finally:
             tried.update(str(node["NodeID"]) for node in joined)
@@ -140,7 +140,7 @@ class BrokenInTraining:
                 raise
             return []
         if self.group_ends:  # before the drain, which a group that still counted would take for a notice
-            self.control.ask(ControlChannel.forget_group)
+            self.control.call(ControlChannel.forget_group)
         return _leave_out(problems)
 
 

@@ -109,7 +109,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     if survivor and in_place and place.group and not same_parameters(learner.model, place.group):
         if place.rank == 0:
             text = "the workers' parameters differ, as on processors of different kinds; all go back to the newest copy"
-            joined.control.tell(ControlChannel.log, f"step {attempt.step}: {text}")
+            joined.control.send(ControlChannel.log, f"step {attempt.step}: {text}")
         survivor.forget()
         raise RegroupError
     journals = open_journals(joined.run, start) if place.rank == 0 else None
@@ -124,7 +124,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         if not start.before or start.before[-1].driver != attempt.driver:  # the driver has not been told yet
             with watchdog.paused():
                 for line in describe_rates(learner):
-                    joined.control.tell(ControlChannel.log, f"  {line}")
+                    joined.control.send(ControlChannel.log, f"  {line}")
     saved, windows, memory = learner.saved(), state.ledger, joined.memory
     with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():  # parts have a group of theirs
         checkpoints = CheckpointManager(

@@ -25,7 +25,7 @@ def await_device_memory(device: torch.device, node: str, control: ControlClient)
     than this one has found.
     """
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
-    before = control.ask(ControlChannel.free_memory, gpu)
+    before = control.call(ControlChannel.free_memory, gpu)
     free, total = torch.cuda.mem_get_info(device)
     if lacks := free < before - SLACK * total:
         there = f"{as_bytes(free)} of its memory are free, {as_bytes(before)} were when the group before began"
@@ -36,4 +36,4 @@ def await_device_memory(device: torch.device, node: str, control: ControlClient)
         free, _ = torch.cuda.mem_get_info(device)
     if lacks:
         print(f"{device}: {as_bytes(free)} of its memory are free", flush=True)
-    control.tell(ControlChannel.set_free_memory, gpu, free)
+    control.send(ControlChannel.set_free_memory, gpu, free)

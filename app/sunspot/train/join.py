@@ -119,9 +119,9 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
 
     def note_hang(hang: Hang, late: bool) -> None:  # those of all ranks tell which one is to blame
-        control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
+        control.send(ControlChannel.add_hang, replace(hang, stacks=""), late)
 
-    if control.ask(ControlChannel.group_end).fatal:
+    if control.call(ControlChannel.group_end).fatal:
         yield None
         return
     group = cast(dist.ProcessGroup, place.group)
@@ -151,9 +151,9 @@ def join_run(config: WorkerConfig, survivor: Survivor | None = None) -> Iterator
         if memory:
             memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
         if place.rank == 0:
-            control.tell(ControlChannel.explain_start, first_incident(start))
+            control.send(ControlChannel.explain_start, first_incident(start))
             if not start.live:  # others wait for this one, and the status says already that they train
-                show_claim(run, first_status(start, plan, control.try_ask(ControlChannel.incident)))
+                show_claim(run, first_status(start, plan, control.call_or_none(ControlChannel.incident)))
         outputs = stack.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
         joined = Joined(plan, run, start, place, memory, watchdog, control, outputs, survivor)
@@ -202,7 +202,7 @@ def ends_alone(survivor: Survivor | None, rank: int) -> bool:
 def tell_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
     """Report an error that no retry can fix to the driver, unless others train without this process."""
     if not (survivor and survivor.replaces):
-        control.try_ask(ControlChannel.set_fatal_error, error)
+        control.call_or_none(ControlChannel.set_fatal_error, error)
 
 
 def round_products(rounded: bool) -> None:
@@ -237,12 +237,12 @@ def record_end(error: Exception, joined: Joined) -> None:
         with suppress(StorageError):
             by_next_group = is_of_newest_driver(run, attempt)
     if fatal and not by_next_group:
-        control.try_ask(ControlChannel.set_fatal_error, fatal)
+        control.call_or_none(ControlChannel.set_fatal_error, fatal)
     if superseded:
         return
     end = describe_end(error, attempt, place.rank, joined.watchdog.step, place.nodes[place.rank])
-    control.tell(ControlChannel.add_rank_error, end)
-    control.tell(ControlChannel.add_incident_facts, explain_error(end))
+    control.send(ControlChannel.add_rank_error, end)
+    control.send(ControlChannel.add_incident_facts, explain_error(end))
 
     def record() -> None:
         with suppress(StorageError):

@@ -90,10 +90,10 @@ class Reporter:
         workers, verb = len(start.nodes), "go{es} on" if state.tier == IN_PLACE else "start{s}"
         one = workers == 1
         line = f"  {plural(workers, 'worker')} {verb.format(s='s' * one, es='es' * one)} at {origin}{known}"
-        control.tell(ControlChannel.log, line)
+        control.send(ControlChannel.log, line)
         hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
         group = WorkerGroup(start.attempt.number, workers, start.nodes, hosts)
-        self._incident = control.ask(ControlChannel.begin_group, group)
+        self._incident = control.call(ControlChannel.begin_group, group)
         self._failed_before = ""
         if self._incident.cause is Cause.WORKER_FAILED:
             self._failed_before = f"its workers were started again after {self._incident.describe()}"
@@ -129,7 +129,7 @@ class Reporter:
             committed = step_of(newest) if newest else 0
             number = self._start.attempt.number
             progress = Progress(number, step, window.mean_loss, committed, time.time(), doing)
-            self._control.tell(ControlChannel.set_progress, progress)
+            self._control.send(ControlChannel.set_progress, progress)
 
     def report(self, record: dict[str, Any], recent: dict[str, Any], ranks: Columns) -> None:
         """Add a record to the metric history, with the numbers of each rank.
@@ -139,7 +139,7 @@ class Reporter:
         """
         self._journals.metrics.append(record)
         self._ranks.append(record, ranks)
-        self._control.tell(ControlChannel.add_metrics, {**record, **recent})
+        self._control.send(ControlChannel.add_metrics, {**record, **recent})
         self._summarize_copies()
         self._warn_of_nan(record)
         self._status = replace(
@@ -164,7 +164,7 @@ class Reporter:
         """Add the evaluation of an epoch whose steps another worker group took."""
         self._journals.metrics.append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._status = replace(self._status, test_loss=record.get("test_loss"))
-        self._control.tell(ControlChannel.add_metrics, record)
+        self._control.send(ControlChannel.add_metrics, record)
         self._close_incident()
 
     def _finishing(self, step: int) -> None:
@@ -175,10 +175,10 @@ class Reporter:
 
     def drain(self, time_left_s: float | None) -> None:
         """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
-        self._control.tell(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
+        self._control.send(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
         if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
             committed = Incident(committed=self._checkpoints.newest.time)
-            self._control.tell(ControlChannel.add_incident_facts, committed)
+            self._control.send(ControlChannel.add_incident_facts, committed)
 
     def publish(self) -> None:
         """Write the newest numbers to storage; raises `SupersededError` when another process owns the run.
@@ -236,14 +236,14 @@ class Reporter:
 
     def _close_incident(self) -> None:
         self._recovered = True
-        known = self._control.try_ask(ControlChannel.close_incident)
+        known = self._control.call_or_none(ControlChannel.close_incident)
         if known and known.cause is Cause.OUT_OF_MEMORY:  # Ray may report it only after the next group has begun
             self._incident = replace(self._incident, cause=known.cause, detail=known.detail)
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
         self._journals.events.append(receipt.record())
         self._receipts.append(receipt)
         if len({*self._start.nodes.values()}) > 1 and (network := read_network(own_log())):
-            self._control.tell(ControlChannel.log, f"  between nodes, NCCL takes {network}")
+            self._control.send(ControlChannel.log, f"  between nodes, NCCL takes {network}")
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
             self._control.tell(ControlChannel.log, describe_receipt(receipt))
         self.publisher.run_now()
@@ -252,7 +252,7 @@ class Reporter:
         """Say once what copies in memory cost: a loss without notice goes back by as many steps as lie between two."""
         if not self._summarized and (text := self._checkpoints.memory_summary):
             self._summarized = True
-            self._control.tell(ControlChannel.log, f"  copies in memory: {text}")
+            self._control.send(ControlChannel.log, f"  copies in memory: {text}")
 
     def _warn_of_nan(self, record: dict[str, Any]) -> None:
         """Warn of a loss that is not finite, on the terminal and in the events, and report when it is finite again.

@@ -25,16 +25,16 @@ import torch.distributed as dist
 from sunspot.background import Background
 from sunspot.checkpoint import CheckpointCommitter, NodeMemory
 from sunspot.elastic.claim import process_name
-from sunspot.elastic.copies import Holders, LiveState
+from sunspot.elastic.copies import LiveState, SurvivingState
 from sunspot.elastic.member_connections import MACHINE_LIMIT_S
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import (
     PROCESS_LIMIT_S,
-    DeciderLostError,
+    DriverUnreachableError,
     MembershipAddress,
     MembershipClient,
 )
-from sunspot.elastic.restore import Position, TrainingState, hand_over
+from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
 from sunspot.elastic.watchdog import FIRST_STEP_S, ended_after
 from sunspot.errors import SupersededError, find_in, shorten
 from sunspot.formatting import plural
@@ -95,7 +95,7 @@ class Survivor:
         self.window: MetricWindow | None = None
         self.committer: CheckpointCommitter | None = None
         "The committer that began this process's newest commit, which may be under way."
-        self.kept: tuple[LiveState, Position] | None = None
+        self.kept: tuple[LiveState, StateMetadata] | None = None
         "The state that it has, if that is whole, and where that stands."
 
     def __enter__(self) -> Self:
@@ -112,7 +112,7 @@ class Survivor:
 
     def building(self, limit_s: float) -> AbstractContextManager[None]:
         """Make the decider wait up to `limit_s` (0: without a limit) for a heartbeat while this process builds."""
-        return self._client.patience(limit_s)
+        return self._client.heartbeat_limit(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
         """Build what this process will train with once it has the others' state, alone, if it has nothing yet."""
@@ -152,8 +152,8 @@ class Survivor:
     def form(self) -> WorkerPlace | None:
         """Ask to be in the next group, and form it with the others. Returns None if there is no next group.
 
-        Raises `DeciderLostError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A replacement
-        has one try, because the others would wait for it in each.
+        Raises `DriverUnreachableError`, and `NoGroupError` once GROUP_TRIES groups in a row have taken no step. A
+        replacement has one try, because the others would wait for it in each.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
@@ -162,7 +162,7 @@ class Survivor:
             if len(self._failed_groups) >= GROUP_TRIES:
                 count = plural(len(self._failed_groups), "group")
                 raise NoGroupError(f"{count} in a row took no step: {self._failed_groups[-1]}")
-            stood = self._client.stand(step)
+            stood = self._client.join_next(step)
             if not stood:
                 return None
             generation, rank = stood
@@ -230,7 +230,7 @@ class Survivor:
             if self._client.closed(0.0):
                 raise RegroupError
 
-    def hand_over(self, place: WorkerPlace, holders: Holders, total_steps: int) -> TrainingState:
+    def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
         """Return the state to go on from, from those who have it; all workers of the group call this together."""
         saved = self.learner.saved() if self.learner and self.kept else None
         state = hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
@@ -242,7 +242,7 @@ class Survivor:
         """Note that this process has the state that it was handed, even if its group ends before the first step."""
         assert state.taken is not None
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
-        self.kept = LiveState(name, state.evaluated), Position(state.metrics, state.taken, state.ledger)
+        self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
         """Note what this process trains with."""
@@ -255,7 +255,7 @@ class Survivor:
         """Tell whether the group has ended, by this error, and not this process."""
         if isinstance(error, RegroupError):
             return True
-        if isinstance(error, GroupRestartError | NoGroupError | DeciderLostError):
+        if isinstance(error, GroupRestartError | NoGroupError | DriverUnreachableError):
             return False
         known = find_in(error)
         if known and not isinstance(known, SupersededError):  # its driver's next group may supersede it

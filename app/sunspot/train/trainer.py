@@ -25,7 +25,7 @@ from sunspot.data.source import rows_in
 from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
-from sunspot.elastic.membership import Membership
+from sunspot.elastic.membership import MembershipSnapshot
 from sunspot.elastic.membership_channel import MembershipServer, ask_living
 from sunspot.elastic.messages import FailureCounts, GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, asked_nodes, choose_placement, find_room, wait_for_nodes
@@ -40,11 +40,11 @@ from sunspot.plan import Plan, Resources, choose_resources
 from sunspot.ray_internals.backend import BackendConfig, SurvivorConfig
 from sunspot.ray_internals.controller import (
     GroupRestartError,
-    asked_of_failures,
     end_controllers,
     end_groups_at_once,
-    give_back,
+    failure_policy,
     live_controllers,
+    remove_placement_groups,
     replace_lost_alone,
     reserved_groups,
 )
@@ -141,7 +141,7 @@ def fit(
             # A trainer that waits for a node, or whose controller failed as it ended its workers, leaves their places
             # reserved: no new group would start. And the one that waits would begin another when a node has come.
             end_controllers(others)
-            give_back(reserved_groups() - reserved)
+            remove_placement_groups(reserved_groups() - reserved)
     return outcome_of_training(plan, claimant, stop_request, failure)
 
 
@@ -236,9 +236,9 @@ def fit_once(
         ),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        control.tell(ControlChannel.add_incident_facts, start.incident)
-        control.tell(ControlChannel.add_left_out, left_out)
-        control.tell(ControlChannel.set_counts, start.counts)
+        control.send(ControlChannel.add_incident_facts, start.incident)
+        control.send(ControlChannel.add_left_out, left_out)
+        control.send(ControlChannel.set_counts, start.counts)
         config = WorkerConfig(
             plan=plan,
             owner=claimant.owner,
@@ -255,14 +255,14 @@ def fit_once(
         try:
             leave_out = BrokenInTraining(control, needed, not outlive)
             judge = FailureJudge(control, settings.max_failures, leave_out, outlive, plan.one_machine)
-            with asked_of_failures(judge, outlive):
+            with failure_policy(judge, outlive):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 fitting = start_thread(trainer.fit, "trainer")
 
                 def has_nothing_to_save() -> bool:
-                    return stop_request.signal is not None and control.try_ask(ControlChannel.has_group) is False
+                    return stop_request.signal is not None and control.call_or_none(ControlChannel.has_group) is False
 
-                if not left_alone(fitting, membership.state if membership else None, has_nothing_to_save, limit_s):
+                if not left_alone(fitting, membership.snapshot if membership else None, has_nothing_to_save, limit_s):
                     fitting.result()
                 over = not membership or stop_request.asked or has_ended(plan, claimant)
                 return None if over else start_again(control, start, settings.max_failures)
@@ -273,7 +273,7 @@ def fit_once(
             return again
         finally:  # workers know more of their end than Ray does
             # Nothing, if the control channel cannot tell: then what Ray has raised stands.
-            end = control.try_ask(ControlChannel.group_end) or GroupEnd()
+            end = control.call_or_none(ControlChannel.group_end) or GroupEnd()
             if end.fatal:
                 raise end.fatal
             if end.gave_up:
@@ -282,7 +282,7 @@ def fit_once(
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
     """Fetch the news for the terminal, and pass on why the newest worker group ended."""
-    news = control.ask(ControlChannel.fetch_news)
+    news = control.call(ControlChannel.fetch_news)
     note_end(news.ended)
     return news
 
@@ -304,15 +304,15 @@ def start_again(
 
     Without an `error`, Ray has none to tell: the workers went before it asked them, or it waits for a node for one.
     """
-    end = control.try_ask(ControlChannel.group_end)
+    end = control.call_or_none(ControlChannel.group_end)
     if end is None or end.fatal or end.gave_up or isinstance(error, ControllerError):
         return None
-    incident = control.ask(ControlChannel.incident)
+    incident = control.call(ControlChannel.incident)
     if error:
         failures = getattr(error, "worker_failures", {})
         told = any(isinstance(each, GroupRestartError) for each in failures.values())
     else:
-        told = control.ask(ControlChannel.command).restart
+        told = control.call(ControlChannel.command).restart
         incident = incident.completed_by(Incident(Cause.NODE_LOST, "no worker was left, and Ray waited for a node"))
     if told or (error and end.counts != start.counts):  # the judge of failures has counted
         return TrainerStart(incident, end.counts)
@@ -326,7 +326,7 @@ def start_again(
 
 def left_alone(
     fitting: Future[Any],
-    membership: Membership | None,
+    read_membership: Callable[[], MembershipSnapshot] | None,
     has_nothing_to_save: Callable[[], bool] = lambda: False,
     limit_s: float = math.inf,
 ) -> bool:
@@ -342,14 +342,15 @@ def left_alone(
     while not wait([fitting], ALONE_CHECK_S).done:
         if has_nothing_to_save():
             return True
-        if membership is None:
+        if read_membership is None:
             continue
+        membership = read_membership()
         if membership.trains or not membership.generation.members:
             trained = time.monotonic()
         elif time.monotonic() - trained > limit_s:
             log.warning(f"all workers that trained are lost, and no replacement has trained within {limit_s:.0f} s")
             return True
-        if membership.trains or not (membership.ended or membership.deserted):
+        if membership.trains or not (membership.ended or membership.has_no_members):
             empty_since = None
         elif empty_since is None:
             empty_since = time.monotonic()

@@ -19,7 +19,7 @@ from sunspot.checkpoint import CheckpointManager
 from sunspot.data.source import Batch
 from sunspot.elastic.control import CommandPoller
 from sunspot.elastic.copies import LiveState
-from sunspot.elastic.restore import Position
+from sunspot.elastic.restore import StateMetadata
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.log import warn_once
 from sunspot.observe.metrics import MetricWindow, RecentMeans
@@ -256,7 +256,7 @@ class Worker:
         if self._undo and optimizer:
             self._undo.before_change(optimizer)
 
-    def leave(self) -> tuple[LiveState, Position] | None:
+    def leave(self) -> tuple[LiveState, StateMetadata] | None:
         """Return the state that this process has when its group ends.
 
         Returns None if the process has only a part of the state (fsdp), or has begun a step that cannot be taken back.
@@ -265,7 +265,7 @@ class Worker:
         if not self._undo or not self._undo.put_back():
             return None
         live = LiveState(self.checkpoints.name_at(self.step), self._evaluated)
-        return live, Position(self._metrics(self._record), self.taken, windows)
+        return live, StateMetadata(self._metrics(self._record), self.taken, windows)
 
     def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint has of a record; a copy without one hands on the means."""

@@ -202,7 +202,7 @@ def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> Ru
                     running.update_status(attempt)
                 except SupersededError as error:
                     superseded.append(error)
-                    control.tell(ControlChannel.request_stop)
+                    control.send(ControlChannel.request_stop)
 
             with Background(STATUS_EVERY_S, update):
                 run_trials(
