@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sunspot.data.source import ModelData, find_sources, read_rows
+from sunspot.data.image_sources import find_sources
+from sunspot.data.source import ModelData, read_rows
 from sunspot.errors import StorageError
 from sunspot.plan import Plan, make_plan
 from sunspot.predict.classifier import Classifier

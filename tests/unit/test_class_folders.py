@@ -15,8 +15,9 @@ from sunspot.data import table
 from sunspot.data.class_folders import find_classes
 from sunspot.data.columns import Column
 from sunspot.data.convert import convert_image_folder
+from sunspot.data.image_sources import find_sources
 from sunspot.data.parquet_files import list_all
-from sunspot.data.source import PREDICTED_BY, ModelData, find_sources, notes_on, rows_in
+from sunspot.data.source import ModelData, PredictionSettings, notes_on, rows_in
 from sunspot.data.table import TableSource, open_table
 from sunspot.errors import DataError
 from sunspot.plan import make_plan
@@ -184,13 +185,10 @@ def test_a_classifier_of_one_class_is_refused_and_a_task_that_predicts_nothing_i
 
 def test_rows_to_predict_may_be_of_one_class_or_lack_one(tmp_path: Path) -> None:
     location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
-    asked = PREDICTED_BY.set(ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True))
-    try:
-        train, _ = open_rows(location)
-    finally:
-        PREDICTED_BY.reset(asked)
+    model = ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True)
+    train, _ = find_sources(PredictionSettings.of(Settings(dataset=location), model))
     assert rows_in(train) == 2
-    assert "1 .heic file" in train.notes[0]
+    assert "1 .heic file" in notes_on(train)[0]
 
 
 def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:

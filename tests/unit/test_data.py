@@ -27,9 +27,10 @@ from PIL import Image
 
 from scripts import object_stores
 from sunspot.data import fingerprint, mnist, parquet_files
+from sunspot.data.image_sources import find_sources
 from sunspot.data.image_table import SAMPLE, open_image_splits, open_images
 from sunspot.data.mnist import open_mnist
-from sunspot.data.source import check_labels_match, find_sources, rows_in
+from sunspot.data.source import check_labels_match, rows_in
 from sunspot.errors import DataError, StorageError
 from sunspot.settings import Settings
 from sunspot.storage import open_storage

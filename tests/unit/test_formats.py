@@ -19,9 +19,10 @@ from PIL import Image
 
 from sunspot.data.columns import Column
 from sunspot.data.convert import convert_image_folder
+from sunspot.data.image_sources import find_sources
 from sunspot.data.order import Steps, run_order
 from sunspot.data.ray_loader import RoundPlanner, RoundReader
-from sunspot.data.source import PREDICTED_BY, ModelData, find_sources, rows_in
+from sunspot.data.source import ModelData, PredictionSettings, rows_in
 from sunspot.data.table import TableSource, find_files, open_table
 from sunspot.errors import DataError
 from sunspot.settings import Settings
@@ -199,19 +200,21 @@ def test_decoded_labels_are_counted(tmp_path: Path) -> None:
 
 def test_rows_to_predict_need_no_labels_and_take_those_of_the_model(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", ["down", "up"])
-    asked = PREDICTED_BY.set(ModelData((1,), 3, ("down", "level", "up")))
-    try:
-        assert everything(open_rows(path))["label"].tolist() == [0, 2]
-        assert list(everything(open_rows(write_rows(path, ["down", "left"])))) == ["x"]
-        for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
-            path.write_text(text)
-            assert everything(open_rows(path))["x"].tolist() == [1, 2]
-        for missing in (None, math.nan):  # pandas writes the one or the other
-            unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
-            pq.write_table(unlabelled, tmp_path / "a.parquet")
-            assert list(everything(open_rows(tmp_path / "a.parquet"))) == ["x"]
-    finally:
-        PREDICTED_BY.reset(asked)
+    model = ModelData((1,), 3, ("down", "level", "up"))
+
+    def rows_to_predict(location: Path) -> dict[str, np.ndarray]:
+        train, _ = open_table(PredictionSettings.of(Settings(dataset=str(location)), model), COLUMNS)
+        return everything(train)
+
+    assert rows_to_predict(path)["label"].tolist() == [0, 2]
+    assert list(rows_to_predict(write_rows(path, ["down", "left"]))) == ["x"]
+    for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
+        path.write_text(text)
+        assert rows_to_predict(path)["x"].tolist() == [1, 2]
+    for missing in (None, math.nan):  # pandas writes the one or the other
+        unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
+        pq.write_table(unlabelled, tmp_path / "a.parquet")
+        assert list(rows_to_predict(tmp_path / "a.parquet")) == ["x"]
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sunspot.data.columns import Column
-from sunspot.data.source import PREDICTED_BY, ModelData
+from sunspot.data.source import ModelData, PredictionSettings
 from sunspot.data.table import TableSource, open_table
 from sunspot.errors import DataError
 from sunspot.plan import describe_classes
@@ -108,11 +108,8 @@ def test_held_out_and_predicted_labels_are_named_as_in_training(tmp_path: Path) 
     train, test = open_table(Settings(dataset=str(tmp_path)), LABEL)
     assert test
     assert (test.class_names, everything(test)["label"].tolist()) == (("01", "10"), [1])
-    asked = PREDICTED_BY.set(ModelData.of(train))
-    try:
-        assert everything(open_text(tmp_path / "test", **LABEL))["label"].tolist() == [1]
-    finally:
-        PREDICTED_BY.reset(asked)
+    to_predict = PredictionSettings.of(Settings(dataset=str(tmp_path / "test")), ModelData.of(train))
+    assert everything(open_table(to_predict, LABEL)[0])["label"].tolist() == [1]
     write(tmp_path / "test/a.csv", "label\n11\n")
     with refusal(DataError, "'11' is no class of the training rows (01, 10)"):
         open_table(Settings(dataset=str(tmp_path)), LABEL)

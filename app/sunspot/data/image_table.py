@@ -10,7 +10,7 @@ from sunspot.data.columns import FORMS, IS_NULL, SCALED, Column, ImageColumn, en
 from sunspot.data.images import GREY_MODES, open_image, upright_size
 from sunspot.data.labels import LABEL
 from sunspot.data.parquet_files import absolute, join, open_file, parquet_errors
-from sunspot.data.source import PREDICTED_BY
+from sunspot.data.source import ModelData
 from sunspot.data.table import (
     TableSource,
     check_training_rows,
@@ -33,7 +33,9 @@ TRAIN_GROUPS = b"train_row_groups"
 """Key in the sample's metadata: how many of its row groups, from the first, are for training."""
 
 
-def open_images(location: str, side: int = 0, like: ImageColumn | None = None) -> TableSource:
+def open_images(
+    location: str, side: int = 0, like: ImageColumn | None = None, model: ModelData | None = None
+) -> TableSource:
     """Open a dataset of images, local or in a bucket, and check everything but the pixels.
 
     Pictures in files of their own are scaled to one size (`PictureFolder.find_dims`), and with a `side` those within
@@ -46,20 +48,26 @@ def open_images(location: str, side: int = 0, like: ImageColumn | None = None) -
     with parquet_errors(path):
         scaled = like and like.scales and is_encoded(find_images(path).type)
         image = like if like and scaled else _declare_images(path, side)
-    return open_rows(location, files, {IMAGE: image, LABEL: Column("int64")})
+    return open_rows(location, files, {IMAGE: image, LABEL: Column("int64")}, model=model)
 
 
-def open_image_splits(dataset: str, test_dataset: str = "", side: int = 0) -> tuple[TableSource, TableSource | None]:
-    """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET."""
+def open_image_splits(
+    dataset: str, test_dataset: str = "", side: int = 0, model: ModelData | None = None
+) -> tuple[TableSource, TableSource | None]:
+    """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
+
+    With the data of a `model`, the rows are opened for it to predict: they need no labels.
+    """
     places = locate_splits(dataset, test_dataset)
-    model = PREDICTED_BY.get()
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None
-    rows = check_training_rows(open_images(places.train, side, scaled), places)
+    rows = open_images(places.train, side, scaled, model)
+    rows = check_training_rows(rows, places, model)
     if not places.test:
         return rows, None
     image = rows.columns[IMAGE]
     assert isinstance(image, ImageColumn)
-    return rows, name_alike(rows, open_images(places.test, side, image))
+    held_out = open_images(places.test, side, image, model)
+    return rows, name_alike(rows, held_out) if model is None else held_out
 
 
 def open_sample() -> tuple[TableSource, TableSource]:

@@ -14,7 +14,7 @@ import pyarrow.csv
 from sunspot.data.columns import Column, Place, first_true
 from sunspot.data.fingerprint import digest, digest_array
 from sunspot.data.numeric import NUMBER
-from sunspot.data.source import PREDICTED_BY
+from sunspot.data.source import ModelData
 from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError
 from sunspot.formatting import brief, some_of
@@ -69,9 +69,8 @@ class TextLabels(Column):
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 
-def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> ClassLabels:
+def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
     """Read the labels of a file; raises `DataError` naming the first bad row. Those of rows to predict may lack."""
-    to_predict = PREDICTED_BY.get() is not None
     if column.decode:
         numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
     elif not file.has_types:
@@ -144,7 +143,9 @@ def _refuse_number(file: TableFile, row: int, number: int) -> DataError:
     return DataError(f"{file.name_row(row)}: label {number}; it must be an integer from 0 to {MAX_LABEL}")
 
 
-def merge_labels(files: list[ClassLabels], location: str, as_names: bool = False) -> ClassLabels:
+def merge_labels(
+    files: list[ClassLabels], location: str, as_names: bool = False, model: ModelData | None = None
+) -> ClassLabels:
     """Merge the labels of a dataset's files; raises `DataError`.
 
     Classes in text are numbered in sorted order. If a model is to predict the rows, they get the model's numbers, or
@@ -153,7 +154,6 @@ def merge_labels(files: list[ClassLabels], location: str, as_names: bool = False
     """
     if not files:
         return NO_LABELS
-    model = PREDICTED_BY.get()
     texts = [file.as_text or file for file in files]
     of_model = model is not None and {name for file in texts for name in file.names} <= set(model.class_names)
     if as_names or of_model or any(file.text for file in files):

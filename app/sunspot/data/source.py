@@ -1,4 +1,4 @@
-"""`Source`, through which both loaders read rows, and how the settings select one."""
+"""`Source`, through which both loaders read rows, and what a checkpoint records of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 import pickle
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
@@ -145,8 +144,23 @@ class EmptySource(ModelData):
         return "no dataset"
 
 
-PREDICTED_BY: ContextVar[ModelData | None] = ContextVar("PREDICTED_BY", default=None)
-"""The data of the model that is to predict the rows that are being opened: they may have no labels, or others."""
+class PredictionSettings(Settings):
+    """Settings for opening rows that a run's model predicts: the rows may lack labels, or have labels of other classes.
+
+    A task's `find_sources` only takes settings, so they carry the model's data to `open_table`.
+    """
+
+    predicting_model: ModelData
+
+    @classmethod
+    def of(cls, settings: Settings, model: ModelData) -> PredictionSettings:
+        """Return a run's settings together with the data of its model."""
+        return cls.model_construct(settings.model_fields_set, **dict(settings), predicting_model=model)
+
+
+def predicting_model(settings: Settings) -> ModelData | None:
+    """Return the data of the model that predicts the rows, or None if the rows are for training."""
+    return settings.predicting_model if isinstance(settings, PredictionSettings) else None
 
 
 @dataclass(frozen=True)
@@ -198,34 +212,8 @@ def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
     return RowNumbers((count,), (len(columns) or 1,), f"{layout}-{content}", held_out)
 
 
-def find_sources(settings: Settings) -> tuple[Source, Source | None]:
-    """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
-
-    Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`.
-    """
-    train: Source
-    test: Source | None
-    if settings.dataset == "sample":
-        from sunspot.data.image_table import open_sample
-
-        train, test = open_sample()
-    elif settings.dataset == "mnist":
-        from sunspot.data.mnist import open_mnist
-
-        train, test = open_mnist(settings.data_root)
-    else:
-        from sunspot.data.image_table import open_image_splits
-
-        train, test = open_image_splits(settings.dataset, settings.test_dataset, settings.image_size)
-    if test:
-        check_labels_match(train, test)
-    return train, test
-
-
 def check_labels_match(train: Source, test: Source) -> None:
     """Raise `DataError` when a model for the training rows cannot take the held-out rows."""
-    if PREDICTED_BY.get():
-        return
     if train.shape != test.shape:
         raise DataError(
             f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "

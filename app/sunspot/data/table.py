@@ -38,7 +38,7 @@ from sunspot.data.parquet_files import (
     parquet_errors,
     read_range,
 )
-from sunspot.data.source import PREDICTED_BY, check_labels_match
+from sunspot.data.source import ModelData, check_labels_match, predicting_model
 from sunspot.data.splits import pair_folders
 from sunspot.data.table_files import (
     CSV,
@@ -196,15 +196,18 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
             f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
             f"{some_of(list(columns))}; set it to {TAKEN}"
         )
+    model = predicting_model(settings)
     places = locate_splits(settings.dataset, settings.test_dataset)
-    train = open_rows(places.train, find_files(places.train), dict(columns))
-    train = check_training_rows(train, places)
+    train = open_rows(places.train, find_files(places.train), dict(columns), model=model)
+    train = check_training_rows(train, places, model)
     if not places.test:
         return train, None
     has_names = isinstance(train.columns.get(LABEL), TextLabels)
-    test = name_alike(train, open_rows(places.test, find_files(places.test), dict(columns), has_names))
-    if train.classes:
-        check_labels_match(train, test)
+    test = open_rows(places.test, find_files(places.test), dict(columns), has_names, model)
+    if model is None:
+        test = name_alike(train, test)
+        if train.classes:
+            check_labels_match(train, test)
     return train, test
 
 
@@ -235,9 +238,9 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
     return SplitLocations(train, join(location, pair.test), (note,) if unread else ())
 
 
-def check_training_rows(train: TableSource, locations: SplitLocations) -> TableSource:
+def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
     """Return training rows with the notes on their location; raises `DataError` if the class folders are deeper."""
-    if PICTURES in train.files and LABEL in train.columns and not PREDICTED_BY.get():
+    if PICTURES in train.files and LABEL in train.columns and model is None:
         open_pictures(train.location).folders.refuse_wrong_level()
     return replace(train, notes=(*train.notes, *locations.notes))
 
@@ -249,19 +252,24 @@ def find_files(location: str) -> DatasetFiles:
 
 
 def open_rows(
-    location: str, found: DatasetFiles, columns: dict[str, Column], has_class_names: bool = False
+    location: str,
+    found: DatasetFiles,
+    columns: dict[str, Column],
+    has_class_names: bool = False,
+    model: ModelData | None = None,
 ) -> TableSource:
     """Open the files of a dataset and check them, as far as types, labels and the cells of CSV tell.
 
-    With `has_class_names`, labels of CSV are names even if all are numbers.
+    With `has_class_names`, labels of CSV are names even if all are numbers. With the data of a `model`, the rows are
+    opened for it to predict: they need no labels.
     """
     paths = [join(location, name) for name in found.names]
-    if PREDICTED_BY.get() and LABEL in columns:
+    if model is not None and LABEL in columns:
         with parquet_errors(paths[0]):
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
                 columns = {name: column for name, column in columns.items() if name != LABEL}
-    files = map_parallel(lambda path: _check_file(path, columns), paths, FILES_AT_ONCE)
-    labels = merge_labels([file.labels for file in files if file.labels], location, has_class_names)
+    files = map_parallel(lambda path: _check_file(path, columns, model), paths, FILES_AT_ONCE)
+    labels = merge_labels([file.labels for file in files if file.labels], location, has_class_names, model)
     if labels.text:
         dtype = columns[LABEL].dtype
         if labels.classes > np.iinfo(dtype).max + 1:
@@ -297,18 +305,19 @@ class _FileSummary(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
+def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) -> _FileSummary:
     with parquet_errors(path):
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
             raise DataError(f"{path}: has no rows; write some into it, or remove it")
-        if isinstance(file, PictureFolder) and LABEL in columns and not PREDICTED_BY.get():
+        if isinstance(file, PictureFolder) and LABEL in columns and model is None:
             file.folders.refuse_lost_classes()
         labels = None
         for name, column in columns.items():
             if name == LABEL and column.is_class:
-                labels = read_labels(column, file.read([fields[name].name])[0], file)
+                values = file.read([fields[name].name])[0]
+                labels = read_labels(column, values, file, to_predict=model is not None)
             elif file.has_types or not column.is_number:
                 column.check_type(fields[name].type, f"{path}: {name}")
             else:
@@ -322,8 +331,6 @@ def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
 
 def name_alike(train: TableSource, test: TableSource) -> TableSource:
     """Number the classes of held-out rows as those of the training rows; raises `DataError` for one that is none."""
-    if PREDICTED_BY.get():
-        return test
     known = some_of(train.class_names) or "numbers"
     ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
     if not isinstance(ours, TextLabels) or not isinstance(theirs, TextLabels):

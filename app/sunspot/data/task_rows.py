@@ -3,7 +3,8 @@
 from typing import Any
 
 from sunspot.data.held_out import hold_out
-from sunspot.data.source import Source, find_sources
+from sunspot.data.image_sources import find_sources
+from sunspot.data.source import Source
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
 

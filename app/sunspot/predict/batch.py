@@ -29,7 +29,7 @@ from sunspot.background import Timer, map_parallel
 from sunspot.checkpoint.parts import weights_digest
 from sunspot.data.held_out import hold_out
 from sunspot.data.order import MIN_ROWS
-from sunspot.data.source import PREDICTED_BY, Source, notes_on, read_rows, rows_in
+from sunspot.data.source import PredictionSettings, Source, notes_on, read_rows, rows_in
 from sunspot.data.task_rows import open_whole_rows
 from sunspot.errors import (
     ConflictError,
@@ -143,16 +143,12 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
     """Choose the rows to predict, and their split; raises `SettingsError` if none fit the model."""
     task: Any = load_task(model.settings)
     chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
-    asked = PREDICTED_BY.set(model.data)
-    try:
-        opened = model.settings.model_copy(update=chosen)
-        train, test = open_whole_rows(opened, task)
-        if test is None and opened.test_share and rows_in(train) > MIN_ROWS:
-            parts = hold_out(train, opened.test_share, opened.seed)
-            if trained_on(model, parts[0]):
-                train, test = parts
-    finally:
-        PREDICTED_BY.reset(asked)
+    opened = PredictionSettings.of(model.settings.model_copy(update=chosen), model.data)
+    train, test = open_whole_rows(opened, task)
+    if test is None and opened.test_share and rows_in(train) > MIN_ROWS:
+        parts = hold_out(train, opened.test_share, opened.seed)
+        if trained_on(model, parts[0]):
+            train, test = parts
     split = split or ("test" if test else "train")
     source = test if split == "test" else train
     if source is None:
