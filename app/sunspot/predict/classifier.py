@@ -13,8 +13,9 @@ from sunspot.checkpoint.files import load_state, load_weights
 from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
-from sunspot.data.source import Batch, EmptySource, ModelData, model_inputs
+from sunspot.data.source import EmptySource, ModelData, model_inputs
 from sunspot.errors import DamageError, NotFoundError, SettingsError, shorten
+from sunspot.predict.forward import forward_rows
 from sunspot.ray_session import enter_folder
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
@@ -109,22 +110,14 @@ class Classifier:
         # Copies: arrays from Ray's object store are read-only, and torch warns of that.
         batch = {name: torch.from_numpy(column.copy()) for name, column in model_inputs(rows).items()}
         count = len(next(iter(batch.values())))
-        parts = [{name: column[at : at + largest] for name, column in batch.items()} for at in range(0, count, largest)]
-        scores = torch.cat([self._score(part) for part in parts]).float()
+        passes = []
+        for first in range(0, count, largest):
+            part = {name: column[first : first + largest].to(self._device) for name, column in batch.items()}
+            passes.append(forward_rows(self._predict, self._model, part, run, self.classes))
+        scores = torch.cat(passes).float()
         if not self.classes:
             return scores.cpu().numpy(), np.empty((count, 0), np.float32)
         return scores.argmax(dim=1).cpu().numpy(), scores.softmax(dim=1).cpu().numpy()
-
-    def _score(self, batch: Batch) -> torch.Tensor:
-        rows = len(next(iter(batch.values())))
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.precision == "bf16"):
-            scores = self._predict(self._model, {name: column.to(self._device) for name, column in batch.items()})
-        if (scores.shape != (rows, self.classes)) if self.classes else (scores.shape[:1] != (rows,)):
-            raise SettingsError(
-                f"SUNSPOT_TASK={self._settings.task}: predict returned scores of shape {list(scores.shape)}; they must "
-                f"be [rows, classes], here {[rows, self.classes]}, or without classes [rows, ...]"
-            )
-        return scores
 
     def _as_batch(self, images: Images) -> torch.Tensor:
         """Return uint8 [B, C, H, W]; raises `SettingsError`."""
