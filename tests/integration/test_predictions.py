@@ -15,7 +15,7 @@ from sunspot.data.source import ModelData, read_rows
 from sunspot.errors import StorageError
 from sunspot.plan import Plan, make_plan
 from sunspot.predict.classifier import Classifier
-from sunspot.predict.for_report import Summary, save_predictions
+from sunspot.predict.for_report import PredictionSummary, save_predictions
 from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.predictions import Example, Predictions, read_shown, write_shown
@@ -151,7 +151,7 @@ def test_when_time_is_up_what_was_predicted_is_kept(
 
 def test_the_most_certain_mistakes_are_kept_and_right_ones_of_every_class() -> None:
     random = np.random.default_rng(0)
-    summary, certainties = Summary(ModelData((3, 70, 4), 5)), []
+    summary, certainties = PredictionSummary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):
         probabilities = random.dirichlet(np.ones(5), 1000).astype(np.float32)
         labels = np.arange(1000) % 5

@@ -15,8 +15,8 @@ from sunspot.data import table
 from sunspot.data.class_folders import find_classes
 from sunspot.data.columns import Column
 from sunspot.data.convert import convert_image_folder
+from sunspot.data.dataset_files import list_all
 from sunspot.data.image_sources import find_sources
-from sunspot.data.parquet_files import list_all
 from sunspot.data.source import ModelData, PredictionSettings, notes_on, rows_in
 from sunspot.data.table import TableSource, open_table
 from sunspot.errors import DataError

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from scripts import object_stores
-from sunspot.data import fingerprint, mnist, parquet_files
+from sunspot.data import dataset_files, fingerprint, mnist
 from sunspot.data.image_sources import find_sources
 from sunspot.data.image_table import SAMPLE, open_image_splits, open_images
 from sunspot.data.mnist import open_mnist
@@ -275,7 +275,7 @@ def test_a_file_of_as_many_rows_that_changed_is_refused(tmp_path):
     before = open_images(str(path))
     path.unlink()
     write(path, pa.array([encode(random_images(4, 4, seed=1)), b"longer than before" * 10]), [0, 1])
-    parquet_files.forget_open_files()
+    dataset_files.clear_open_files()
     with refusal(DataError, "a.parquet", "changed"):
         before.read(0, np.array([0]))
 
@@ -616,7 +616,7 @@ def test_a_dataset_in_a_bucket_is_the_same_dataset(tmp_path, request, scheme):
 
 @pytest.mark.parametrize("scheme", CLOUDS)
 def test_a_cloud_that_cannot_be_reached_is_no_damaged_file(monkeypatch, scheme):
-    monkeypatch.setattr(parquet_files, "REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(dataset_files, "REQUEST_TIMEOUT_S", 0.5)
     use = {"gs": use_google, "az": use_azure}[scheme]
     use(object_stores.free_port(), monkeypatch)
     with refusal(StorageError, f"{scheme}://data/digits", "cannot be read"):
@@ -651,7 +651,7 @@ def test_an_unreachable_url_is_named_within_its_time(monkeypatch):
 
 
 def test_a_silent_server_is_given_up(monkeypatch):
-    monkeypatch.setattr(parquet_files, "REQUEST_TIMEOUT_S", 1)
+    monkeypatch.setattr(dataset_files, "REQUEST_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         s3_environment(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()

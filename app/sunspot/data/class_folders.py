@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from sunspot.data.dataset_files import Listing, join
 from sunspot.data.images import SUFFIXES, is_picture
-from sunspot.data.parquet_files import Listing, join
 from sunspot.data.splits import TRAINING, refuse_mixed_splits
 from sunspot.errors import DataError
 from sunspot.formatting import plural

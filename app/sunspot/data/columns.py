@@ -33,7 +33,7 @@ SCALED = b"scaled"
 
 IS_NULL = "is null; fill it in, or leave out the row"
 
-FORMS = "PNG or JPEG bytes, fixed_shape_tensor of uint8, or lists of lists of integers"
+IMAGE_FORMS = "PNG or JPEG bytes, fixed_shape_tensor of uint8, or lists of lists of integers"
 
 
 class Lists(NamedTuple):
@@ -44,7 +44,7 @@ class Lists(NamedTuple):
     "int64 [n]"
 
 
-class Place(NamedTuple):
+class ColumnOrigin(NamedTuple):
     """Where the rows of a column come from, for messages."""
 
     name: str
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     rows: np.ndarray
     "The position in the file of each row."
 
-    def refuse(self, index: int, what: str) -> DataError:
+    def error(self, index: int, what: str) -> DataError:
         """Return the error that says what is wrong with the row at an index."""
         return DataError(f"{self.file.name_row(int(self.rows[index]))}: {self.name} {what}")
 
@@ -77,7 +77,7 @@ class Column:
     "The column in the files, if it has another name there."
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Whether its numbers are whole."""
         return np.dtype(self.dtype).kind in "iu"
 
@@ -89,7 +89,7 @@ class Column:
     @property
     def is_class(self) -> bool:
         """Whether its values may be classes."""
-        return self.is_whole and not (self.shape or self.longest)
+        return self.is_integer and not (self.shape or self.longest)
 
     def find_mistake(self) -> str:
         """Say why nothing can be read as this declares; empty if all is well."""
@@ -99,8 +99,8 @@ class Column:
             return f"shape {self.shape}, longest {self.longest}; lengths are whole numbers from 1"
         if self.longest and self.shape:
             return f"shape {self.shape} and longest {self.longest}; a list has one or the other"
-        limits: Any = np.iinfo(self.dtype) if self.is_whole else np.finfo(self.dtype)
-        if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_whole and self.fill % 1):
+        limits: Any = np.iinfo(self.dtype) if self.is_integer else np.finfo(self.dtype)
+        if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_integer and self.fill % 1):
             return f"fill {self.fill}, which {self.dtype} cannot hold"
         return ""
 
@@ -122,7 +122,7 @@ class Column:
             fits = depth == (1 if self.longest else len(self.shape))
         is_empty = pa.types.is_null(inner) and stored != inner  # the type of lists without values
         is_number = pa.types.is_integer(inner) or pa.types.is_boolean(inner) or is_empty
-        return fits and (is_number or (pa.types.is_floating(inner) and not self.is_whole))
+        return fits and (is_number or (pa.types.is_floating(inner) and not self.is_integer))
 
     def check_type(self, stored: pa.DataType, place: str) -> None:
         """Raise `DataError` if no value of a type can be what the column declares."""
@@ -132,15 +132,15 @@ class Column:
                 "give the column a function that decodes it"
             )
 
-    def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
+    def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
         """Return the arrays of a column by their suffix: '' [n, *shape], and of lists '_length'; raises `DataError`."""
         if not self.longest:
-            return {"": self._read_fixed(values, place)}
-        lists = self.read_lists(values, place)
+            return {"": self._read_fixed(values, origin)}
+        lists = self.read_lists(values, origin)
         too_long = lists.lengths > self.longest
         if too_long.any() and not self.cut:
             index = int(np.argmax(too_long))
-            raise place.refuse(
+            raise origin.error(
                 index,
                 f"has {lists.lengths[index]} values; the task takes at most {self.longest}, or with cut=True more",
             )
@@ -150,29 +150,29 @@ class Column:
         padded[np.arange(self.longest) < kept[:, None]] = lists.values[positions < self.longest]
         return {"": padded, "_length": kept}
 
-    def read_lists(self, values: pa.ChunkedArray, place: Place) -> Lists:
+    def read_lists(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> Lists:
         """Return the lists of a column at their full length; raises `DataError`."""
         if self.decode:
-            decoded = [self._decode(value, place, index) for index, value in enumerate(values)]
+            decoded = [self._decode(value, origin, index) for index, value in enumerate(values)]
             for index, each in enumerate(decoded):
                 if each.ndim != 1:
-                    raise place.refuse(index, f"is decoded to an array of shape {list(each.shape)}; it must be a list")
+                    raise origin.error(index, f"is decoded to an array of shape {list(each.shape)}; it must be a list")
             lengths = np.array([len(each) for each in decoded], np.int64)
             return Lists(np.concatenate([*decoded, np.empty(0, self.dtype)]), lengths)
-        array = _without_nulls(values, place)
+        array = _without_nulls(values, origin)
         lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
         ends = np.cumsum(lengths)
-        numbers = self._fit(array.flatten(), place, lambda index: int(np.searchsorted(ends, index, side="right")))
+        numbers = self._fit(array.flatten(), origin, lambda index: int(np.searchsorted(ends, index, side="right")))
         return Lists(numbers, lengths)
 
-    def _read_fixed(self, values: pa.ChunkedArray, place: Place) -> np.ndarray:
+    def _read_fixed(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> np.ndarray:
         """Return [n, *shape]: of tensors and lists of the declared dtype, a view of Arrow's memory."""
         if self.decode:
-            return self._decode_all(values, place)
-        if not place.file.has_types:
-            values = read_numbers(values, self.dtype, place.refuse)
-        self.check_type(values.type, f"{place.file.path}: {place.name}")
-        array, per_row = _without_nulls(values, place), 1
+            return self._decode_all(values, origin)
+        if not origin.file.has_types:
+            values = read_numbers(values, self.dtype, origin.error)
+        self.check_type(values.type, f"{origin.file.path}: {origin.name}")
+        array, per_row = _without_nulls(values, origin), 1
         if isinstance(array, pa.FixedShapeTensorArray):
             array, per_row = array.storage.flatten(), math.prod(self.shape)
         else:
@@ -182,46 +182,46 @@ class Column:
                 if wrong.any():
                     first = int(np.argmax(wrong))
                     found = f"a list of {lengths[first]}" if lengths[first] >= 0 else "a null"
-                    raise place.refuse(first // per_row, f"has {found}; it must be {self._describe_type()}")
+                    raise origin.error(first // per_row, f"has {found}; it must be {self._describe_type()}")
                 array, per_row = array.flatten(), per_row * length
-        return self._fit(array, place, lambda index: index // per_row).reshape(len(values), *self.shape)
+        return self._fit(array, origin, lambda index: index // per_row).reshape(len(values), *self.shape)
 
-    def _decode_all(self, values: pa.ChunkedArray, place: Place) -> np.ndarray:
+    def _decode_all(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> np.ndarray:
         found = np.empty((len(values), *self.shape), self.dtype)
         for index, value in enumerate(values):
-            decoded = self._decode(value, place, index)
+            decoded = self._decode(value, origin, index)
             if decoded.shape != self.shape:
-                raise place.refuse(
+                raise origin.error(
                     index, f"is decoded to an array of shape {list(decoded.shape)}; it must be {list(self.shape)}"
                 )
             found[index] = decoded
         return found
 
-    def _decode(self, value: pa.Scalar, place: Place, index: int) -> np.ndarray:
+    def _decode(self, value: pa.Scalar, origin: ColumnOrigin, index: int) -> np.ndarray:
         """Return what `decode` makes of a value, as the column's dtype."""
         assert self.decode
         if not value.is_valid:
-            raise place.refuse(index, IS_NULL)
+            raise origin.error(index, IS_NULL)
         try:
             decoded = np.asarray(self.decode(value.as_py()))
         except DataError as error:
-            raise place.refuse(index, str(error)) from error
+            raise origin.error(index, str(error)) from error
         except Exception as error:  # of a task's own function, all kinds
-            raise place.refuse(index, f"cannot be decoded: {type(error).__name__}: {shorten(error)}") from error
-        if decoded.size and decoded.dtype.kind not in ("iub" if self.is_whole else "iubf"):
-            raise place.refuse(index, f"is decoded to {decoded.dtype}; the task declares {self.dtype}")
-        return self._cast(decoded.reshape(-1), place, lambda _: index).reshape(decoded.shape)
+            raise origin.error(index, f"cannot be decoded: {type(error).__name__}: {shorten(error)}") from error
+        if decoded.size and decoded.dtype.kind not in ("iub" if self.is_integer else "iubf"):
+            raise origin.error(index, f"is decoded to {decoded.dtype}; the task declares {self.dtype}")
+        return self._cast(decoded.reshape(-1), origin, lambda _: index).reshape(decoded.shape)
 
-    def _fit(self, values: pa.Array, place: Place, row_of: Callable[[int], int]) -> np.ndarray:
+    def _fit(self, values: pa.Array, origin: ColumnOrigin, row_of: Callable[[int], int]) -> np.ndarray:
         """Return numbers as the column's dtype; `row_of` gives the index of the row that a number belongs to."""
         if values.null_count:
-            raise place.refuse(row_of(first_true(pc.is_null(values))), "has a null")
+            raise origin.error(row_of(first_true(pc.is_null(values))), "has a null")
         if pa.types.is_boolean(values.type):
             values = values.cast(pa.uint8())
-        return self._cast(values.to_numpy(zero_copy_only=False), place, row_of)
+        return self._cast(values.to_numpy(zero_copy_only=False), origin, row_of)
 
-    def _cast(self, numbers: np.ndarray, place: Place, row_of: Callable[[int], int]) -> np.ndarray:
-        if self.is_whole:
+    def _cast(self, numbers: np.ndarray, origin: ColumnOrigin, row_of: Callable[[int], int]) -> np.ndarray:
+        if self.is_integer:
             if np.can_cast(numbers.dtype, self.dtype):
                 return numbers.astype(self.dtype, copy=False)
             limits = np.iinfo(self.dtype)
@@ -233,11 +233,11 @@ class Column:
             fits, allowed = np.isfinite(result), "finite numbers"
         if not fits.all():
             first = int(np.argmin(fits))
-            raise place.refuse(row_of(first), f"has {numbers[first]}; {self.dtype} takes {allowed}")
-        if not self.is_whole and numbers.dtype.kind in "iu":
+            raise origin.error(row_of(first), f"has {numbers[first]}; {self.dtype} takes {allowed}")
+        if not self.is_integer and numbers.dtype.kind in "iu":
             inexact = find_inexact(numbers, self.dtype)
             if inexact is not None:
-                raise place.refuse(row_of(inexact), describe_inexact(numbers[inexact], self.dtype))
+                raise origin.error(row_of(inexact), describe_inexact(numbers[inexact], self.dtype))
         return result
 
     def _describe_type(self) -> str:
@@ -271,17 +271,17 @@ class ImageColumn(Column):
             if order_dims(tuple(stored.shape), place)[0] != self.shape or tuple(stored.shape) != self.dims:
                 raise DataError(f"{place} of shape {list(stored.shape)}, {self._describe_first()}")
         elif not is_encoded(stored) and not Column("uint8", self.dims).takes(stored):
-            raise DataError(f"{place} is {stored}, {self._describe_first()}, as {FORMS}")
+            raise DataError(f"{place} is {stored}, {self._describe_first()}, as {IMAGE_FORMS}")
 
     def _describe_first(self) -> str:
         return f"and the first of the dataset has the shape {list(self.dims)}; all images must have one size"
 
-    def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
+    def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
         if is_encoded(values.type):
             decode = partial(decode_picture, shape=self.shape, scales=self.scales)
-            return Column("uint8", self.shape, decode=decode).read(encoded(values), place)
-        images = Column("uint8", self.dims).read(values, place)[""]
-        _, axes = order_dims(self.dims, place.file.path)
+            return Column("uint8", self.shape, decode=decode).read(encoded(values), origin)
+        images = Column("uint8", self.dims).read(values, origin)[""]
+        _, axes = order_dims(self.dims, origin.file.path)
         return {"": np.ascontiguousarray(images.transpose(axes) if axes else images).reshape(-1, *self.shape)}
 
 
@@ -333,7 +333,7 @@ def first_true(mask: np.ndarray | pa.Array | pa.ChunkedArray) -> int:
     return int(np.argmax(np.asarray(mask)))
 
 
-def _without_nulls(values: pa.ChunkedArray, place: Place) -> pa.Array:
+def _without_nulls(values: pa.ChunkedArray, origin: ColumnOrigin) -> pa.Array:
     if values.null_count:
-        raise place.refuse(first_true(pc.is_null(values)), IS_NULL)
+        raise origin.error(first_true(pc.is_null(values)), IS_NULL)
     return values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.command_line import CommandParser
 from sunspot.data.columns import SCALED
+from sunspot.data.dataset_files import list_folders
 from sunspot.data.images import USUAL_SIDE, decode_picture
 from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
-from sunspot.data.parquet_files import list_folders
 from sunspot.data.splits import OTHER_HELD_OUT, pair_folders
 from sunspot.data.table_files import PictureFolder
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten

@@ -40,7 +40,7 @@ def sample_ranges(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     ]
 
 
-def spread(count: int, most: int) -> list[int]:
+def spread_evenly(count: int, most: int) -> list[int]:
     """Return at most `most` of the numbers 0 .. count - 1, spread evenly."""
     numbers: list[int] = np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
     return numbers

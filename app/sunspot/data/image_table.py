@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from sunspot.data.columns import FORMS, IS_NULL, SCALED, Column, ImageColumn, encoded, innermost, is_bytes, is_encoded
+from sunspot.data.columns import (
+    IMAGE_FORMS,
+    IS_NULL,
+    SCALED,
+    Column,
+    ImageColumn,
+    encoded,
+    innermost,
+    is_bytes,
+    is_encoded,
+)
+from sunspot.data.dataset_files import absolute, arrow_errors, join, open_file
 from sunspot.data.images import GREY_MODES, open_image, upright_size
 from sunspot.data.labels import LABEL
-from sunspot.data.parquet_files import absolute, join, open_file, parquet_errors
 from sunspot.data.source import ModelData
 from sunspot.data.table import (
     TableSource,
@@ -18,7 +28,7 @@ from sunspot.data.table import (
     find_column,
     find_files,
     locate_splits,
-    name_alike,
+    match_classes,
     open_rows,
 )
 from sunspot.data.table_files import PictureFolder, open_table_file
@@ -45,7 +55,7 @@ def open_images(
     location = absolute(location)
     files = find_files(location)
     path = join(location, files.names[0])
-    with parquet_errors(path):
+    with arrow_errors(path):
         scaled = like and like.scales and is_encoded(find_images(path).type)
         image = like if like and scaled else _declare_images(path, side)
     return open_rows(location, files, {IMAGE: image, LABEL: Column("int64")}, model=model)
@@ -67,7 +77,7 @@ def open_image_splits(
     image = rows.columns[IMAGE]
     assert isinstance(image, ImageColumn)
     held_out = open_images(places.test, side, image, model)
-    return rows, name_alike(rows, held_out) if model is None else held_out
+    return rows, match_classes(rows, held_out) if model is None else held_out
 
 
 def open_sample() -> tuple[TableSource, TableSource]:
@@ -100,7 +110,7 @@ def _declare_images(path: str, side: int) -> ImageColumn:
     inner, depth = innermost(stored)
     if not is_encoded(stored) and (depth not in (2, 3) or not pa.types.is_integer(inner)):
         raise DataError(
-            f"{path}: image is {stored}; it must be {FORMS} (names of files are not followed: put the pictures of each "
+            f"{path}: image is {stored}; it must be {IMAGE_FORMS} (names of files are not followed: put the pictures of each "
             "class into a folder of its own)"
         )
     filled = next((number for number, rows in enumerate(file.groups) if rows), None)

@@ -48,7 +48,7 @@ REFUSED_MODES = {
 }
 """Modes that cannot be converted to grey or RGB without loss, with the message for such a picture."""
 
-ORIENTATION, LAST_UNTURNED = 0x0112, 4
+ORIENTATION, LAST_NOT_ROTATED = 0x0112, 4
 """EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and its last value that does not swap height and width."""
 
 TURNS = {
@@ -75,10 +75,10 @@ EXTRA_SAMPLES = 338
 WHITE_IS_ZERO = 0
 """Value of PHOTOMETRIC in negatives, which Pillow inverts only if they have 8 bits."""
 
-NO_FULL_PAGE = 0b101
+REDUCED_OR_MASK = 0b101
 """Bits of SUBFILE_TYPE: a page that is a smaller version of another, or a mask."""
 
-NO_TRANSPARENCY = 0
+UNSPECIFIED_CHANNEL = 0
 """Value of EXTRA_SAMPLES for a further channel of any other kind, such as infrared."""
 
 
@@ -180,7 +180,7 @@ def upright_size(image: Any) -> tuple[int, int]:
     """Return the height and width with which viewers show a picture, from its header alone."""
     # Pillow itself swaps them for TIFF. For PNG, it would decode the pixels to look for EXIF data after them.
     in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
-    turned = in_header and _find_orientation(image) > LAST_UNTURNED
+    turned = in_header and _find_orientation(image) > LAST_NOT_ROTATED
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
@@ -242,10 +242,10 @@ def _find_obstacle(image: Any) -> str:
 def _find_obstacle_of_tiff(image: Any) -> str:
     """Do the same as `_find_obstacle` for what only a TIFF may contain."""
     pages = range(image.n_frames)
-    full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & NO_FULL_PAGE]
+    full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & REDUCED_OR_MASK]
     if len(pages) > 1 and full_pages != [0]:
         return f"has {len(pages)} pages, but only the first would be read; write each to its own file"
-    if NO_TRANSPARENCY in _read_tag(image, 0, EXTRA_SAMPLES, ()):
+    if UNSPECIFIED_CHANNEL in _read_tag(image, 0, EXTRA_SAMPLES, ()):
         return "has channels besides its colours and transparency; write it without them"
     bits = _read_tag(image, 0, BITS_PER_SAMPLE, (1,))[0]
     if image.mode == "I" or 8 < bits < 16:

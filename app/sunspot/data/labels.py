@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from sunspot.data.columns import Column, Place, first_true
+from sunspot.data.columns import Column, ColumnOrigin, first_true
 from sunspot.data.fingerprint import digest, digest_array
 from sunspot.data.numeric import NUMBER
 from sunspot.data.source import ModelData
@@ -60,19 +60,19 @@ class TextLabels(Column):
 
     names: tuple[str, ...] = ()
 
-    def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
+    def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
         """Return the number of each class; raises `DataError` for what is none."""
         numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
-            raise place.refuse(row, f"{brief(str(values[row]))} is no class of the training rows")
+            raise origin.error(row, f"{brief(str(values[row]))} is no class of the training rows")
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 
 def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
     """Read the labels of a file; raises `DataError` naming the first bad row. Those of rows to predict may lack."""
     if column.decode:
-        numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
+        numbers = column.read(values, ColumnOrigin(LABEL, file, np.arange(len(values))))[""]
     elif not file.has_types:
         return _read_label_cells(values, file, to_predict)
     elif to_predict and pc.any(pc.is_null(values, nan_is_null=True)).as_py():

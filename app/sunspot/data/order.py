@@ -29,7 +29,7 @@ MIN_ROWS = 2
 WINDOW_ROWS = 8192
 """Rows of a shuffle window of LOADER=ray, the unit of reading. A change moves every row: positions mean others then."""
 
-PROVEN_ROWS = 1 << 20
+CHECKSUM_ROWS = 1 << 20
 """Most rows of a window that `Order.checksum` looks at: of a larger one, it permutes as many."""
 
 
@@ -169,7 +169,7 @@ class Order:
         The seed gives other rows when this changes: NumPy does not promise the same shuffle in all of its versions.
         """
         windows = self.windows(1)
-        first = windows[0]._replace(last=min(windows[0].last, PROVEN_ROWS))
+        first = windows[0]._replace(last=min(windows[0].last, CHECKSUM_ROWS))
         groups = json.dumps([window.groups for window in windows])
         return digest(groups.encode(), digest_array(self.permutation(1, first)).encode())
 

@@ -25,10 +25,16 @@ BLOCK_BYTES = 16 << 20
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 """Separators that other programs write instead of commas, with their names."""
 
-PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+MAGIC_BYTES = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
 """First bytes of compressed files, by format."""
 
-LAST_ROW = "sunspot's own last row"
+MARKER_ROW = "sunspot's own last row"
 
 MAX_EXACT = 2.0**53
 """Up to here a float64 holds each integer."""
@@ -145,8 +151,8 @@ def _refuse_open_quote(content: bytes, path: str) -> None:
 
     To find that, a marker row is appended. It is missing if such a cell has swallowed it.
     """
-    [(line, cells)] = deque(_read_records(content + b"\n" + LAST_ROW.encode()), maxlen=1)
-    if cells != [LAST_ROW]:
+    [(line, cells)] = deque(_read_records(content + b"\n" + MARKER_ROW.encode()), maxlen=1)
+    if cells != [MARKER_ROW]:
         raise DataError(
             f'{path}: a cell of the row that begins on line {line} opens a quote (") that is never closed and contains '
             "the rest of the file; close it, or double quotes within a quoted cell"
@@ -179,7 +185,7 @@ def _explain_text(content: bytes) -> str:
     """Return why content is not UTF-8 text, and the fix; empty if it is."""
     if not content.strip():
         return "is empty; write rows into it, or remove it"
-    packed = [kind for start, kind in PACKED.items() if content.startswith(start)]
+    packed = [kind for start, kind in MAGIC_BYTES.items() if content.startswith(start)]
     if packed:
         return f"is compressed ({packed[0]}); unpack it"
     if b"\0" in content[:1000]:

@@ -15,7 +15,7 @@ import torch
 
 from sunspot.cgroup import memory_left
 from sunspot.data.source import Batch, Source, rows_in
-from sunspot.data.table_files import forget_files
+from sunspot.data.table_files import clear_file_cache
 from sunspot.errors import DataError
 from sunspot.formatting import as_bytes
 from sunspot.shared_pages import Pages, map_pages
@@ -85,7 +85,7 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
                     columns[name][first : ends[group]] = values
 
     workers.finish(read)
-    forget_files()  # parsed text takes as much memory again
+    clear_file_cache()  # parsed text takes as much memory again
     return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
 
 

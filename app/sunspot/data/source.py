@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from sunspot.data.fingerprint import digest, spread
+from sunspot.data.fingerprint import digest, spread_evenly
 from sunspot.data.order import Steps
 from sunspot.errors import DataError
 from sunspot.settings import Settings
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELD_OUT = "held_out"
 """The one column of `RowNumbers`, uint8 [n]: whether the ids are those of held-out rows."""
 
-LOOKED_AT = 64
+SAMPLED_ROWS = 64
 """Rows, spread evenly over all, whose content is part of the fingerprint of `RowNumbers`."""
 
 
@@ -110,7 +110,7 @@ class ModelData:
         return asdict(self) | {"shape": list(self.shape), "class_names": list(self.class_names)}
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> ModelData:
+    def from_record(cls, record: dict[str, Any]) -> ModelData:
         """Return the data that a checkpoint records.
 
         Raises `KeyError`, `TypeError` or `ValueError` for a record that this class did not make.
@@ -205,7 +205,7 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
     """Number the rows of a dataset that has a length, and rows by number; its `shape` is how many columns they have."""
     count = len(dataset)
-    chosen = [dataset[number] for number in spread(count, LOOKED_AT)]
+    chosen = [dataset[number] for number in spread_evenly(count, SAMPLED_ROWS)]
     rows = [dict(row) if isinstance(row, Mapping) else row for row in chosen]
     columns = sorted(rows[0]) if rows and isinstance(rows[0], dict) else []
     layout, content = digest(repr((count, columns)).encode()), digest(*map(pickle.dumps, rows))

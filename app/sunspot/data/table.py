@@ -16,7 +16,18 @@ import pyarrow as pa
 
 from sunspot.background import map_parallel
 from sunspot.data.arrow_types import plain_type
-from sunspot.data.columns import Column, ImageColumn, Lists, Place, is_encoded
+from sunspot.data.columns import Column, ColumnOrigin, ImageColumn, Lists, is_encoded
+from sunspot.data.dataset_files import (
+    PICTURES,
+    SUPPORTED,
+    DatasetFiles,
+    absolute,
+    arrow_errors,
+    join,
+    list_files,
+    list_folders,
+    read_range,
+)
 from sunspot.data.fingerprint import digest, sample_ranges
 from sunspot.data.labels import (
     LABEL,
@@ -27,24 +38,13 @@ from sunspot.data.labels import (
     read_labels,
     refuse_lookalikes,
 )
-from sunspot.data.parquet_files import (
-    PICTURES,
-    TAKEN,
-    DatasetFiles,
-    absolute,
-    join,
-    list_files,
-    list_folders,
-    parquet_errors,
-    read_range,
-)
 from sunspot.data.source import ModelData, check_labels_match, predicting_model
 from sunspot.data.splits import pair_folders
 from sunspot.data.table_files import (
     CSV,
     PictureFolder,
     TableFile,
-    forget_files,
+    clear_file_cache,
     open_pictures,
     open_table_file,
 )
@@ -82,7 +82,7 @@ class TableSource:
     groups: tuple[Group, ...]
     sizes: tuple[int, ...]
     "Bytes of each file."
-    tables: str
+    labels_digest: str
     "Digest of all labels, and of the sizes of all row groups."
     columns: dict[str, Column]
     classes: int
@@ -129,7 +129,7 @@ class TableSource:
         ranges = zip(parts, sample_ranges(list(parts.values())), strict=True)
         places = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
         samples = map_parallel(lambda place: read_range(*place), places, FILES_AT_ONCE)
-        content = digest(self.tables.encode(), *samples)
+        content = digest(self.labels_digest.encode(), *samples)
         return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
@@ -137,27 +137,27 @@ class TableSource:
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
-        for name, values, place in self._read_columns(group, rows):
-            found |= {name + suffix: array for suffix, array in self.columns[name].read(values, place).items()}
+        for name, values, origin in self._read_columns(group, rows):
+            found |= {name + suffix: array for suffix, array in self.columns[name].read(values, origin).items()}
         return found
 
     def read_lists(self, group: int) -> dict[str, Lists]:
         """Return the lists of a row group, whole, by column; all columns have as long ones. Raises like `read`."""
         found: dict[str, Lists] = {}
-        for name, values, place in self._read_columns(group, None):
-            found[name] = self.columns[name].read_lists(values, place)
+        for name, values, origin in self._read_columns(group, None):
+            found[name] = self.columns[name].read_lists(values, origin)
             first = next(iter(found))
             differs = found[name].lengths != found[first].lengths
             if differs.any():
                 row = int(np.argmax(differs))
-                raise place.refuse(
+                raise origin.error(
                     row,
                     f"has {found[name].lengths[row]} values, and {first} {found[first].lengths[row]}; they are "
                     "packed alike, so both must have as many",
                 )
         return found
 
-    def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, Place]]:
+    def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, ColumnOrigin]]:
         """Return name, values and place of each column, for some positions in a row group or all."""
         stored = {name: column.of or name for name, column in self.columns.items()}
         file, table = self._read_table(group, list(dict.fromkeys(stored.values())))
@@ -166,12 +166,12 @@ class TableSource:
         else:
             table = table.take(rows)
         in_file = rows + self.groups[group].first
-        return [(name, table[column], Place(name, file, in_file)) for name, column in stored.items()]
+        return [(name, table[column], ColumnOrigin(name, file, in_file)) for name, column in stored.items()]
 
     def _read_table(self, group: int, columns: Sequence[str]) -> tuple[TableFile, pa.Table]:
         """Read some columns of a row group; raises `DataError` if its file has changed since it was opened."""
         place, path = self.groups[group], self._path_of(group)
-        with parquet_errors(path):
+        with arrow_errors(path):
             file = open_table_file(path)
             if file.size != self.sizes[place.file] or file.groups[place.number :][:1] != [place.rows]:
                 raise DataError(f"{path}: has changed since it was opened; start the run again")
@@ -194,7 +194,7 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
             f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
-            f"{some_of(list(columns))}; set it to {TAKEN}"
+            f"{some_of(list(columns))}; set it to {SUPPORTED}"
         )
     model = predicting_model(settings)
     places = locate_splits(settings.dataset, settings.test_dataset)
@@ -205,7 +205,7 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
     has_names = isinstance(train.columns.get(LABEL), TextLabels)
     test = open_rows(places.test, find_files(places.test), dict(columns), has_names, model)
     if model is None:
-        test = name_alike(train, test)
+        test = match_classes(train, test)
         if train.classes:
             check_labels_match(train, test)
     return train, test
@@ -247,7 +247,7 @@ def check_training_rows(train: TableSource, locations: SplitLocations, model: Mo
 
 def find_files(location: str) -> DatasetFiles:
     """Find a dataset's files (`TableSource.files`), which are opened anew from now on."""
-    forget_files()
+    clear_file_cache()
     return list_files(location)
 
 
@@ -265,7 +265,7 @@ def open_rows(
     """
     paths = [join(location, name) for name in found.names]
     if model is not None and LABEL in columns:
-        with parquet_errors(paths[0]):
+        with arrow_errors(paths[0]):
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
                 columns = {name: column for name, column in columns.items() if name != LABEL}
     files = map_parallel(lambda path: _check_file(path, columns, model), paths, FILES_AT_ONCE)
@@ -282,7 +282,7 @@ def open_rows(
         files=tuple(found.names),
         groups=_number_groups(file.groups for file in files),
         sizes=tuple(file.size for file in files),
-        tables=digest(*(file.digest.encode() for file in files)),
+        labels_digest=digest(*(file.digest.encode() for file in files)),
         columns=columns,
         classes=labels.classes,
         class_names=labels.names,
@@ -306,7 +306,7 @@ class _FileSummary(NamedTuple):
 
 
 def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) -> _FileSummary:
-    with parquet_errors(path):
+    with arrow_errors(path):
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
@@ -322,14 +322,14 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) 
                 column.check_type(fields[name].type, f"{path}: {name}")
             else:
                 cells = file.read([fields[name].name])[0]
-                column.read(cells, Place(name, file, np.arange(len(cells))))
-        parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode()]
+                column.read(cells, ColumnOrigin(name, file, np.arange(len(cells))))
+        parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.identity).encode()]
         if any(isinstance(columns[name], ImageColumn) and is_encoded(field.type) for name, field in fields.items()):
             parts.append(PICTURE_DECODING)
         return _FileSummary(file.groups, file.size, digest(*parts), labels, file.notes)
 
 
-def name_alike(train: TableSource, test: TableSource) -> TableSource:
+def match_classes(train: TableSource, test: TableSource) -> TableSource:
     """Number the classes of held-out rows as those of the training rows; raises `DataError` for one that is none."""
     known = some_of(train.class_names) or "numbers"
     ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)

@@ -11,19 +11,19 @@ import pyarrow as pa
 from sunspot.background import map_parallel
 from sunspot.data.arrow_types import to_plain
 from sunspot.data.class_folders import find_classes
-from sunspot.data.fingerprint import digest
-from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
-from sunspot.data.parquet_files import (
+from sunspot.data.dataset_files import (
     OPEN_FILES,
     PICTURES,
+    clear_open_files,
     file_size,
-    forget_open_files,
     join,
     list_all,
-    open_closing,
     open_file,
+    open_uncached,
     read_range,
 )
+from sunspot.data.fingerprint import digest
+from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
 from sunspot.data.parsed_text import find_inexact_integers, find_json_line, find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
@@ -41,7 +41,7 @@ HEADER_BYTES = 64 << 10
 
 
 class TableFile(ABC):
-    """An open file; its methods raise Arrow's errors (`parquet_errors`)."""
+    """An open file; its methods raise Arrow's errors (`arrow_errors`)."""
 
     schema: pa.Schema
     groups: list[int]
@@ -56,7 +56,7 @@ class TableFile(ABC):
 
     @property
     @abstractmethod
-    def chunks(self) -> Sequence[object]:
+    def identity(self) -> Sequence[object]:
         """What tells it from others besides its labels: the bytes of each row group, or a digest."""
 
     @property
@@ -84,7 +84,7 @@ class ParquetTable(TableFile):
         self.groups = [group.num_rows for group in self._metadata]
 
     @property
-    def chunks(self) -> list[int]:
+    def identity(self) -> list[int]:
         # Those of single columns, of damaged metadata, end the process (pyarrow 26).
         return [group.total_byte_size for group in self._metadata]
 
@@ -110,7 +110,7 @@ class ArrowTable(TableFile):
         self.groups = [batch.num_rows for batch in self._batches]
 
     @property
-    def chunks(self) -> list[int]:
+    def identity(self) -> list[int]:
         return [column.nbytes for batch in self._batches for column in batch.columns]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
@@ -134,7 +134,7 @@ class TextTable(TableFile):
         self._table = read_json_lines(content, path) if self.has_types else read_csv(content, path)
         self._inexact = find_inexact_integers(content, self._table) if self.has_types else {}
         self.schema = self._table.schema
-        self.groups = cut(len(self._table), TEXT_GROUP_ROWS)
+        self.groups = group_sizes(len(self._table), TEXT_GROUP_ROWS)
 
     def name_row(self, row: int) -> str:
         name, line = super().name_row(row), 0
@@ -144,7 +144,7 @@ class TextTable(TableFile):
         return f"{name} (line {line})" if line else name
 
     @property
-    def chunks(self) -> list[str]:
+    def identity(self) -> list[str]:
         return [self._digest]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
@@ -173,10 +173,10 @@ class PictureFolder(TableFile):
         self.notes = self.folders.describe()
         self.sizes = self.folders.pictures
         self._names = list(self.sizes)
-        self.groups = cut(len(self._names), PICTURE_GROUP_ROWS)
+        self.groups = group_sizes(len(self._names), PICTURE_GROUP_ROWS)
 
     @property
-    def chunks(self) -> Sequence[object]:
+    def identity(self) -> Sequence[object]:
         return list(self.sizes.items())
 
     @cached_property
@@ -208,13 +208,13 @@ class PictureFolder(TableFile):
         return (height, width) if GREY_MODES.issuperset(modes) else (height, width, 3)
 
     def _read_picture(self, name: str) -> bytes:
-        with open_closing(join(self._location, name)) as file:
+        with open_uncached(join(self._location, name)) as file:
             return bytes(file.read())
 
     def _read_header(self, name: str) -> tuple[tuple[int, int], str] | DataError:
         """Return a picture's height and width and its Pillow mode, or the error that says why it cannot be read."""
         path = join(self._location, name)
-        with open_closing(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
+        with open_uncached(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
             try:
                 image = open_image(buffered, FILE_FORMATS)
             except DataError as error:
@@ -222,16 +222,16 @@ class PictureFolder(TableFile):
             return upright_size(image), image.mode
 
 
-def cut(rows: int, each: int) -> list[int]:
+def group_sizes(rows: int, group_rows: int) -> list[int]:
     """Cut rows into groups of `each`, but the last."""
-    return [min(each, rows - first) for first in range(0, rows, each)]
+    return [min(group_rows, rows - first) for first in range(0, rows, group_rows)]
 
 
 def open_table_file(path: str) -> TableFile:
     """Open a file of any kind, by its name; Parquet readers have state, so each call gets its own."""
     if path.endswith((ARROW, "/" + PICTURES)):
-        return _keep(path)
-    return _keep_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
+        return _cached_table(path)
+    return _cached_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
 
 
 def open_pictures(location: str) -> PictureFolder:
@@ -242,17 +242,17 @@ def open_pictures(location: str) -> PictureFolder:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep(path: str) -> TableFile:
+def _cached_table(path: str) -> TableFile:
     return ArrowTable(path) if path.endswith(ARROW) else PictureFolder(path)
 
 
 @lru_cache(maxsize=TEXT_FILES)
-def _keep_text(path: str) -> TableFile:
+def _cached_text(path: str) -> TableFile:
     return TextTable(path)
 
 
-def forget_files() -> None:
+def clear_file_cache() -> None:
     """Read files anew from now on: they may have been rewritten."""
-    forget_open_files()
-    _keep.cache_clear()
-    _keep_text.cache_clear()
+    clear_open_files()
+    _cached_table.cache_clear()
+    _cached_text.cache_clear()

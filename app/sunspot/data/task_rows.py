@@ -14,13 +14,13 @@ def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | N
 
     Raises `SettingsError` if a function of the task returns anything else, `DataError` or `StorageError`.
     """
-    train, test = open_whole_rows(settings, task)
+    train, test = open_without_test_share(settings, task)
     if test is None and settings.test_share:
         return hold_out(train, settings.test_share, settings.seed)
     return train, test
 
 
-def open_whole_rows(settings: Settings, task: Any) -> tuple[Source, Source | None]:
+def open_without_test_share(settings: Settings, task: Any) -> tuple[Source, Source | None]:
     """Do as `open_rows_of_task` without TEST_SHARE."""
     find = getattr(task, "find_sources", None)
     if find:

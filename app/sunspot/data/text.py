@@ -12,7 +12,7 @@ from sunspot.settings import PREFIX
 REFERENCE = "pydoc_data.topics"
 """Python's language reference as `help()` shows it: about 465 kB of English that come with Python."""
 
-HELD_OUT_SHARE = 0.1
+HELD_OUT_FRACTION = 0.1
 """The end of the text, which is not trained on."""
 
 GROUP_ROWS = 256
@@ -66,7 +66,7 @@ def open_text(dataset: str, context: int) -> tuple[TextSource, TextSource | None
     """
     location = REFERENCE if dataset == "sample" else dataset
     text = read_text(location)
-    cut = round(len(text) * (1 - HELD_OUT_SHARE))
+    cut = round(len(text) * (1 - HELD_OUT_FRACTION))
     train = _between(location, context, 0, cut)
     if not train.rows:
         raise DataError(f"{location}: {len(text)} bytes of text are too few for rows of {context + 1}")

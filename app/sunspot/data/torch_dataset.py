@@ -26,9 +26,9 @@ from sunspot.data.dataset_rows import (
     describe_difference,
     read_rows,
 )
-from sunspot.data.fingerprint import digest, digest_array, spread
+from sunspot.data.fingerprint import digest, digest_array, spread_evenly
 from sunspot.data.labels import LABEL
-from sunspot.data.source import LOOKED_AT
+from sunspot.data.source import SAMPLED_ROWS
 from sunspot.errors import ConflictError, DataError, SettingsError
 from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
@@ -36,7 +36,7 @@ from sunspot.settings import PREFIX, Settings
 GROUP_BYTES, GROUP_ROWS = 16 << 20, 1024
 """Most bytes and rows of a row group. A change moves the rows of LOADER=ray, and TEST_SHARE holds out others."""
 
-READ_TWICE = 16
+REREAD_ROWS = 16
 """Rows, spread evenly over all, that are read twice to find those that change at random."""
 
 
@@ -270,7 +270,7 @@ def find_class_names(dataset: Any) -> tuple[str, ...]:
 
 def fingerprint(dataset: Any, name: RowName) -> str:
     """Return what identifies a dataset: the number and columns of its rows and, after a '-', the content of some."""
-    rows = list(read_rows(dataset, spread(len(dataset), LOOKED_AT), name))
+    rows = list(read_rows(dataset, spread_evenly(len(dataset), SAMPLED_ROWS), name))
     columns = sorted((column, *RowColumn.of(value)) for column, value in rows[0].items())
     content = [digest_array(row[column]).encode() for row in rows for column in sorted(row)]
     return f"{digest(repr((len(dataset), columns)).encode())}-{digest(*content)}"
@@ -279,7 +279,7 @@ def fingerprint(dataset: Any, name: RowName) -> str:
 def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
     """Raise `SettingsError` if a row differs when it is read again, as one that is augmented at random does."""
     row_name = partial(name_row, task, held_out)
-    numbers = spread(len(dataset), READ_TWICE)
+    numbers = spread_evenly(len(dataset), REREAD_ROWS)
     first, again = (list(read_rows(dataset, numbers, row_name)) for _ in range(2))
     for number, before, after in zip(numbers, first, again, strict=True):
         changed = [name for name in before if name not in after or before[name].tobytes() != after[name].tobytes()]

@@ -16,7 +16,7 @@ from sunspot.data.order import Steps, run_order
 from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch, DataPlan, rows_in
 
-GPU_SHARE = 0.2
+GPU_FRACTION = 0.2
 """Share of a GPU's free memory that rows may take: training needs most, and says how much only while it runs."""
 
 
@@ -107,4 +107,4 @@ def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> l
 
 def fits_on(device: torch.device, size: int) -> bool:
     """Tell whether so many bytes of rows belong on the device: on a GPU with room for them."""
-    return device.type == "cuda" and size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+    return device.type == "cuda" and size <= GPU_FRACTION * torch.cuda.mem_get_info(device)[0]

@@ -12,7 +12,7 @@ from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.formatting import columns, plural, visible
 from sunspot.log import print_logs
-from sunspot.predict.command_arguments import add_arguments, refuse_wrong
+from sunspot.predict.command_arguments import add_arguments, check_arguments
 from sunspot.settings import load_settings
 from sunspot.settings_file import find_task
 
@@ -41,7 +41,7 @@ def main() -> int:
 
 def predict(arguments: argparse.Namespace) -> None:
     """Predict files, or a dataset; print a table or, with --json, one document."""
-    refuse_wrong(arguments)
+    check_arguments(arguments)
     task = find_task(arguments.task)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}
     settings = load_settings({name: value for name, value in given.items() if value})

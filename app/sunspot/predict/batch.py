@@ -30,7 +30,7 @@ from sunspot.checkpoint.parts import weights_digest
 from sunspot.data.held_out import hold_out
 from sunspot.data.order import MIN_ROWS
 from sunspot.data.source import PredictionSettings, Source, notes_on, read_rows, rows_in
-from sunspot.data.task_rows import open_whole_rows
+from sunspot.data.task_rows import open_without_test_share
 from sunspot.errors import (
     ConflictError,
     DamageError,
@@ -144,7 +144,7 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
     task: Any = load_task(model.settings)
     chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
     opened = PredictionSettings.of(model.settings.model_copy(update=chosen), model.data)
-    train, test = open_whole_rows(opened, task)
+    train, test = open_without_test_share(opened, task)
     if test is None and opened.test_share and rows_in(train) > MIN_ROWS:
         parts = hold_out(train, opened.test_share, opened.seed)
         if trained_on(model, parts[0]):

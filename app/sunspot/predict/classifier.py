@@ -167,7 +167,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
     try:
         if not isinstance(extra, dict):
             raise TypeError(f"a {type(extra).__name__}")
-        data, settings = ModelData.of_record(extra["data"]), recorded_settings(extra["settings"])
+        data, settings = ModelData.from_record(extra["data"]), recorded_settings(extra["settings"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         kind = f"{type(error).__name__}: {shorten(error)}"
         raise DamageError(

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_wrong(arguments: argparse.Namespace) -> None:
+def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise `SettingsError` for arguments that do not go together, before torch is imported, which takes seconds."""
     if bool(arguments.dataset) != bool(arguments.output):
         raise SettingsError("--dataset and --output go together")

@@ -53,7 +53,7 @@ READ_ROWS, READ_BYTES = 1024, 16 << 20
 MAX_CLASSES = 1000
 """With more classes, nothing is stored: the confusion matrix alone would be megabytes."""
 
-SAMPLE_PLACES = 4
+SAMPLE_RANGES = 4
 """Samples come from so many places spread over the training rows, which may be sorted by label."""
 
 SHOWN_ROWS = 256
@@ -95,7 +95,7 @@ def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Pre
     assert plan.test
     deadline = time.monotonic() + LIMIT_S
     model = Classifier(run, checkpoint, plan.settings.storage_path, use_gpu, task=plan.settings.task)
-    summary = Summary(model.data)
+    summary = PredictionSummary(model.data)
     rows = min(plan.settings.predict_rows, rows_in(plan.test))
     each = max(1, min(READ_ROWS, READ_BYTES // math.prod(plan.test.shape)))
     for first in range(0, rows, each):
@@ -106,7 +106,7 @@ def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Pre
     return summary.result(model.name, model.step, sample_rows(plan.source))
 
 
-class Summary:
+class PredictionSummary:
     """Accumulates predictions, with the images of the few examples that the report shows, if rows have images."""
 
     def __init__(self, data: ModelData) -> None:
@@ -161,10 +161,10 @@ class Summary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Read training rows from SAMPLE_PLACES places."""
+    """Read training rows from SAMPLE_RANGES places."""
     rows = rows_in(source)
-    each = min(MAX_SAMPLES // SAMPLE_PLACES, max(1, rows // SAMPLE_PLACES))
-    firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_PLACES)}
+    each = min(MAX_SAMPLES // SAMPLE_RANGES, max(1, rows // SAMPLE_RANGES))
+    firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_RANGES)}
     parts = [read_rows(source, first, min(first + each, rows)) for first in sorted(firsts)]
     return [
         Example(int(row), int(label), None, None, to_png(image))

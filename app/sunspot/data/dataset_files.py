@@ -22,7 +22,7 @@ from sunspot.formatting import plural
 OPEN_FILES = 128
 """Files kept open, with their footers, by each process."""
 
-TAKEN = (
+SUPPORTED = (
     "a path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with a folder of pictures for each class, or "
     "what Hugging Face's save_to_disk wrote"
 )
@@ -36,16 +36,16 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 PICTURES = "*/*"
 """Name of all pictures of a folder together."""
 
-STATE, MAX_STATE_BYTES = "state.json", 16 << 20
+STATE_FILE, MAX_STATE_BYTES = "state.json", 16 << 20
 """What `datasets` writes beside the files of a saved dataset: their names, in order."""
 
-DICTIONARY = "dataset_dict.json"
+DICT_FILE = "dataset_dict.json"
 """What it writes beside the folders of several of them."""
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
 """An S3 server that does not answer is given up after less than 30 s."""
 
-OF_CLIENTS = ("AWS Error", "google::cloud::Status", "Azure Error")
+CLIENT_ERRORS = ("AWS Error", "google::cloud::Status", "Azure Error")
 """What Arrow's errors say when a cloud's client has failed: they are OSErrors without a number, as of damaged files."""
 
 
@@ -81,24 +81,24 @@ def join(location: str, name: str) -> str:
 def list_files(location: str) -> DatasetFiles:
     """List the files of one kind below a folder. Raises `DataError` if it is not clear which kind is meant.
 
-    Of a folder that Hugging Face's `datasets` saved, those that its STATE names, in that order; PICTURES alone of one
+    Of a folder that Hugging Face's `datasets` saved, those that its STATE_FILE names, in that order; PICTURES alone of one
     with a folder of pictures for each class. Other tables and pictures beside Parquet are passed over, with a note.
     """
     system, path = _file_system(location)
-    with parquet_errors(location):
+    with arrow_errors(location):
         kind = system.get_file_info(path).type
         if kind == fs.FileType.File:
             _refuse_compressed([location])
             return DatasetFiles([""])
         if kind == fs.FileType.NotFound:
-            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or what exists: {TAKEN}")
+            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or what exists: {SUPPORTED}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
-    if STATE in names:
-        return DatasetFiles(_list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES)))
-    if DICTIONARY in names:
-        splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE)})
+    if STATE_FILE in names:
+        return DatasetFiles(_list_saved_dataset(location, read_range(join(location, STATE_FILE), 0, MAX_STATE_BYTES)))
+    if DICT_FILE in names:
+        splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE_FILE)})
         fix = f"set SUNSPOT_DATASET to one such as {location}/{splits[0]}"
         raise DataError(f"{location}: saved as {', '.join(splits)}; {fix}")
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
@@ -120,7 +120,7 @@ def list_files(location: str) -> DatasetFiles:
         outside = f" ({picture} is not in one)" if picture else ""
         raise DataError(
             f"{location}: no *.parquet, *.csv or *.jsonl in it (names that begin with '_' or '.' are skipped), and no "
-            f"folders of pictures{outside}; SUNSPOT_DATASET takes {TAKEN}"
+            f"folders of pictures{outside}; SUNSPOT_DATASET takes {SUPPORTED}"
         )
     [chosen] = found
     if chosen == "pictures":
@@ -155,7 +155,7 @@ def _refuse_compressed(paths: list[str]) -> None:
 def list_all(location: str) -> Listing:
     """List everything below a folder, hidden or not; raises `DataError` for a link to one of its own parent folders."""
     system, path = _file_system(location)
-    with parquet_errors(location):
+    with arrow_errors(location):
         if isinstance(system, fs.LocalFileSystem):
             found = list(_walk(path.encode(), ()))
         else:
@@ -171,7 +171,7 @@ def list_all(location: str) -> Listing:
 def list_folders(location: str) -> list[str]:
     """List the names of a folder's subfolders; empty if it is a file or does not exist."""
     system, path = _file_system(location)
-    with parquet_errors(location):
+    with arrow_errors(location):
         if system.get_file_info(path).type != fs.FileType.Directory:
             return []
         if isinstance(system, fs.LocalFileSystem):
@@ -208,73 +208,75 @@ def _decode(name: bytes) -> str:
         raise DataError(f"{name.decode(errors='surrogateescape')}: its name is not UTF-8; rename it") from error
 
 
-def _list_saved(location: str, state: bytes) -> list[str]:
-    """List the files of a saved dataset by the content of its STATE."""
+def _list_saved_dataset(location: str, state: bytes) -> list[str]:
+    """List the files of a saved dataset by the content of its STATE_FILE."""
     try:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{join(location, STATE)}: names no files: {shorten(error)}; save the dataset again") from error
+        raise DataError(
+            f"{join(location, STATE_FILE)}: names no files: {shorten(error)}; save the dataset again"
+        ) from error
     if not names or any("/" in name for name in names):
-        raise DataError(f"{join(location, STATE)}: names no files of its folder; save the dataset again")
+        raise DataError(f"{join(location, STATE_FILE)}: names no files of its folder; save the dataset again")
     return names
 
 
 def open_file(path: str) -> pq.ParquetFile:
     """Open a reader of its own for each call: readers have state, the open file below them has none."""
-    return pq.ParquetFile(_keep_handle(path), metadata=_keep_metadata(path), pre_buffer=True)
+    return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 
 def file_size(path: str) -> int:
     """Bytes of a file."""
-    with parquet_errors(path):
-        return int(_keep_handle(path).size())
+    with arrow_errors(path):
+        return int(_cached_handle(path).size())
 
 
 def read_range(path: str, offset: int, length: int) -> bytes:
     """Read some bytes of a file."""
-    with parquet_errors(path):
-        return bytes(_keep_handle(path).read_at(length, offset))
+    with arrow_errors(path):
+        return bytes(_cached_handle(path).read_at(length, offset))
 
 
 @contextlib.contextmanager
-def open_closing(path: str) -> Iterator[pa.NativeFile]:
+def open_uncached(path: str) -> Iterator[pa.NativeFile]:
     """Open one of many small files, which is not kept open."""
     system, inner = _file_system(path)
-    with parquet_errors(path), system.open_input_file(inner) as file:
+    with arrow_errors(path), system.open_input_file(inner) as file:
         yield file
 
 
-def forget_open_files() -> None:
+def clear_open_files() -> None:
     """Open files anew from now on: they may have been rewritten."""
-    _keep_handle.cache_clear()
-    _keep_metadata.cache_clear()
+    _cached_handle.cache_clear()
+    _cached_metadata.cache_clear()
 
 
 @contextlib.contextmanager
-def parquet_errors(path: str) -> Iterator[None]:
+def arrow_errors(path: str) -> Iterator[None]:
     """Turn Arrow's errors into ours. It raises OSError both for storage that fails and for damaged files."""
     try:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: not found; check SUNSPOT_DATASET and SUNSPOT_TEST_DATASET") from error
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
-        if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in OF_CLIENTS)):
+        if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in CLIENT_ERRORS)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
         kind = _kind_of(path)
         known = kind or path.endswith(".arrow")
-        also = "" if known else f"; SUNSPOT_DATASET takes {TAKEN}"
+        also = "" if known else f"; SUNSPOT_DATASET takes {SUPPORTED}"
         raise DataError(f"{path}: not a {kind or 'Parquet'} file, or damaged: {shorten(error)}{also}") from error
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep_handle(path: str) -> pa.NativeFile:
+def _cached_handle(path: str) -> pa.NativeFile:
     system, inner = _file_system(path)
     return system.open_input_file(inner)
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep_metadata(path: str) -> pq.FileMetaData:
-    metadata = pq.ParquetFile(_keep_handle(path)).metadata
+def _cached_metadata(path: str) -> pq.FileMetaData:
+    metadata = pq.ParquetFile(_cached_handle(path)).metadata
     # Arrow takes a row group's word for the number of its columns, and then reads beyond those of the schema.
     if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):
         raise DataError(f"{path}: damaged: its row groups have other columns than its schema")
