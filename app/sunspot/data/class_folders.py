@@ -1,4 +1,4 @@
-"""A dataset with a folder of pictures for each class: which files are read, and which class each belongs to."""
+"""Datasets with a folder of pictures for each class: which files are read, and which class each of them belongs to."""
 
 import os
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ JUNK_FILES, JUNK_PREFIX = (".ds_store", "thumbs.db", "desktop.ini"), "._"
 """Files that macOS and Windows leave in folders, in lower case."""
 
 JUNK_FOLDERS = ("__MACOSX", "@eaDir")
-"""Folders of metadata and thumbnails that macOS adds to archives, and Synology to folders of pictures."""
+"""Folders of metadata that macOS adds to archives, and of thumbnails that Synology adds to picture folders."""
 
 MAX_KINDS_NAMED = 5
 """Largest number of kinds of unread files, and of lost classes, that a message names."""
@@ -23,17 +23,17 @@ MAX_KINDS_NAMED = 5
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """The pictures of a dataset that has a folder for each class."""
+    """Pictures of a dataset that has a folder for each class."""
 
     location: str
     pictures: dict[str, int]
-    "Size in bytes by the picture's path below `location`, in the order of the rows."
+    "Size in bytes of each picture, by its path below `location`, in the order of the rows."
     root: str
-    "Prefix of the class folders below `location`: '', or 'train/' if no other folder has pictures."
+    "Prefix of the class folders below `location`: '', or 'train/' if no other folder contains pictures."
     without_pictures: dict[str, str]
-    "A description of the files of each class folder without a picture; the first few folders."
+    "Description of the files in class folders that contain no picture. Only the first few folders are listed."
     unread: str
-    "Description of the files that are not read; empty if all are."
+    "Description of the files that are not read; empty if all are read."
 
     def class_of(self, name: str) -> str:
         """Return the class of a picture: the outermost folder that contains it."""
@@ -51,7 +51,7 @@ class ClassFolders:
         return tuple(notes)
 
     def refuse_lost_classes(self) -> None:
-        """Raise `DataError` if a class folder has no picture, because its class would be missing."""
+        """Raise `DataError` if a class folder contains no picture, because its class would be missing."""
         if self.without_pictures:
             lost = ", ".join(f"{folder}/ ({files})" for folder, files in self.without_pictures.items())
             raise DataError(
@@ -71,9 +71,9 @@ class ClassFolders:
 
 
 def find_classes(location: str, listing: Listing) -> ClassFolders:
-    """Find the pictures of a dataset, and their classes.
+    """Find the pictures of a dataset and their classes.
 
-    Raises `DataError` if there are none, or if training and held-out rows are mixed.
+    Raises `DataError` if there are no pictures, or if training and held-out rows are mixed.
     """
     kept = [name for name in listing.sizes if not _is_junk(name)]
     visible = [name for name in kept if not _is_below_hidden(name)]
@@ -103,7 +103,7 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
 
 
 def _find_root(location: str, folders: set[str]) -> str:
-    """Return the prefix of the class folders: the folder of training rows if no other folder has pictures, else ''."""
+    """Return the prefix of the class folders: the training folder if no other folder contains pictures, else ''."""
     outermost = sorted({folder.partition("/")[0] for folder in folders})
     train = next((name for name in outermost if name.lower() in TRAINING and name not in folders), "")
     others = [name for name in outermost if name != train]
@@ -146,12 +146,12 @@ def _describe_unread(names: list[str], pictures: set[str], others: Sequence[str]
 
 
 def _describe_kinds(names: Iterable[str]) -> str:
-    """Describe the files of a folder that has no pictures, such as "8 .heic files"."""
+    """Describe the files of a folder that contains no pictures, such as "8 .heic files"."""
     counts = Counter(map(_kind_of, names)).most_common(MAX_KINDS_NAMED)
     return ", ".join(f"{plural(number, noun)}{rest}" for (noun, rest), number in counts) or "empty"
 
 
 def _kind_of(name: str) -> tuple[str, str]:
-    """Return the singular noun for a file's kind, and the words after it: (".heic file", "")."""
+    """Return the singular noun for a file's kind, and the words that follow it: (".heic file", "")."""
     suffix = os.path.splitext(name)[1]
     return (f"{suffix} file", "") if suffix else ("file", " without suffix")

@@ -1,13 +1,14 @@
 """Columns of a table as a task declares them: checking their types, and turning their values into arrays.
 
 A column of images (`ImageColumn`) takes three forms. An image is one of
-  - PNG or JPEG bytes, also as `datasets` stores them; a file of its own in a folder of pictures;
+
+  - PNG or JPEG bytes, also as `datasets` stores them, or a file of its own in a folder of pictures;
   - Arrow's fixed_shape_tensor of uint8: [H, W], [H, W, C] or [C, H, W];
   - lists of lists of integers 0 to 255 in the same shapes.
 
-C is 1 or 3; a shape that could be either is read as [H, W, C]. For bytes, the first row decides: grey (PNG's 1, 8 and
-16 bits, with or without alpha) gives one channel, everything else, palettes too, gives three. Transparency is dropped,
-16 bits are cut to the upper 8, and grey images among coloured ones become RGB.
+C is 1 or 3; a shape that could be either is read as [H, W, C]. For encoded images, the first row decides: greyscale PNG
+(1, 8 or 16 bits, with or without alpha) gives one channel, and everything else, palettes included, gives three.
+Transparency is dropped, 16-bit values keep their upper 8 bits, and grey images among colour images become RGB.
 """
 
 import math
@@ -26,10 +27,10 @@ from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError, shorten
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-"""Types that both loaders and PyTorch know."""
+"""Types that both loaders and PyTorch support."""
 
 SCALED = b"scaled"
-"""Key in a file's metadata: its images were scaled to one size, from their middle."""
+"""Metadata key of a file whose images were cropped from their middle and scaled to one size."""
 
 IS_NULL = "is null; fill it in, or leave out the row"
 
@@ -41,58 +42,60 @@ class Lists(NamedTuple):
 
     values: np.ndarray
     lengths: np.ndarray
-    "int64 [n]"
+    "Length of each list, int64 [n]."
 
 
 class ColumnOrigin(NamedTuple):
-    """Where the rows of a column come from, for messages."""
+    """File and row numbers that a column's values come from, for messages."""
 
     name: str
     file: TableFile
     rows: np.ndarray
-    "The position in the file of each row."
+    "Row number in the file for each value."
 
     def error(self, index: int, what: str) -> DataError:
-        """Return the error that says what is wrong with the row at an index."""
+        """Return an error that names a row, by its index in the column, and says what is wrong with it."""
         return DataError(f"{self.file.name_row(int(self.rows[index]))}: {self.name} {what}")
 
 
 @dataclass(frozen=True)
 class Column:
-    """How a column of the files becomes a tensor: numbers, or lists of them, or whatever `decode` makes numbers of."""
+    """Declaration of how a column of the files becomes a tensor: as numbers, lists of numbers, or the output of
+    `decode`.
+    """
 
     dtype: str = "float32"
-    "One of DTYPES. Those of whole numbers take integers and booleans, the others any number but NaN and infinity."
+    "One of DTYPES. Integer types take integers and booleans; floats take any number except NaN and infinity."
     shape: tuple[int, ...] = ()
     "Shape of each value: () for a number, (3,) for lists of three, (2, 3) for lists of lists."
     longest: int = 0
-    "For lists of any length up to this one: they are padded to it, and NAME_length has their lengths, int64 [n]."
+    "Maximum length of lists. They are padded to it, and NAME_length has their lengths, int64 [n]."
     fill: float = 0
-    "The number that lists are padded with."
+    "Number that pads lists."
     cut: bool = False
-    "Whether longer lists lose their end, instead of being refused."
+    "True to truncate longer lists instead of refusing them."
     decode: Callable[[Any], Any] | None = None
-    "Makes an array, or nested lists, of the value as Python has it: bytes, str, dict. Picklable."
+    "Function that turns a Python value (bytes, str, dict) into an array or nested lists. It must be picklable."
     of: str = ""
-    "The column in the files, if it has another name there."
+    "Name of the column in the files, if it differs there."
 
     @property
     def is_integer(self) -> bool:
-        """Whether its numbers are whole."""
+        """True if the column's numbers are integers."""
         return np.dtype(self.dtype).kind in "iu"
 
     @property
     def is_number(self) -> bool:
-        """Whether each value is a single number that is stored as such."""
+        """True if each value is a single number that the files store as such."""
         return not (self.shape or self.longest or self.decode)
 
     @property
     def is_class(self) -> bool:
-        """Whether its values may be classes."""
+        """True if the values may be classes."""
         return self.is_integer and not (self.shape or self.longest)
 
     def find_mistake(self) -> str:
-        """Say why nothing can be read as this declares; empty if all is well."""
+        """Return why the declaration is invalid; empty if it is valid."""
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype!r}; it must be one of {', '.join(DTYPES)}"
         if any(length < 1 for length in self.shape) or self.longest < 0:
@@ -105,13 +108,13 @@ class Column:
         return ""
 
     def describe(self) -> Any:
-        """Return what identifies the declaration in a fingerprint, as JSON takes it."""
+        """Return the parts of the declaration that belong to the fingerprint, as JSON values."""
         named = getattr(self.decode, "__qualname__", type(self.decode).__qualname__) if self.decode else ""
         identity = getattr(self.decode, "fingerprint", named)
         return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]
 
     def takes(self, stored: pa.DataType) -> bool:
-        """Tell whether values of a type in the files can be what the column declares."""
+        """Return True if a type in the files fits the declaration."""
         if self.decode:
             return True
         if isinstance(stored, pa.FixedShapeTensorType):
@@ -125,7 +128,7 @@ class Column:
         return fits and (is_number or (pa.types.is_floating(inner) and not self.is_integer))
 
     def check_type(self, stored: pa.DataType, place: str) -> None:
-        """Raise `DataError` if no value of a type can be what the column declares."""
+        """Raise `DataError` if a type in the files does not fit the declaration."""
         if not self.takes(stored):
             raise DataError(
                 f"{place} is {stored}, but the task declares {self._describe_type()}; change the one or the other, or "
@@ -133,7 +136,7 @@ class Column:
             )
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
-        """Return the arrays of a column by their suffix: '' [n, *shape], and of lists '_length'; raises `DataError`."""
+        """Return the arrays of a column by suffix: '' [n, *shape] and, for lists, '_length'. Raises `DataError`."""
         if not self.longest:
             return {"": self._read_fixed(values, origin)}
         lists = self.read_lists(values, origin)
@@ -166,7 +169,7 @@ class Column:
         return Lists(numbers, lengths)
 
     def _read_fixed(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> np.ndarray:
-        """Return [n, *shape]: of tensors and lists of the declared dtype, a view of Arrow's memory."""
+        """Return [n, *shape]. Tensors and lists that have the declared dtype give a view of Arrow's memory."""
         if self.decode:
             return self._decode_all(values, origin)
         if not origin.file.has_types:
@@ -198,7 +201,7 @@ class Column:
         return found
 
     def _decode(self, value: pa.Scalar, origin: ColumnOrigin, index: int) -> np.ndarray:
-        """Return what `decode` makes of a value, as the column's dtype."""
+        """Return a value as `decode` returns it, in the column's dtype."""
         assert self.decode
         if not value.is_valid:
             raise origin.error(index, IS_NULL)
@@ -213,7 +216,7 @@ class Column:
         return self._cast(decoded.reshape(-1), origin, lambda _: index).reshape(decoded.shape)
 
     def _fit(self, values: pa.Array, origin: ColumnOrigin, row_of: Callable[[int], int]) -> np.ndarray:
-        """Return numbers as the column's dtype; `row_of` gives the index of the row that a number belongs to."""
+        """Return numbers in the column's dtype; `row_of` maps the index of a number to the index of its row."""
         if values.null_count:
             raise origin.error(row_of(first_true(pc.is_null(values))), "has a null")
         if pa.types.is_boolean(values.type):
@@ -250,15 +253,18 @@ class Column:
 
 @dataclass(frozen=True)
 class ImageColumn(Column):
-    """A column of images in any of the three forms, all of one size; read as uint8 [n, C, H, W], C-contiguous."""
+    """A column of images of one size, in any of the three forms; read as uint8 [n, C, H, W], C-contiguous."""
 
     dims: tuple[int, ...] = ()
     "Dimensions of an image in tensors and lists: [H, W], [H, W, C] or [C, H, W]."
     scales: bool = False
-    "Whether pictures of another size or colour are scaled to `shape`, from their middle, instead of being refused."
+    "True to scale the middle of pictures of another size or colour to `shape` instead of refusing them."
 
     @classmethod
     def of_dims(cls, dims: tuple[int, ...], place: str, scales: bool = False) -> "ImageColumn":
+        """Return the column for images stored as `dims`; raises `DataError`, which names `place`, if no image has that
+        shape.
+        """
         return cls("uint8", order_dims(dims, place)[0], dims=dims, scales=scales)
 
     def describe(self) -> Any:
@@ -286,7 +292,7 @@ class ImageColumn(Column):
 
 
 def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
-    """Return the type of the values in nested lists, and how deep they are nested."""
+    """Return the type of the values in nested lists, and the depth of nesting."""
     depth = 0
     while hasattr(stored, "value_type"):
         stored, depth = stored.value_type, depth + 1
@@ -294,7 +300,7 @@ def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
 
 
 def is_permuted(stored: pa.FixedShapeTensorType) -> bool:
-    """Tell whether tensors lie in memory in another order than their shape says.
+    """Return True if tensors lie in memory in another order than that of their dimensions.
 
     pyarrow 26 writes shapes that contradict the permutation, and cannot read them back itself.
     """
@@ -303,7 +309,7 @@ def is_permuted(stored: pa.FixedShapeTensorType) -> bool:
 
 
 def order_dims(dims: tuple[int, ...], place: str) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """Return channels, height and width of an image stored as `dims`, and how to transpose [n, *dims] to them."""
+    """Return channels, height and width of an image stored as `dims`, and how to transpose [n, *dims] to that order."""
     if len(dims) == 2 and all(dims):
         return (1, dims[0], dims[1]), ()
     if len(dims) == 3 and all(dims) and dims[2] in (1, 3):
@@ -314,22 +320,24 @@ def order_dims(dims: tuple[int, ...], place: str) -> tuple[tuple[int, int, int],
 
 
 def is_bytes(stored: pa.DataType) -> bool:
+    """Return True if an Arrow type holds bytes."""
     return bool(pa.types.is_binary(stored) or pa.types.is_large_binary(stored))
 
 
 def is_encoded(stored: pa.DataType) -> bool:
-    """Tell whether a column holds files: their bytes, or as `datasets` has them, a struct of `bytes` and `path`."""
+    """Return True if a column holds encoded images: bytes, or as in `datasets` a struct of `bytes` and `path`."""
     return is_bytes(stored) or (
         pa.types.is_struct(stored) and stored.get_field_index("bytes") >= 0 and is_bytes(stored.field("bytes").type)
     )
 
 
 def encoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the bytes of such a column; any other as it is."""
+    """Return the bytes of encoded images; other columns are returned unchanged."""
     return pc.struct_field(values, "bytes") if is_encoded(values.type) and not is_bytes(values.type) else values
 
 
 def first_true(mask: np.ndarray | pa.Array | pa.ChunkedArray) -> int:
+    """Return the index of the first true value."""
     return int(np.argmax(np.asarray(mask)))
 
 

@@ -1,4 +1,4 @@
-"""`python -m sunspot.data.convert`: a dataset written as Parquet, in the form that reads fastest."""
+"""`python -m sunspot.data.convert`: writes a dataset as Parquet, in the form that reads fastest."""
 
 import contextlib
 import json
@@ -30,10 +30,10 @@ from sunspot.log import print_logs
 log = logging.getLogger("sunspot.data.convert")  # when it is run, its name is __main__
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
-"""Pixels of a row group, which a streaming reader fetches at once, and the limits of its rows."""
+"""Bytes of pixels in a row group, which a streaming reader fetches at once, and limits on its number of rows."""
 
 FILE_BYTES = 256 << 20
-"""Bytes of pixels in one file; a larger dataset gets several."""
+"""Bytes of pixels in one file. A larger dataset gets several files."""
 
 DESCRIPTION = """\
 Write a dataset as Parquet in the form that reads fastest.
@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert_mnist(data_root: str, out: str) -> dict[str, int]:
-    """Write MNIST to `out`; returns the rows of each split. Raises like `_new_directory` and `open_mnist`."""
+    """Write MNIST to `out`, and return the number of rows in each split.
+
+    Raises the errors of `open_mnist`, `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
+    """
     with _new_directory(out) as directory:
         written = {}
         for split, source in zip(("train", "test"), open_mnist(data_root), strict=True):
@@ -85,10 +88,10 @@ def convert_mnist(data_root: str, out: str) -> dict[str, int]:
 
 
 def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
-    """Write folders of images to `out`, cropped to the central square of `size`; returns the rows of each split.
+    """Write folders of images to `out`, cropped to the central square of `size`, and return the rows of each split.
 
-    Rows are shuffled once, with a fixed seed: folders are sorted by class, and a streaming reader shuffles only within
-    a window. Grey only if all images are. Raises `DataError` naming the image or folder.
+    Rows are shuffled once, with a fixed seed, because folders are sorted by class and a streaming reader only shuffles
+    within a window. The result is grey if all images are grey. Raises `DataError`, which names the image or folder.
     """
     folders = {split: PictureFolder(str(folder)) for split, folder in _split_folders(Path(root)).items()}
     labels = {split: folder.read(["label"])["label"].to_pylist() for split, folder in folders.items()}
@@ -117,7 +120,7 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
 
 
 def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scaled: bool = False) -> int:
-    """Write rows, in batches of any size, as part-00000.parquet and so on; returns their number.
+    """Write batches of rows as part-00000.parquet and so on, and return the number of rows.
 
     All files have been synced to disk when this returns.
     """
@@ -144,7 +147,7 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scale
 
 
 def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes]) -> pa.Table:
-    """Columns `image` (fixed_shape_tensor of uint8, of images [n, ...]) and `label` (int64)."""
+    """Return a table with the columns `image` (fixed_shape_tensor of uint8) and `label` (int64)."""
     image = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(images))
     return pa.table({"image": image, "label": pa.array(labels, pa.int64())}).replace_schema_metadata(metadata)
 
@@ -152,7 +155,7 @@ def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes
 def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.ParquetWriter:
     """Open a writer for the tables of `to_table`.
 
-    Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: MNIST's files are a third
+    Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: MNIST's files become a third
     smaller and a sixth faster to read.
     """
     encoding = {"image.list.element": "BYTE_STREAM_SPLIT"}
@@ -174,7 +177,7 @@ def _rows_per_group(image_bytes: int) -> int:
 def _new_directory(out: str) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `out` when the block ends, or deleted if it raises.
 
-    Raises `SettingsError` if `out` exists, `StorageError` if it cannot be written.
+    Raises `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
     """
     if "://" in out:
         raise SettingsError(f"{out}: give a local directory, and copy it afterwards (aws s3 cp --recursive)")
@@ -207,7 +210,7 @@ def _fsync(path: Path) -> None:
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """Return the folder of class folders of each split; one split named '' if `root` is not split."""
+    """Return the folder of class folders for each split. Without splits, the only key is ''."""
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of class folders with --root")
     names = list_folders(str(root))

@@ -1,4 +1,4 @@
-"""A dataset's files on disk or in a bucket: listing and opening them, with Arrow's errors turned into ours."""
+"""A dataset's files on disk or in a bucket: lists and opens them, and translates Arrow's errors into Sunspot's."""
 
 import contextlib
 import json
@@ -20,38 +20,39 @@ from sunspot.errors import DataError, StorageError, shorten
 from sunspot.formatting import plural
 
 OPEN_FILES = 128
-"""Files kept open, with their footers, by each process."""
+"""Number of files that each process keeps open, with their footers."""
 
 SUPPORTED = (
     "a path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with a folder of pictures for each class, or "
     "what Hugging Face's save_to_disk wrote"
 )
-"""What DATASET may name besides the digits."""
+"""Values of DATASET other than the names of the digits, for messages."""
 
 KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-"""Endings of tables that are compressed as a whole. Compression within Parquet adds no ending."""
+"""Suffixes of tables that are compressed as a whole. Compression within Parquet adds no suffix."""
 
 PICTURES = "*/*"
-"""Name of all pictures of a folder together."""
+"""Name that stands for all pictures of a folder together."""
 
 STATE_FILE, MAX_STATE_BYTES = "state.json", 16 << 20
-"""What `datasets` writes beside the files of a saved dataset: their names, in order."""
+"""File that `datasets` writes beside the files of a saved dataset. It lists their names, in order."""
 
 DICT_FILE = "dataset_dict.json"
-"""What it writes beside the folders of several of them."""
+"""File that `datasets` writes beside the folders of several saved datasets."""
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
-"""An S3 server that does not answer is given up after less than 30 s."""
+"""Timeouts in seconds, and number of tries. An S3 server that does not answer is given up after less than 30 s."""
 
 CLIENT_ERRORS = ("AWS Error", "google::cloud::Status", "Azure Error")
-"""What Arrow's errors say when a cloud's client has failed: they are OSErrors without a number, as of damaged files."""
+"""Parts of the messages of Arrow's errors when a cloud client has failed. They are OSErrors without an errno, like the
+errors for damaged files."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files and folders below a folder, sorted by their paths in it."""
+    """Files and folders below a folder, sorted by their paths in it."""
 
     sizes: dict[str, int]
     "Size of each file in bytes."
@@ -61,28 +62,30 @@ class Listing:
 
 
 class DatasetFiles(NamedTuple):
-    """The files of a dataset that are read."""
+    """Files of a dataset that are read."""
 
     names: list[str]
-    "Sorted, as paths below the dataset's folder; [''] if the dataset is one file."
+    "Sorted paths below the dataset's folder; [''] if the dataset is a single file."
     notes: tuple[str, ...] = ()
-    "Lines that a user should read before their rows are trained on."
+    "Notes for the user on files that are not read."
 
 
 def absolute(location: str) -> str:
+    """Return a URL without a trailing slash, or an absolute path."""
     return location.rstrip("/") if "://" in location else os.path.abspath(os.path.expanduser(location))
 
 
 def join(location: str, name: str) -> str:
-    """Return the file `name` below `location`; `location` itself when `name` is empty."""
+    """Return the path of the file `name` below `location`, or `location` itself if `name` is empty."""
     return f"{location.rstrip('/')}/{name}" if name else location
 
 
 def list_files(location: str) -> DatasetFiles:
-    """List the files of one kind below a folder. Raises `DataError` if it is not clear which kind is meant.
+    """List the files of one format below a folder; raises `DataError` if the format is ambiguous.
 
-    Of a folder that Hugging Face's `datasets` saved, those that its STATE_FILE names, in that order; PICTURES alone of one
-    with a folder of pictures for each class. Other tables and pictures beside Parquet are passed over, with a note.
+    For a dataset that Hugging Face's `datasets` saved, the files are those in its STATE_FILE, in that order. For a
+    folder with a folder of pictures for each class, the only name is PICTURES. Other tables and pictures beside Parquet
+    are skipped, with a note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -153,7 +156,7 @@ def _refuse_compressed(paths: list[str]) -> None:
 
 
 def list_all(location: str) -> Listing:
-    """List everything below a folder, hidden or not; raises `DataError` for a link to one of its own parent folders."""
+    """List everything below a folder, sorted by path."""
     system, path = _file_system(location)
     with arrow_errors(location):
         if isinstance(system, fs.LocalFileSystem):
@@ -169,7 +172,7 @@ def list_all(location: str) -> Listing:
 
 
 def list_folders(location: str) -> list[str]:
-    """List the names of a folder's subfolders; empty if it is a file or does not exist."""
+    """List the names of a folder's subfolders; the list is empty if `location` is a file or does not exist."""
     system, path = _file_system(location)
     with arrow_errors(location):
         if system.get_file_info(path).type != fs.FileType.Directory:
@@ -184,7 +187,10 @@ def list_folders(location: str) -> list[str]:
 
 
 def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
-    """Yield path, kind and size of everything below a local folder; follows links, but, unlike Arrow, in no circle."""
+    """Yield path, kind and size of everything below a local folder.
+
+    Links are followed as in Arrow, but a link to a parent folder raises `DataError`.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             path = _decode(entry.path)
@@ -201,7 +207,7 @@ def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[s
 
 
 def _decode(name: bytes) -> str:
-    """Decode a name as Arrow does, whatever the locale; raises `DataError` if it is not UTF-8."""
+    """Decode a name as Arrow does, in any locale; raises `DataError` if it is not UTF-8."""
     try:
         return name.decode()
     except UnicodeDecodeError as error:
@@ -209,7 +215,7 @@ def _decode(name: bytes) -> str:
 
 
 def _list_saved_dataset(location: str, state: bytes) -> list[str]:
-    """List the files of a saved dataset by the content of its STATE_FILE."""
+    """Return the names of a saved dataset's files, from the content of its STATE_FILE."""
     try:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -222,39 +228,39 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """Open a reader of its own for each call: readers have state, the open file below them has none."""
+    """Open a new reader on each call. Readers have state; the open file that they share has none."""
     return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 
 def file_size(path: str) -> int:
-    """Bytes of a file."""
+    """Return the size of a file in bytes."""
     with arrow_errors(path):
         return int(_cached_handle(path).size())
 
 
 def read_range(path: str, offset: int, length: int) -> bytes:
-    """Read some bytes of a file."""
+    """Read `length` bytes of a file from an offset."""
     with arrow_errors(path):
         return bytes(_cached_handle(path).read_at(length, offset))
 
 
 @contextlib.contextmanager
 def open_uncached(path: str) -> Iterator[pa.NativeFile]:
-    """Open one of many small files, which is not kept open."""
+    """Open a small file and close it afterwards, instead of keeping it open."""
     system, inner = _file_system(path)
     with arrow_errors(path), system.open_input_file(inner) as file:
         yield file
 
 
 def clear_open_files() -> None:
-    """Open files anew from now on: they may have been rewritten."""
+    """Forget all open files, because they may have been rewritten."""
     _cached_handle.cache_clear()
     _cached_metadata.cache_clear()
 
 
 @contextlib.contextmanager
 def arrow_errors(path: str) -> Iterator[None]:
-    """Turn Arrow's errors into ours. It raises OSError both for storage that fails and for damaged files."""
+    """Translate Arrow's errors. It raises OSError both for storage that fails and for damaged files."""
     try:
         yield
     except FileNotFoundError as error:
@@ -284,7 +290,7 @@ def _cached_metadata(path: str) -> pq.FileMetaData:
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a path or URL, and the path in it."""
+    """Return the file system of a path or URL, and the path in that file system."""
     if "://" not in location:
         return fs.LocalFileSystem(), location
     scheme, _, path = location.partition("://")
@@ -298,7 +304,7 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
 
 @lru_cache(maxsize=4)
 def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, authorities: str) -> fs.FileSystem:
-    """Connect Arrow's S3 client by the usual AWS environment; it finds the credentials by itself."""
+    """Return Arrow's S3 client for the usual AWS environment variables; it finds the credentials itself."""
     scheme, _, host = (endpoint_s3 or endpoint).rpartition("://")
     return fs.S3FileSystem(
         region=region or default_region or "us-east-1",
@@ -313,7 +319,10 @@ def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, autho
 
 @lru_cache(maxsize=4)
 def _google(emulator: str) -> fs.FileSystem:
-    """Connect Arrow's client for Google Cloud Storage with Application Default Credentials; an emulator wants none."""
+    """Return Arrow's client for Google Cloud Storage, with Application Default Credentials.
+
+    An emulator is used without credentials.
+    """
     scheme, _, host = emulator.rpartition("://")
     return fs.GcsFileSystem(
         anonymous=bool(host),
@@ -325,7 +334,7 @@ def _google(emulator: str) -> fs.FileSystem:
 
 @lru_cache(maxsize=4)
 def _azure(connection: str, account: str, key: str) -> fs.FileSystem:
-    """Connect Arrow's client for Azure Blob Storage; without a key it finds the identity by itself."""
+    """Return Arrow's client for Azure Blob Storage; without a key, it finds the identity itself."""
     given = dict(pair.split("=", 1) for pair in connection.split(";") if "=" in pair)
     endpoint = urlsplit(given.get("BlobEndpoint", ""))
     where = {
@@ -347,4 +356,5 @@ CLIENTS: dict[str, tuple[Callable[..., fs.FileSystem], tuple[str, ...]]] = {
     "az": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
     "abfs": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
 }
-"""File system by the scheme of a URL, and the variables it is made by: when they change, another is made."""
+"""Function that connects a file system, by URL scheme, and the environment variables that it takes. If their values
+change, a new client is made."""

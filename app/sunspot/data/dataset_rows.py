@@ -1,7 +1,7 @@
-"""Rows as a `torch.utils.data.Dataset` returns them, turned into arrays by column.
+"""Converts the items of a `torch.utils.data.Dataset` to arrays by column.
 
-An item is a tuple, a dict or a single value, and a value is a tensor, an array, a number or a picture of Pillow. No
-number is changed on the way: what has no numbers, or another shape in another row, is refused by row.
+An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow picture. Numbers are
+never changed: a value that is not numeric, or whose shape differs from that of row 0, is refused with its row.
 """
 
 import traceback
@@ -19,29 +19,29 @@ from sunspot.errors import DataError, shorten
 from sunspot.formatting import some_of
 
 IMAGE, INPUT = "image", "input"
-"""Names for the value beside the label in a row without names: for a picture, and for anything else."""
+"""Column names for the value beside the label in a row without names: for a picture, and for anything else."""
 
 PICTURE_MODES = ("L", "RGB")
-"""Pillow's modes of pictures of bytes, grey or in colour."""
+"""Pillow's modes of 8-bit pictures, in grey or colour."""
 
 RowName = Callable[[int], str]
-"""Names the row of a number, for messages."""
+"""Function that returns the name of a row, by its number, for messages."""
 
 
 class RowColumn(NamedTuple):
-    """The dtype and shape that a column has in all rows."""
+    """Dtype and shape that a column has in all rows."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, value: np.ndarray) -> "RowColumn":
-        """Return the column of a value."""
+        """Return the column to which a value belongs."""
         return cls(value.dtype.name, value.shape)
 
     @property
     def is_picture(self) -> bool:
-        """Return True if the values are pictures as in other datasets: uint8 [C, H, W] with one or three channels."""
+        """True if the values are pictures as in other datasets: uint8 [C, H, W] with one or three channels."""
         return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[0] in (1, 3)
 
     def __str__(self) -> str:
@@ -49,13 +49,13 @@ class RowColumn(NamedTuple):
 
 
 def read_rows(dataset: Any, numbers: list[int], name: RowName) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the rows of some numbers, as arrays by column; raises `DataError` naming the row."""
+    """Yield the rows with these numbers, as arrays by column; raises `DataError`, which names the row."""
     for number, item in zip(numbers, fetch(dataset, numbers, name), strict=True):
         yield to_columns(item, name(number))
 
 
 def fetch(dataset: Any, numbers: list[int], name: RowName) -> list[Any]:
-    """Return the items of some numbers; raises `DataError` for one that the dataset fails to return."""
+    """Return the items with these numbers; raises `DataError` for an item that the dataset fails to return."""
     fetch_together = getattr(dataset, "__getitems__", None)
     if fetch_together:
         with suppress(Exception):  # the item that fails is found below
@@ -94,7 +94,7 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
 
 
 def to_array(value: Any, place: str) -> np.ndarray:
-    """Return the numbers of a value; raises `DataError`, which begins with its `place`, if it has none."""
+    """Return the numbers of a value; raises `DataError`, which begins with `place`, if the value is not numeric."""
     if isinstance(value, Image.Image):
         if value.mode not in PICTURE_MODES:
             raise DataError(f"{place} is a picture of mode {value.mode}; convert it to {' or '.join(PICTURE_MODES)}")
@@ -120,7 +120,7 @@ def describe_columns(columns: Mapping[str, RowColumn]) -> str:
 
 
 def describe_difference(columns: Mapping[str, RowColumn], first: Mapping[str, RowColumn]) -> str:
-    """Say how the columns of a row differ from those of the first row, and the fix."""
+    """Return how the columns of a row differ from those of row 0, and the fix."""
     if columns.keys() != first.keys():
         return f"has the columns {some_of(list(columns))}, and row 0 {some_of(list(first))}; return the same for all"
     name = next(name for name in first if columns[name] != first[name])

@@ -1,4 +1,4 @@
-"""Images with labels in a table: the columns `image` and `label`, declared by what the first file holds."""
+"""Datasets of images: tables with the columns `image` and `label`, whose form the first file determines."""
 
 import io
 from dataclasses import replace
@@ -40,17 +40,17 @@ IMAGE = "image"
 SAMPLE = Path(__file__).parent / "sample.parquet"
 
 TRAIN_GROUPS = b"train_row_groups"
-"""Key in the sample's metadata: how many of its row groups, from the first, are for training."""
+"""Metadata key in the bundled sample. Its value is the number of row groups for training; the others are held out."""
 
 
 def open_images(
     location: str, side: int = 0, like: ImageColumn | None = None, model: ModelData | None = None
 ) -> TableSource:
-    """Open a dataset of images, local or in a bucket, and check everything but the pixels.
+    """Open a dataset of images, on disk or in a bucket, and check everything except the pixels.
 
-    Pictures in files of their own are scaled to one size (`PictureFolder.find_dims`), and with a `side` those within
-    Parquet or Arrow, too; all as `like` says, if that scales. Raises `DataError` naming the file, and the row where
-    there is one, or `StorageError` naming the URL.
+    Pictures in files of their own are scaled to one size (`PictureFolder.find_dims`), and with a `side` so are pictures
+    within Parquet or Arrow. If `like` scales pictures, they are scaled to the size of `like`. Raises `DataError`, which
+    names the file and, if possible, the row, or `StorageError`, which names the URL.
     """
     location = absolute(location)
     files = find_files(location)
@@ -66,7 +66,7 @@ def open_image_splits(
 ) -> tuple[TableSource, TableSource | None]:
     """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
 
-    With the data of a `model`, the rows are opened for it to predict: they need no labels.
+    With the data of a `model`, the rows are opened for prediction with it and need no labels.
     """
     places = locate_splits(dataset, test_dataset)
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None
@@ -81,14 +81,14 @@ def open_image_splits(
 
 
 def open_sample() -> tuple[TableSource, TableSource]:
-    """Open the bundled digits: training and held-out rows of one file (see SAMPLE.md)."""
+    """Open the training and held-out rows of the bundled digits, which are in one file (see SAMPLE.md)."""
     both = open_images(str(SAMPLE))
     split = int(open_file(str(SAMPLE)).schema_arrow.metadata[TRAIN_GROUPS])
     return replace(both, groups=both.groups[:split]), replace(both, groups=both.groups[split:])
 
 
 def find_images(path: str) -> pa.Field:
-    """Return the column of the images in a file; raises `DataError`."""
+    """Return a file's column of images; raises `DataError` if the file has no such column."""
     schema = open_table_file(path).schema
     if IMAGE not in schema.names:
         raise DataError(
@@ -100,7 +100,7 @@ def find_images(path: str) -> pa.Field:
 
 
 def _declare_images(path: str, side: int) -> ImageColumn:
-    """Return the column of the images in a file, by their type or else by the first of them."""
+    """Return the column of a file's images, as its type or else the first image determines it."""
     file = open_table_file(path)
     if isinstance(file, PictureFolder):
         return ImageColumn.of_dims(file.find_dims(side), path, scales=True)

@@ -1,8 +1,8 @@
-"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before anything of that size is made.
+"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before memory of that size is allocated.
 
 Pictures are decoded as by torchvision's ImageFolder (transparency and colour profiles are ignored), with two
-differences: they are turned upright by their EXIF orientation, and 16-bit pixels keep their upper 8 bits. A picture
-that would lose more than that is refused.
+differences: they are turned upright according to their EXIF orientation, and 16-bit pixels keep their upper 8 bits. A
+picture that would lose more than that is refused.
 """
 
 import io
@@ -20,21 +20,22 @@ from sunspot.formatting import as_bytes
 NPY_MAGIC = b"\x93NUMPY"
 
 FORMATS = ("PNG", "JPEG")
-"""Pillow knows forty more, and one of them hands the file to Ghostscript."""
+"""Formats that are decoded. Pillow supports forty more, and one of them passes the file to Ghostscript."""
 
 FILE_FORMATS = (*FORMATS, "BMP", "WEBP", "TIFF", "PPM", "GIF")
-"""What is read of files whose names end with one of SUFFIXES, whatever else Pillow would find in them."""
+"""Formats that are decoded if a file's name ends with one of SUFFIXES."""
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".webp", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".gif", ".mpo"),
 )
+"""Suffixes of picture files, in lower case."""
 
 USUAL_SIDE = 64
-"""Height and width that pictures of several sizes are scaled to, unless the user names another."""
+"""Default height and width to which pictures of different sizes are scaled."""
 
 MAX_BYTES = 10**9
-"""Largest file that is read. A device may have no end, and of more the model would be handed too much at once."""
+"""Largest file that is read. A device may be endless, and a larger file would give the model too much at once."""
 
 GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow's modes without colour."""
@@ -49,7 +50,7 @@ REFUSED_MODES = {
 """Modes that cannot be converted to grey or RGB without loss, with the message for such a picture."""
 
 ORIENTATION, LAST_NOT_ROTATED = 0x0112, 4
-"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and its last value that does not swap height and width."""
+"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and the last value that does not swap height and width."""
 
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -60,9 +61,9 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""Pillow's name of the operation that turns a picture of each orientation upright.
+"""Pillow's name for the operation that turns a picture of each orientation upright.
 
-`ImageOps.exif_transpose` also writes the EXIF data again, and fails if a value in them is invalid
+`ImageOps.exif_transpose` also rewrites the EXIF data, and fails if a value in them is invalid
 (python-pillow/Pillow#8965).
 """
 
@@ -73,20 +74,20 @@ EXTRA_SAMPLES = 338
 """TIFF tags (TIFF 6.0, section 8)."""
 
 WHITE_IS_ZERO = 0
-"""Value of PHOTOMETRIC in negatives, which Pillow inverts only if they have 8 bits."""
+"""Value of PHOTOMETRIC in negatives. Pillow only inverts them if they have 8 bits."""
 
 REDUCED_OR_MASK = 0b101
-"""Bits of SUBFILE_TYPE: a page that is a smaller version of another, or a mask."""
+"""Bits of SUBFILE_TYPE for a page that is a mask or a smaller version of another page."""
 
 UNSPECIFIED_CHANNEL = 0
-"""Value of EXTRA_SAMPLES for a further channel of any other kind, such as infrared."""
+"""Value of EXTRA_SAMPLES for an additional channel that is not transparency, such as infrared."""
 
 
 def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
-    """Read a file as uint8 [B, *shape]: one image, or all B of an array [B, C, H, W].
+    """Read a file as uint8 [B, *shape]: a single image, or an array [B, C, H, W] of several.
 
-    A picture of another size or colour is refused, or with `scales` scaled as those of a folder are. Raises
-    `SettingsError` naming the file, its content and what was expected.
+    A picture of another size or colour is refused, or with `scales` its middle is scaled to `shape`. Raises
+    `SettingsError`, which names the file, its content and what was expected.
     """
     try:
         with path.open("rb") as stream:
@@ -102,7 +103,7 @@ def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.
 
 
 def decode_images(content: bytes, shape: tuple[int, ...], place: str, scales: bool = False) -> np.ndarray:
-    """Do as `read_images` for bytes; `place` names them in messages."""
+    """Decode the content of a file like `read_images`; `place` is its name in messages."""
     if content.startswith(NPY_MAGIC):
         return _from_array(content, shape, place)
     try:
@@ -133,14 +134,14 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
 
 
 def is_picture(name: str) -> bool:
-    """Tell by its name whether a file is a picture."""
+    """Return True if a file name has the suffix of a picture."""
     return name.lower().endswith(SUFFIXES)
 
 
 def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
-    """Return uint8 [C, H, W] of an encoded picture; raises `DataError` that says what is wrong with it.
+    """Return uint8 [C, H, W] of an encoded picture; raises `DataError`, which says what is wrong with it.
 
-    One of another size or colour is refused, or with `scales` scaled as those of a folder are.
+    A picture of another size or colour is refused, or with `scales` its middle is scaled to `shape`.
     """
     image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
     grey, (height, width) = image.mode in GREY_MODES, upright_size(image)
@@ -177,7 +178,7 @@ def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """Return the height and width with which viewers show a picture, from its header alone."""
+    """Return the height and width at which viewers show a picture, from its header alone."""
     # Pillow itself swaps them for TIFF. For PNG, it would decode the pixels to look for EXIF data after them.
     in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
     turned = in_header and _find_orientation(image) > LAST_NOT_ROTATED
@@ -185,7 +186,7 @@ def upright_size(image: Any) -> tuple[int, int]:
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
-    """Turn a Pillow image into uint8 [C, H, W], as grey (1) or RGB (3)."""
+    """Convert a Pillow image to uint8 [C, H, W], as grey (1 channel) or RGB (3 channels)."""
     return _to_array(_convert(image, channels))
 
 
@@ -197,7 +198,7 @@ def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray
 
 
 def _convert(image: Any, channels: int) -> Any:
-    """Turn a Pillow image upright, and into a grey one (1) or one in RGB (3)."""
+    """Turn a Pillow image upright, and convert it to grey (1 channel) or RGB (3 channels)."""
     from PIL import Image
 
     image.load()
@@ -225,7 +226,8 @@ def _find_orientation(image: Any) -> int:
 def _find_obstacle(image: Any) -> str:
     """Return why a picture cannot be read as 8-bit grey or RGB without loss, and the fix; empty if it can.
 
-    One reason is more pixels than Pillow's limit: a small file may claim any number, and decoding would allocate them.
+    Pillow's pixel limit is checked as well: a small file may claim any number of pixels, and decoding would allocate
+    them.
     """
     from PIL import Image
 
@@ -240,7 +242,7 @@ def _find_obstacle(image: Any) -> str:
 
 
 def _find_obstacle_of_tiff(image: Any) -> str:
-    """Do the same as `_find_obstacle` for what only a TIFF may contain."""
+    """Return the same as `_find_obstacle` for features that only a TIFF has."""
     pages = range(image.n_frames)
     full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & REDUCED_OR_MASK]
     if len(pages) > 1 and full_pages != [0]:
@@ -277,9 +279,9 @@ class Resized:
 
     @property
     def fingerprint(self) -> str:
-        """What identifies the pixels that come out."""
+        """Text that identifies the resulting pixels."""
         return f"resized to {self.shape}, upright"
 
     def __call__(self, stored: Any) -> np.ndarray:
-        """Decode a file's bytes, or a dictionary that has them as `bytes`, to uint8 [C, H, W]; raises `DataError`."""
+        """Decode a file's bytes, or a dictionary with the bytes as `bytes`, to uint8 [C, H, W]; raises `DataError`."""
         return decode_picture(stored["bytes"] if isinstance(stored, dict) else stored, self.shape, scales=True)

@@ -1,4 +1,4 @@
-"""Labels of classes: whole numbers from 0, or text, whose classes are numbered in sorted order."""
+"""Class labels: integers from 0, or text, whose classes are numbered in sorted order."""
 
 import json
 from collections.abc import Iterable
@@ -20,48 +20,49 @@ from sunspot.errors import DataError
 from sunspot.formatting import brief, some_of
 
 LABEL = "label"
-"""Whole numbers and text in a column of this name are classes; anything else there is a value like any other."""
+"""Column name whose integers and text are classes. Values of other types in it are ordinary numbers."""
 
 MAX_LABEL = 2**31 - 1
-"""A larger label is a mistake: no model has a score for each class up to it."""
+"""Largest allowed label. A larger one is a mistake, because no model has a score for so many classes."""
 
 CLASS_NAMES, HUGGINGFACE = b"classes", b"huggingface"
-"""Keys of a file's metadata: the class names, a JSON list by label, of `sunspot.data.convert`, and of `datasets`."""
+"""Keys of a file's metadata for class names: a JSON list from `sunspot.data.convert`, or the features of `datasets`."""
 
 
 class ClassLabels(NamedTuple):
-    """What the labels of a file, or of all files, say of the classes."""
+    """Classes that the labels of one file, or of all files, define."""
 
     classes: int
-    "How many there are."
+    "Number of classes."
     names: tuple[str, ...]
-    "Of labels in text all that occur, in any order; of numbers those in the file's metadata, if any."
+    """Class names. For labels in text, all that occur, in any order; for numbers, the names in the file's metadata, if
+    any."""
     text: bool
-    "Whether they are text."
+    "True if the labels are text."
     digest: str = ""
     numbers: frozenset[int] = frozenset()
-    "The labels that occur, if they are numbers."
+    "Labels that occur, if they are numbers."
     as_text: "ClassLabels | None" = None
-    "The same labels as names, if they are numbers in CSV: they count as names if another file has names."
+    "The same labels as names, if they are numbers in CSV. They count as names if another file has names."
 
 
 NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)))
 
 CLASS_NUMBER, CODE = r"^(0|[1-9][0-9]*)$", r"^0[0-9]+$"
-"""Matches CSV labels that are class numbers, and digits that are names because a number would lose their zeros."""
+"""Patterns for CSV labels: class numbers, and digits that are names because a number would lose their leading zeros."""
 
 MISSING = pa.csv.ConvertOptions().null_values
-"""Words for a missing value in a column of numbers."""
+"""Words that mean a missing value in a column of numbers."""
 
 
 @dataclass(frozen=True)
 class TextLabels(Column):
-    """A column of class names in text, read as their numbers."""
+    """A column of class names in text, read as class numbers."""
 
     names: tuple[str, ...] = ()
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
-        """Return the number of each class; raises `DataError` for what is none."""
+        """Return the number of each class; raises `DataError` for text that is not a class."""
         numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
@@ -70,7 +71,10 @@ class TextLabels(Column):
 
 
 def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Read the labels of a file; raises `DataError` naming the first bad row. Those of rows to predict may lack."""
+    """Read the labels of a file. Rows `to_predict` may lack labels.
+
+    Raises `DataError`, which names the first bad row.
+    """
     if column.decode:
         numbers = column.read(values, ColumnOrigin(LABEL, file, np.arange(len(values))))[""]
     elif not file.has_types:
@@ -111,9 +115,9 @@ def _read_names(labels: pa.DictionaryArray, file: TableFile, to_predict: bool) -
 
 
 def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Read the labels of a CSV file: class numbers if all cells are whole numbers from 0, else names.
+    """Read the labels of a CSV file: class numbers if all cells are integers from 0, else names.
 
-    Raises `DataError` if all are numbers or missing, but some cannot be the number of a class.
+    Raises `DataError` if all cells are numbers or missing, but some cannot be the number of a class.
     """
     labels = cells.combine_chunks().dictionary_encode()
     distinct = pc.utf8_trim_whitespace(labels.dictionary)
@@ -146,11 +150,11 @@ def _refuse_number(file: TableFile, row: int, number: int) -> DataError:
 def merge_labels(
     files: list[ClassLabels], location: str, as_names: bool = False, model: ModelData | None = None
 ) -> ClassLabels:
-    """Merge the labels of a dataset's files; raises `DataError`.
+    """Merge the labels of a dataset's files; raises `DataError` if they do not go together.
 
-    Classes in text are numbered in sorted order. If a model is to predict the rows, they get the model's numbers, or
-    there are no labels if one is not a class of the model. Numbers in CSV are names with `as_names`, if another file
-    has names, or if the model's classes have these names.
+    Classes in text are numbered in sorted order. With a `model` that predicts the rows, they get its class numbers, or
+    the rows have no labels if one of them is not a class of the model. Numbers in CSV are names with `as_names`, if
+    another file has names, or if the model's classes have these names.
     """
     if not files:
         return NO_LABELS
@@ -176,9 +180,9 @@ def merge_labels(
 
 
 def refuse_lookalikes(names: Iterable[str], location: str) -> None:
-    """Raise `DataError` for two classes whose names are the same text in different Unicode forms.
+    """Raise `DataError` if the names of two classes are the same text in different Unicode forms.
 
-    macOS decomposes letters with accents in the names of files, and most other programs compose them.
+    macOS decomposes letters with accents in file names, and most other programs compose them.
     """
     seen: dict[str, str] = {}
     for name in sorted(names):
@@ -196,7 +200,7 @@ def is_text(stored: pa.DataType) -> bool:
 
 
 def _stored_names(schema: pa.Schema, name: str) -> tuple[str, ...]:
-    """Return the names of the classes of a column of numbers, where a file's metadata has them."""
+    """Return the class names in a file's metadata, or an empty tuple."""
     metadata = schema.metadata or {}
     try:
         if CLASS_NAMES in metadata:

@@ -18,33 +18,34 @@ from sunspot.errors import DataError, shorten
 CLASSES = 10
 
 FILES = tuple(f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+"""Names of the four unpacked files."""
 
 GROUP_ROWS = 4096
-"""Rows of a row group: the files themselves have none."""
+"""Rows in a row group; the files themselves have no groups."""
 
 SOCKET_TIMEOUT_S = 15
-"""Seconds after which a silent server is given up."""
+"""Seconds without an answer after which a server is given up."""
 
 WAIT_S = 900
-"""Seconds that a process waits for the one that downloads."""
+"""Seconds that a process waits for another process to download the files."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MnistSource:
-    """One split of MNIST; a `Source`. Each node reads its own files, and downloads them if missing."""
+    """One split of MNIST; a `Source`. Each node reads its own files, and downloads them if they are missing."""
 
     data_root: str
     split: str
-    "The name that the files have for it: train or t10k."
+    "Prefix of the split's file names: train or t10k."
     row_groups: tuple[int, ...]
     shape: tuple[int, int, int]
     classes: int = CLASSES
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the files' names and shape and, after a '-', of every byte: 0.1 s for the training digits."""
+        """Digest of names and shape, then a '-', then a digest of all bytes (0.1 s for the training digits)."""
         names = (f"{self.split}-images-idx3-ubyte", f"{self.split}-labels-idx1-ubyte")
         layout = json.dumps([names, self.row_groups, self.shape])
         content = digest(*(digest_array(array).encode() for array in _load(self.data_root, self.split)))
@@ -63,7 +64,7 @@ class MnistSource:
 
 
 def open_mnist(data_root: str) -> tuple[MnistSource, MnistSource]:
-    """Open the 60,000 training and 10,000 held-out digits; raises `DataError` if neither found nor downloaded."""
+    """Open the 60,000 training and 10,000 held-out digits; raises `DataError` if they cannot be downloaded."""
     data_root = os.path.abspath(os.path.expanduser(data_root))
     _load.cache_clear()  # the files may have been replaced
     sources = []
@@ -103,9 +104,9 @@ def _find_missing(data_root: str) -> list[str]:
 
 
 def _download(data_root: str) -> None:
-    """Download the missing files, unless another process that shares DATA_ROOT does or did.
+    """Download the missing files, unless another process that shares DATA_ROOT is downloading or has downloaded them.
 
-    They are unpacked in a temporary folder and then moved: a file in its final place is complete.
+    The files are unpacked in a temporary folder and then moved, so a file in its final place is complete.
     """
     from filelock import FileLock, Timeout
 
@@ -142,7 +143,7 @@ def _download(data_root: str) -> None:
 
 
 def _fetch(folder: str) -> None:
-    """Run torchvision's own download, with checksums; it sets no timeout itself."""
+    """Run torchvision's own download, which verifies checksums but sets no timeout."""
     from torchvision.datasets import MNIST
 
     before = socket.getdefaulttimeout()

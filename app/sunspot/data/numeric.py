@@ -12,7 +12,7 @@ from sunspot.formatting import brief
 INTEGER, NUMBER = r"^[+-]?[0-9]+$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 BOOLEANS = {"1": ["true", "True", "TRUE"], "0": ["false", "False", "FALSE"]}
-"""Words that Arrow reads as booleans in CSV, by the number that replaces them."""
+"""Words that Arrow reads as booleans in CSV, by the digit that replaces them."""
 
 INT64 = np.iinfo(np.int64)
 
@@ -20,7 +20,7 @@ INT64 = np.iinfo(np.int64)
 def read_numbers(cells: pa.ChunkedArray, dtype: str, make_error: Callable[[int, str], DataError]) -> pa.ChunkedArray:
     """Read CSV cells as float64 if `dtype` is a float, else as int64; true and false become 1 and 0.
 
-    Raises the error that `refuse` returns for the index of a cell and what is wrong with it.
+    Raises the error that `make_error` returns for the index of a bad cell and a description of its fault.
     """
     is_integer = np.dtype(dtype).kind in "iu"
     kind = pa.int64() if is_integer else pa.float64()
@@ -36,7 +36,7 @@ def read_numbers(cells: pa.ChunkedArray, dtype: str, make_error: Callable[[int, 
 
 
 def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
-    """Return the index of the first integer that a float `dtype` would change; None if it holds all exactly.
+    """Return the index of the first integer that a float `dtype` would change, or None if it represents all exactly.
 
     A float changes integers with more bits than its mantissa, not counting trailing zeros in binary.
     """
@@ -65,7 +65,7 @@ def _most_exact(dtype: str) -> int:
 def _tidy(
     cells: pa.ChunkedArray, dtype: str, is_integer: bool, make_error: Callable[[int, str], DataError]
 ) -> pa.ChunkedArray:
-    """Return cells in the form that Arrow can cast: without surrounding spaces and '+', and with digits for words."""
+    """Return cells that Arrow can cast: without surrounding spaces and '+', and with digits in place of words."""
     tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(cells.combine_chunks()), r"^\+", "")
     for digit, words in BOOLEANS.items():
         tidy = pc.if_else(pc.is_in(tidy, pa.array(words)), digit, tidy)

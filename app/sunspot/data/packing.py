@@ -1,7 +1,7 @@
-"""Lists of any length, such as documents of tokens, laid end to end and cut into rows of one length.
+"""Packs lists of any length, such as documents of tokens, into rows of one length.
 
-Each row group is packed for itself, so a reader of one needs no other, and every value is in one row exactly once. Only
-the last row of a group is filled up.
+The lists of a row group are laid end to end and cut into rows. Each row group is packed independently, so a reader
+needs no other group, and every value is in exactly one row. Only the last row of a group is padded.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
 
 POSITION = "position"
-"""The column that tells lists apart: int32 [n, length], the place of each value in its list, from 0 in every row."""
+"""Column that separates lists: int32 [n, length], the position of each value in its list, from 0 in every row."""
 
 
 @dataclass(frozen=True)
 class PackedSource:
     """Rows of `length` values; a `Source`.
 
-    They have the declared columns [n, length], of each NAME_length, int64 [n]: how many values are not filled up, and
-    `position`.
+    The columns are the declared ones [n, length]; NAME_length for each of them, int64 [n], the number of values that
+    are not padding; and `position`.
     """
 
     table: TableSource
@@ -38,7 +38,7 @@ class PackedSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Values of a row."""
+        """Number of values in a row."""
         return (self.length,)
 
     @cached_property
@@ -76,9 +76,9 @@ class PackedSource:
 def open_packed(
     settings: Settings, columns: Mapping[str, Column], length: int
 ) -> tuple[PackedSource, PackedSource | None]:
-    """Open a table like `open_table`, but pack lists into rows of `length` values; all columns are packed alike.
+    """Open a table like `open_table`, but pack its lists into rows of `length` values.
 
-    All lists are read once, to count their values.
+    All columns are packed at the same places. All lists are read once, to count their values.
     """
     if wrong := [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]:
         raise SettingsError(

@@ -1,15 +1,15 @@
 """LOADER=ray: rows streamed by Ray Data, which reads and decodes them in tasks anywhere in the cluster.
 
-One stream serves all workers. It runs through the rounds of the run, from its position to its end: a round is a few
-shuffle windows, read by one task, which cuts them into a part for each worker. So each row is read once, whatever the
-number of workers, and each worker gets exactly its own rows, in the order its steps consume them:
+One stream serves all workers, in rounds, from the run's position to its end. A round is a few shuffle windows. One task
+reads it and cuts it into a part for each worker. Each row is therefore read once, for any number of workers, and each
+worker gets exactly its own rows, in the order in which its steps take them:
 
     `RoundPlanner`                       | round 0               | round 1               | ...
     `RoundReader`, in a task per round   | part 0 | part 1 | ... | part 0 | part 1 | ... |
     rank 1 takes (`streaming_split`)              | part 1 |              | part 1 |
 
-A part is one row to Ray Data, with all of its columns in it: then Ray's split, which evens out rows in the order they
-come, gives part r to rank r. Only the position in the data has to be stored, and no worker's stream ends before
+To Ray Data, a part is a single row with all of its columns. Ray's split balances rows in the order in which they
+arrive, so part r goes to rank r. Only the position in the data has to be stored, and no worker's stream ends before
 another's.
 """
 
@@ -30,21 +30,22 @@ from sunspot.data.source import Batch, DataPlan, Source
 from sunspot.errors import DataError, SunspotError
 
 PART_BYTES = 1 << 20
-"""Windows are read together until each worker's part of a round has about so many bytes: each part costs Ray Data the
-same, however small. A round is at least one window."""
+"""Target size in bytes of a worker's part of a round, because each part costs Ray Data the same, even if it is small. A
+round has at least one window."""
 
 MAX_BLOCKS = 1000
-"""Blocks of the index of held-out rows: more only cost scheduling, as a task yields its pieces one by one."""
+"""Largest number of blocks in the index of held-out rows. More would only cost scheduling: a task yields its pieces one
+by one."""
 
 PREFETCH_PARTS, PREFETCH_BATCHES = 2, 4
-"""Prepared in advance by each worker: parts of rounds, and batches of held-out rows."""
+"""Parts of rounds and batches of held-out rows that each worker prepares in advance."""
 
 Columns: TypeAlias = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Plans the rounds of a run, in one task of Ray Data, as they are needed; each epoch's windows once."""
+    """Plans the rounds of a run on demand, in one task of Ray Data. The windows of each epoch are computed once."""
 
     order: Order
     steps: Steps
@@ -52,9 +53,9 @@ class RoundPlanner:
     round_rows: int
 
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
-        """Yield for each round from `step` on `epoch`, `first` and `last` position, `windows`, their groups' `starts`.
+        """Yield each round from `step` on: `epoch`, `first` and `last` position, `windows`, and `starts`.
 
-        A start is the id of a group's first row.
+        The starts are the ids of the first rows of each window's groups.
         """
         starts = np.cumsum([0, *self.order.row_groups])
         for epoch, first, last in self._epochs(*start["step"].to_pylist()):
@@ -65,7 +66,7 @@ class RoundPlanner:
                 yield pa.Table.from_pylist([{"epoch": epoch, **bounds, "windows": described, "starts": firsts}])
 
     def _epochs(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """Number (from 1), first and last-plus-one position of each epoch, from `step` to the end of the run."""
+        """Yield the number (from 1) and the first and last-plus-one position of each epoch, from `step` on."""
         while step < self.total_steps:
             epoch, first = divmod(step, self.steps.per_epoch)
             last = min(self.steps.per_epoch, first + self.total_steps - step)
@@ -73,7 +74,7 @@ class RoundPlanner:
             step += last - first
 
     def _rounds(self, epoch: int, first: int, last: int) -> Iterator[list[ShuffleWindow]]:
-        """Yield the windows that hold the positions `first` .. `last` - 1, round by round."""
+        """Yield the windows that hold the positions `first` .. `last` - 1, grouped by round."""
         together: list[ShuffleWindow] = []
         for window in self.order.windows(epoch):
             if window.first < last and first < window.last:
@@ -94,11 +95,13 @@ class RoundReader:
     steps: Steps
     world_size: int
     streams: int
-    "Workers that get a part: those that get rows in any step."
+    "Number of workers that get a part: those that get rows in any step."
 
     def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
-        """For each of the planner's rounds, each worker's part: its rows' columns [1, n, ...], its `_rank` [1], and
-        where the round begins, `_epoch` and `_first` [1].
+        """Yield each worker's part of the planned rounds.
+
+        A part has its rows' columns [1, n, ...], its `_rank` [1], and `_epoch` and `_first` [1], where the round
+        begins.
         """
         for given in rounds.to_pylist():
             ranks = self.steps.ranks(self.world_size, given["first"], given["last"])
@@ -110,7 +113,7 @@ class RoundReader:
                 yield {"_rank": np.array([rank]), **where, **part}
 
     def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
-        """Read the rows of a round, each into its place."""
+        """Read the rows of a round, and put each at its position in `places`."""
         columns: Columns = {}
         for described, starts in zip(given["windows"], given["starts"], strict=True):
             window = ShuffleWindow(**described)
@@ -137,9 +140,10 @@ def read_pieces(pieces: dict[str, np.ndarray], source: Source) -> Iterator[dict[
 
 
 def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
-    """Cut row groups into pieces, rows `first` .. `last` - 1 of a `group`, so that each rank evaluates as many rows.
+    """Return a rank's pieces of row groups: rows `first` .. `last` - 1 of a `group`.
 
-    One worker takes neighbouring rows, so that most groups are read once, and a group of a million rows is shared.
+    All ranks get equally many rows. A worker takes adjacent rows, so most groups are read once, and a group of a
+    million rows is divided.
     """
     begin, end = (sum(row_groups) * number // world_size for number in (rank, rank + 1))
     bounds = enumerate(pairwise(accumulate(row_groups, initial=0)))
@@ -151,9 +155,9 @@ def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[di
 
 
 class StepStreams(ray.train.DataConfig):
-    """Gives every worker the rows of its steps, of which Ray's own split of a dataset knows nothing.
+    """Gives every worker the rows of its steps, which Ray's own split of a dataset cannot do.
 
-    Ray asks for new streams for each worker group; `start` returns the step that the group starts from.
+    Ray asks for new streams for each worker group. `start` returns the step at which the group begins.
     """
 
     def __init__(self, data: DataPlan, total_steps: int, start: Callable[[], int], reading_cpus: float = 1.0) -> None:
@@ -195,7 +199,7 @@ class StepStreams(ray.train.DataConfig):
 
 
 class RayLoader:
-    """This worker's batches, cut from its streams."""
+    """Batches of this worker, cut from its streams."""
 
     def __init__(self, steps: Steps, world_size: int, rank: int, device: torch.device, has_test: bool) -> None:
         self._steps, self._world_size, self._rank, self._device = steps, world_size, rank, device
@@ -206,7 +210,10 @@ class RayLoader:
         self._left: Batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); {} if it has no rows."""
+        """Yield this worker's rows of the steps `first` .. `last` - 1 of an epoch (from 1).
+
+        A step without rows yields {}.
+        """
         if not self._parts and self._rank < self._steps.workers(self._world_size):
             # In main memory: a part may have more rows than fit on a GPU beside the model.
             options = {"batch_size": None, "prefetch_batches": PREFETCH_PARTS, "pin_memory": self._pin}
@@ -218,7 +225,7 @@ class RayLoader:
             yield self._take(end - begin)
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Return this worker's part of the held-out rows, each row on exactly one worker."""
+        """Return this worker's part of the held-out rows. Each row goes to exactly one worker."""
         assert self._test
         options = {"batch_size": batch_size, "prefetch_batches": PREFETCH_BATCHES, "pin_memory": self._pin}
         return iter(self._test.iter_torch_batches(device=self._device, **options))

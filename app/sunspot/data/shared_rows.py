@@ -1,6 +1,6 @@
-"""All rows of a dataset in memory, once on each node: its workers map the same pages, and each reads a part of them.
+"""Loads all rows of a dataset into memory once per node. The node's workers map the same pages, and each reads a part.
 
-Where that does not work (a sandbox that hides /proc), each worker has the rows to itself.
+If memory cannot be shared (in a sandbox that hides /proc), each worker loads all rows for itself.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from sunspot.formatting import as_bytes
 from sunspot.shared_pages import Pages, map_pages
 
 ALIGNMENT = 64
-"""Columns begin at multiples of so many bytes."""
+"""Bytes to whose multiples the beginning of a column is aligned."""
 
 MEMORY_WAIT_S = 20.0
-"""How long memory is waited for: processes of the worker group before may not have ended yet."""
+"""Seconds to wait for free memory, because processes of the previous worker group may not have ended yet."""
 
 
 class LocalWorkers(NamedTuple):
-    """How this worker and the others speak to each other; all call each of the functions together."""
+    """Communication among the workers. All of them call each of the functions together."""
 
     rank: int
     world_size: int
     node: str
-    "Workers on the same node can share memory."
+    "Name of the node. Workers on the same node can share memory."
     gather: Callable[[Any], list[Any]]
     "Returns every worker's object, by rank."
     finish: Callable[[Callable[[], None]], None]
-    "Runs a function, and returns once it has returned on all workers."
+    "Runs a function, and returns when it has returned on all workers."
 
 
 class _Column(NamedTuple):
@@ -47,18 +47,18 @@ class _Column(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes, with those up to the next column."""
+        """Bytes, including the padding before the next column."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def cut(self, pages: np.ndarray) -> np.ndarray:
-        """Return the column, at the beginning of some pages."""
+        """Return the column that begins at the start of `pages`."""
         return np.frombuffer(pages, self.dtype, math.prod(self.shape)).reshape(self.shape)
 
 
 def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
-    """Load all rows of each source: a tensor for each column, not to be written to, with the row of id k at k.
+    """Load all rows of each source as a read-only tensor for each column, with the row of id k at index k.
 
-    Raises like `Source.read`, and `DataError` if a node has too little memory.
+    Raises the errors of `Source.read`, and `DataError` if a node has too little memory.
     """
     plans = [_plan_columns(source) for source in sources]
     size = sum(column.size for plan in plans for column in plan)
@@ -113,7 +113,7 @@ def _share_pages(size: int, workers: LocalWorkers) -> tuple[np.ndarray | None, i
 
 
 def _await_memory(size: int) -> None:
-    """Return once the node has so many bytes of memory left; raise `DataError` if it does not get them."""
+    """Block until the node has `size` bytes of free memory; raises `DataError` if that takes too long."""
     until = time.monotonic() + MEMORY_WAIT_S
     while (left := memory_left()) is not None and left < size:
         if time.monotonic() >= until:

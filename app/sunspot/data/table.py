@@ -1,4 +1,4 @@
-"""A dataset of any columns, in files on disk or in a bucket: a task declares which it wants, and as what."""
+"""Datasets of any columns, in files on disk or in a bucket. A task declares which columns it reads, and their types."""
 
 import difflib
 import hashlib
@@ -53,17 +53,17 @@ from sunspot.formatting import brief, some_of
 from sunspot.settings import PREFIX, Settings
 
 PICTURE_DECODING = b"upright"
-"""Version of the decoding of pictures. It is part of their digest, so that no run goes on with other pixels."""
+"""Version of the decoding of pictures. It is part of their digest, so a run does not resume with different pixels."""
 
 FILES_AT_ONCE = 8
-"""Files whose footers and labels are read at the same time when a dataset is opened."""
+"""Number of files whose footers and labels are read at the same time when a dataset is opened."""
 
 MAX_NAMED_COLUMNS = 10
 """Largest number of columns that a message names."""
 
 
 class Group(NamedTuple):
-    """A row group: its file (index into `TableSource.files`), its number and first row in that file."""
+    """A row group: its file (an index into `TableSource.files`), its number in that file, and its first row there."""
 
     file: int
     number: int
@@ -73,22 +73,22 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class TableSource:
-    """Rows of the declared columns; a `Source`. It holds names and numbers only, and reads the files when asked."""
+    """A `Source` of the declared columns. It only holds names and numbers, and reads the files on demand."""
 
     location: str
-    "The file or folder that was opened, as an absolute path or a URL."
+    "Absolute path or URL of the file or folder that was opened."
     files: tuple[str, ...]
-    "Paths relative to `location`; one empty path when `location` is a file."
+    "Paths relative to `location`; a single empty path if `location` is a file."
     groups: tuple[Group, ...]
     sizes: tuple[int, ...]
-    "Bytes of each file."
+    "Size of each file in bytes."
     labels_digest: str
-    "Digest of all labels, and of the sizes of all row groups."
+    "Digest of all labels and of the sizes of all row groups."
     columns: dict[str, Column]
     classes: int
-    "How many classes the labels have; 0 without classes."
+    "Number of classes; 0 if the rows have no classes."
     class_names: tuple[str, ...] = ()
-    "By label: text in the files, the folders of pictures, or what the files' metadata says."
+    "Class names by label, from labels in text, class folders or the files' metadata."
     classes_seen: int = 0
     "Number of classes that have rows, if labels are numbers."
     notes: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class TableSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the column `image` if there is one; else how many numbers a row has besides its label."""
+        """Shape of the column `image`, or without one the number of values that a row has besides its label."""
         if "image" in self.columns:
             return self.columns["image"].shape
         others = [column for name, column in self.columns.items() if name != LABEL]
@@ -108,16 +108,16 @@ class TableSource:
 
     @property
     def scales(self) -> bool:
-        """Whether pictures of any size are scaled to `shape`."""
+        """True if pictures of any size are scaled to `shape`."""
         image = self.columns.get("image")
         return isinstance(image, ImageColumn) and image.scales
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of names, groups and columns, then, after a '-', of the content; a copy elsewhere has the same.
+        """Digest of names, groups and columns, then a '-', then a digest of the content. A copy elsewhere has the same.
 
-        The content is all labels, the sizes of all row groups, and samples of the files' bytes. Unseen remain values
-        that were changed in place, outside the samples, and take as many bytes as before.
+        The content is represented by all labels, the sizes of all row groups, and samples of the files' bytes. Changes
+        to values are missed if they lie outside the samples and keep the file's size.
         """
         names = [name or os.path.basename(self.location) for name in self.files]
         image = self.columns.get("image")
@@ -142,7 +142,10 @@ class TableSource:
         return found
 
     def read_lists(self, group: int) -> dict[str, Lists]:
-        """Return the lists of a row group, whole, by column; all columns have as long ones. Raises like `read`."""
+        """Return the complete lists of a row group, by column.
+
+        Raises the errors of `read`, and `DataError` if the lists of a row differ in length between columns.
+        """
         found: dict[str, Lists] = {}
         for name, values, origin in self._read_columns(group, None):
             found[name] = self.columns[name].read_lists(values, origin)
@@ -158,7 +161,7 @@ class TableSource:
         return found
 
     def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, ColumnOrigin]]:
-        """Return name, values and place of each column, for some positions in a row group or all."""
+        """Return the name, values and origin of each column, for some positions in a row group or for all rows."""
         stored = {name: column.of or name for name, column in self.columns.items()}
         file, table = self._read_table(group, list(dict.fromkeys(stored.values())))
         if rows is None:
@@ -184,8 +187,8 @@ class TableSource:
 def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[TableSource, TableSource | None]:
     """Open the training and held-out rows of DATASET and TEST_DATASET with these columns, for a task's `find_sources`.
 
-    Raises `SettingsError` for a wrong declaration, `DataError` for what is unfit in the files as far as their types and
-    labels tell (the rest, when it is read), or `StorageError`.
+    Raises `SettingsError` for an invalid column declaration, `DataError` if a file's column types or labels do not fit
+    (values are only checked when they are read), and `StorageError`.
     """
     for name, column in columns.items():
         mistake = column.find_mistake()
@@ -212,18 +215,18 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
 
 
 class SplitLocations(NamedTuple):
-    """The locations of the training rows and the held-out rows."""
+    """Locations of the training rows and the held-out rows."""
 
     train: str
     test: str
-    "'' without held-out rows."
+    "Location of the held-out rows; empty without any."
     notes: tuple[str, ...]
 
 
 def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
     """Find the locations of the training and held-out rows for DATASET and TEST_DATASET.
 
-    If a location has folders `train` and `test`, the matching one is used; TEST_DATASET overrides DATASET's `test`.
+    If a location has folders `train` and `test`, the matching folder is used. TEST_DATASET overrides DATASET's `test`.
     """
     location, given = absolute(dataset), absolute(test_dataset) if test_dataset else ""
     pair = pair_folders(list_folders(location))
@@ -239,14 +242,17 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
 
 
 def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
-    """Return training rows with the notes on their location; raises `DataError` if the class folders are deeper."""
+    """Return training rows with the notes on their location.
+
+    Raises `DataError` if the class folders are deeper than the location, unless a `model` predicts the rows.
+    """
     if PICTURES in train.files and LABEL in train.columns and model is None:
         open_pictures(train.location).folders.refuse_wrong_level()
     return replace(train, notes=(*train.notes, *locations.notes))
 
 
 def find_files(location: str) -> DatasetFiles:
-    """Find a dataset's files (`TableSource.files`), which are opened anew from now on."""
+    """Find a dataset's files (`TableSource.files`), and discard what is cached of files that were opened before."""
     clear_file_cache()
     return list_files(location)
 
@@ -258,10 +264,10 @@ def open_rows(
     has_class_names: bool = False,
     model: ModelData | None = None,
 ) -> TableSource:
-    """Open the files of a dataset and check them, as far as types, labels and the cells of CSV tell.
+    """Open the files of a dataset, and check their types, labels and CSV cells.
 
-    With `has_class_names`, labels of CSV are names even if all are numbers. With the data of a `model`, the rows are
-    opened for it to predict: they need no labels.
+    With `has_class_names`, labels in CSV are names even if all are numbers. With the data of a `model`, the rows are
+    opened for prediction with it and need no labels.
     """
     paths = [join(location, name) for name in found.names]
     if model is not None and LABEL in columns:
@@ -292,16 +298,16 @@ def open_rows(
 
 
 class _FileSummary(NamedTuple):
-    """What is known of a file when it has been opened."""
+    """Facts about a file that are known once it has been opened."""
 
     groups: list[int]
-    "Rows of each."
+    "Number of rows in each row group."
     size: int
-    "Bytes."
+    "Size in bytes."
     digest: str
-    "Digest of its labels and the sizes of its row groups."
+    "Digest of the labels and the sizes of the row groups."
     labels: ClassLabels | None
-    "None without classes."
+    "Classes of the file; None without classes."
     notes: tuple[str, ...]
 
 
@@ -330,7 +336,10 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) 
 
 
 def match_classes(train: TableSource, test: TableSource) -> TableSource:
-    """Number the classes of held-out rows as those of the training rows; raises `DataError` for one that is none."""
+    """Return held-out rows with the class numbers of the training rows.
+
+    Raises `DataError` for a class that the training rows lack.
+    """
     known = some_of(train.class_names) or "numbers"
     ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
     if not isinstance(ours, TextLabels) or not isinstance(theirs, TextLabels):
@@ -348,7 +357,7 @@ def match_classes(train: TableSource, test: TableSource) -> TableSource:
 
 
 def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
-    """Return the one column with a name; raises `DataError`."""
+    """Return the only column with this name; raises `DataError` if there is none or there are several."""
     if name not in schema.names:
         raise DataError(
             f"{path}: no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
@@ -360,7 +369,7 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
 
 
 def describe_columns(schema: pa.Schema, name: str) -> str:
-    """Describe a file's columns in a message; if there are many, the most similar to `name` come first."""
+    """Return a list of a file's columns for a message, the names most similar to `name` first."""
     names = schema.names
     if len(names) > MAX_NAMED_COLUMNS:
         nearest = difflib.get_close_matches(name, names, n=3)
@@ -379,7 +388,7 @@ def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
 
 
 def _number_groups(files: Iterable[Sequence[int]]) -> tuple[Group, ...]:
-    """Number the row groups of all files, given the rows of each; empty ones are left out."""
+    """Number the row groups of all files, given the row counts of each file's groups. Empty groups are left out."""
     return tuple(
         Group(index, number, first, rows)
         for index, sizes in enumerate(files)

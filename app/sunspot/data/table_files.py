@@ -1,4 +1,4 @@
-"""Files of tables, opened alike: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and a folder of pictures."""
+"""Files of tables behind one interface: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and picture folders."""
 
 import contextlib
 import io
@@ -31,23 +31,24 @@ from sunspot.formatting import as_bytes, plural
 ARROW, CSV, JSON_LINES = ".arrow", ".csv", (".jsonl", ".ndjson", ".json")
 
 TEXT_GROUP_ROWS, PICTURE_GROUP_ROWS = 1024, 32
-"""Rows of a group where the files have none. Few pictures, as those of a class lie together and groups are shuffled."""
+"""Rows in a row group if the format has no groups. Pictures get small groups, because neighbours have the same class
+and only whole groups are shuffled."""
 
 MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
-"""Size of a file of text, which each process that reads from it keeps whole, and how many it keeps."""
+"""Largest text file, which each process that reads it keeps in memory, and the number of text files that it keeps."""
 
 HEADER_BYTES = 64 << 10
 """Bytes of a picture that are read at once for its header. Pillow reads a few at a time, each a request to a bucket."""
 
 
 class TableFile(ABC):
-    """An open file; its methods raise Arrow's errors (`arrow_errors`)."""
+    """An open file. Its methods raise Arrow's errors, which `arrow_errors` translates."""
 
     schema: pa.Schema
     groups: list[int]
-    "The rows of each row group."
+    "Number of rows in each row group."
     has_types = True
-    "True if the columns have types. If not, all are text, and the task's declaration says which are numbers."
+    "True if the columns have types. Otherwise all are text, and the task declares which are numbers."
     notes: tuple[str, ...] = ()
     "Notes for the user on how its rows are read."
 
@@ -57,20 +58,20 @@ class TableFile(ABC):
     @property
     @abstractmethod
     def identity(self) -> Sequence[object]:
-        """What tells it from others besides its labels: the bytes of each row group, or a digest."""
+        """Values that identify the content besides its labels: the bytes of each row group, or a digest."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return file_size(self.path)
 
     def name_row(self, row: int) -> str:
-        """Name a row, for messages."""
+        """Return the name of a row for messages."""
         return f"{self.path}, row {row}"
 
     @abstractmethod
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
-        """Read some columns of a row group, or of all."""
+        """Read some columns of one row group, or of all."""
 
 
 class ParquetTable(TableFile):
@@ -95,7 +96,7 @@ class ParquetTable(TableFile):
 
 
 class ArrowTable(TableFile):
-    """A stream of record batches, mapped into memory."""
+    """A stream of Arrow record batches, mapped into memory."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -159,7 +160,7 @@ class TextTable(TableFile):
 
 
 class PictureFolder(TableFile):
-    """A folder with a folder of pictures for each class, in the order of their paths.
+    """A folder that contains a folder of pictures for each class. Rows are in the order of the pictures' paths.
 
     Its columns are `image`, the bytes of the file, and `label`, the name of the class.
     """
@@ -197,7 +198,10 @@ class PictureFolder(TableFile):
         return pa.table({name: found[name] for name in columns})
 
     def find_dims(self, side: int) -> tuple[int, ...]:
-        """Find [H, W], or [H, W, 3] unless all are grey: `side`, or with 0 their own size, or USUAL_SIDE of several."""
+        """Return [H, W] if all pictures are grey, else [H, W, 3].
+
+        H and W are `side` if it is set, else the size that all pictures have, or USUAL_SIDE if their sizes differ.
+        """
         headers = map_parallel(self._read_header, self._names)
         refused = [header for header in headers if isinstance(header, DataError)]
         if refused:
@@ -212,7 +216,7 @@ class PictureFolder(TableFile):
             return bytes(file.read())
 
     def _read_header(self, name: str) -> tuple[tuple[int, int], str] | DataError:
-        """Return a picture's height and width and its Pillow mode, or the error that says why it cannot be read."""
+        """Return a picture's height, width and Pillow mode, or the error if it cannot be read."""
         path = join(self._location, name)
         with open_uncached(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
             try:
@@ -223,19 +227,19 @@ class PictureFolder(TableFile):
 
 
 def group_sizes(rows: int, group_rows: int) -> list[int]:
-    """Cut rows into groups of `each`, but the last."""
+    """Return the sizes of groups of `group_rows` rows; the last group takes the remainder."""
     return [min(group_rows, rows - first) for first in range(0, rows, group_rows)]
 
 
 def open_table_file(path: str) -> TableFile:
-    """Open a file of any kind, by its name; Parquet readers have state, so each call gets its own."""
+    """Open a file of any format, chosen by its name. Parquet readers have state, so each call gets a new reader."""
     if path.endswith((ARROW, "/" + PICTURES)):
         return _cached_table(path)
     return _cached_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
 
 
 def open_pictures(location: str) -> PictureFolder:
-    """Open the folders of pictures below a location."""
+    """Open the picture folders below a location."""
     pictures = open_table_file(join(location, PICTURES))
     assert isinstance(pictures, PictureFolder)
     return pictures
@@ -252,7 +256,7 @@ def _cached_text(path: str) -> TableFile:
 
 
 def clear_file_cache() -> None:
-    """Read files anew from now on: they may have been rewritten."""
+    """Forget all files that are open or parsed, because they may have been rewritten."""
     clear_open_files()
     _cached_table.cache_clear()
     _cached_text.cache_clear()

@@ -1,4 +1,4 @@
-"""Opens the rows of a run: those of its task's `build_dataset` or `find_sources`, or else the images of DATASET."""
+"""Opens the rows of a run: from its task's `build_dataset` or `find_sources`, or else the images of DATASET."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from sunspot.settings import PREFIX, Settings
 
 
 def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | None]:
-    """Open the training rows and, if there are any, the held-out rows, which may be those of TEST_SHARE.
+    """Open the training rows and, if there are any, the held-out rows, which TEST_SHARE may hold out.
 
     Raises `SettingsError` if a function of the task returns anything else, `DataError` or `StorageError`.
     """
@@ -21,7 +21,7 @@ def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | N
 
 
 def open_without_test_share(settings: Settings, task: Any) -> tuple[Source, Source | None]:
-    """Do as `open_rows_of_task` without TEST_SHARE."""
+    """Open the same rows as `open_rows_of_task`, but ignore TEST_SHARE."""
     find = getattr(task, "find_sources", None)
     if find:
         return _check_sources(find(settings), settings.task)
@@ -33,7 +33,7 @@ def open_without_test_share(settings: Settings, task: Any) -> tuple[Source, Sour
 
 
 def _check_sources(returned: Any, task: str) -> tuple[Source, Source | None]:
-    """Return what `find_sources` returned; raises `SettingsError` if that is not a pair of sources."""
+    """Return the sources that `find_sources` returned; raises `SettingsError` if it returned anything else."""
     parts = list(returned) if isinstance(returned, (tuple, list)) and len(returned) == 2 else [returned]
     wrong = [each for each in parts if not _is_source(each)]
     if len(parts) == 2 and wrong in ([], [None]) and parts[0] is not None:

@@ -1,7 +1,7 @@
 """Rows of a map-style `torch.utils.data.Dataset`, or of anything else with a length and rows by number.
 
-A task's `build_dataset(settings)` returns it. Between processes travels only the name of that function. Each process
-that reads rows builds the dataset itself, so a dataset may be large, and need not be picklable.
+A task's `build_dataset(settings)` returns the dataset. Only the name of that function is sent to other processes. Each
+process that reads rows builds the dataset itself, so a dataset may be large and need not be picklable.
 """
 
 import math
@@ -34,28 +34,29 @@ from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
 
 GROUP_BYTES, GROUP_ROWS = 16 << 20, 1024
-"""Most bytes and rows of a row group. A change moves the rows of LOADER=ray, and TEST_SHARE holds out others."""
+"""Largest size of a row group, in bytes and rows. Changing it reorders the rows of LOADER=ray, and TEST_SHARE holds out
+other rows."""
 
 REREAD_ROWS = 16
-"""Rows, spread evenly over all, that are read twice to find those that change at random."""
+"""Number of rows, spread evenly over all, that are read twice to detect random changes."""
 
 
 class Splits(NamedTuple):
-    """The datasets that `build_dataset` returned."""
+    """Datasets that `build_dataset` returned."""
 
     train: Any = None
     test: Any = None
-    "The held-out rows, or None."
+    "Held-out rows, or None."
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """The training rows or the held-out rows of `build_dataset`; a `Source`."""
+    """Training rows or held-out rows of `build_dataset`; a `Source`."""
 
     settings: Settings
     folder: str
-    "The driver's working directory, to which the task's relative paths refer."
+    "Working directory of the driver, to which the task's relative paths refer."
     held_out: bool
     rows: int
     columns: dict[str, RowColumn]
@@ -69,7 +70,7 @@ class DatasetSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the column `image` if it has pictures; else how many numbers a row has besides its label."""
+        """Shape of the column `image` if it has pictures, else the number of values besides the label in a row."""
         if IMAGE in self.columns and self.columns[IMAGE].is_picture:
             return self.columns[IMAGE].shape
         return (sum(math.prod(column.shape) for name, column in self.columns.items() if name != LABEL),)
@@ -101,7 +102,7 @@ class DatasetSource:
         return max(1, min(GROUP_ROWS, GROUP_BYTES // max(1, row_bytes)))
 
     def _refuse_label(self, row: Mapping[str, np.ndarray], name: str) -> None:
-        """Raise `DataError` for a label that is not the number of one of the named classes."""
+        """Raise `DataError` for a label that is not the number of a named class."""
         label = row.get(LABEL)
         if label is None or not self.classes or label.ndim or label.dtype.kind not in "iu":
             return
@@ -115,7 +116,7 @@ class DatasetSource:
 def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | None]:
     """Open the training rows and, if there are any, the held-out rows that the task's `build_dataset` returns.
 
-    Raises `SettingsError` for anything but datasets, and `DataError` for rows that cannot be a tensor in a batch.
+    Raises `SettingsError` for anything but datasets, and `DataError` for rows that cannot become tensors.
     """
     folder = os.getcwd()
     splits = _built.build(settings, folder)
@@ -147,7 +148,7 @@ def _open(settings: Settings, folder: str, splits: Splits, held_out: bool) -> Da
 
 
 class _BuiltDatasets:
-    """The datasets that this process has built, of one task at a time."""
+    """Datasets that this process has built, of one task at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,7 +158,7 @@ class _BuiltDatasets:
         "Fingerprints of the held-out rows (True) and of the training rows (False), once they are known."
 
     def build(self, settings: Settings, folder: str) -> Splits:
-        """Build the datasets of a task anew."""
+        """Build the datasets of a task, even if they were built before."""
         with self._lock:
             return self._build(settings, folder)
 
@@ -208,7 +209,7 @@ def build_splits(settings: Settings) -> Splits:
 
 
 def find_splits(returned: Any, task: str) -> Splits:
-    """Return the training rows and the held-out rows in what `build_dataset` returned; raises `SettingsError`."""
+    """Return the training rows and the held-out rows that `build_dataset` returned; raises `SettingsError`."""
     who = f"{PREFIX}TASK={task}: its build_dataset returned"
     notes: tuple[str, ...] = ()
     train, test = returned, None
@@ -234,7 +235,7 @@ def find_splits(returned: Any, task: str) -> Splits:
 
 
 def is_list_of_datasets(returned: Any) -> bool:
-    """Return True for a list of datasets, as `random_split` returns one, and False for a list of rows."""
+    """Return True for a list of datasets, such as the result of `random_split`, and False for a list of rows."""
     return isinstance(returned, list) and bool(returned) and all(isinstance(each, Dataset) for each in returned)
 
 
@@ -258,7 +259,7 @@ def find_fault(dataset: Any) -> str:
 
 
 def find_class_names(dataset: Any) -> tuple[str, ...]:
-    """Return the names of the classes: `classes` as torchvision has them, or those of the `label` of `datasets`."""
+    """Return the names of the classes: torchvision's `classes`, or those of the `label` feature of `datasets`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     features = getattr(dataset, "features", None)
@@ -269,7 +270,7 @@ def find_class_names(dataset: Any) -> tuple[str, ...]:
 
 
 def fingerprint(dataset: Any, name: RowName) -> str:
-    """Return what identifies a dataset: the number and columns of its rows and, after a '-', the content of some."""
+    """Return a digest of the number of rows and their columns, then a '-', then a digest of some rows' content."""
     rows = list(read_rows(dataset, spread_evenly(len(dataset), SAMPLED_ROWS), name))
     columns = sorted((column, *RowColumn.of(value)) for column, value in rows[0].items())
     content = [digest_array(row[column]).encode() for row in rows for column in sorted(row)]
@@ -277,7 +278,7 @@ def fingerprint(dataset: Any, name: RowName) -> str:
 
 
 def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
-    """Raise `SettingsError` if a row differs when it is read again, as one that is augmented at random does."""
+    """Raise `SettingsError` if a row differs when it is read again, as a randomly augmented row does."""
     row_name = partial(name_row, task, held_out)
     numbers = spread_evenly(len(dataset), REREAD_ROWS)
     first, again = (list(read_rows(dataset, numbers, row_name)) for _ in range(2))
@@ -292,5 +293,5 @@ def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
 
 
 def name_row(task: str, held_out: bool, number: int) -> str:
-    """Name a row, for messages."""
+    """Return the name of a row, for messages."""
     return f"row {number} of the {'held-out' if held_out else 'training'} rows of {task}.build_dataset"

@@ -1,4 +1,5 @@
-"""`python -m sunspot.predict` and `sunspot predict`: predict images or datasets by a run's model, or answer prompts."""
+"""`sunspot predict` and `python -m sunspot.predict`: predict images or datasets with a run's model, or answer prompts.
+"""
 
 import argparse
 import json
@@ -40,7 +41,7 @@ def main() -> int:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Predict files, or a dataset; print a table or, with --json, one document."""
+    """Predict files or a dataset, or answer prompts; print a table or, with --json, one document."""
     check_arguments(arguments)
     task = find_task(arguments.task)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}
@@ -75,7 +76,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
-    """Return the JSON document: the checkpoint, and of each image file, index, class and probabilities."""
+    """Return the JSON document: the checkpoint, and the index, class and probabilities of each image."""
     import numpy as np
 
     from sunspot.data.images import read_images
@@ -105,7 +106,7 @@ def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
 
 
 def show_table(result: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each image, with its index if its file has several."""
+    """Yield a line for each image, with its index if its file has several images."""
     counts = Counter(image["file"] for image in result["images"])
     rows = [["file", "prediction", "probability"]]
     for image in result["images"]:
@@ -115,7 +116,7 @@ def show_table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def show_summary(result: dict[str, Any]) -> Iterator[str]:
-    """Yield what was predicted, the accuracy, and where the predictions are."""
+    """Yield lines on the rows predicted, the accuracy, and the location of the predictions."""
     yield f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})"
     if result["accuracy"] is not None:
         yield f"  accuracy: {result['accuracy']:.4f}"

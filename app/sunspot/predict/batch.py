@@ -1,12 +1,12 @@
-"""Predictions for every row of a dataset, as Parquet: Ray Data reads, a pool of model workers predicts.
+"""Predictions for every row of a dataset, as Parquet: Ray Data reads, and a pool of model workers predicts.
 
     <output>/
-        _predictions.json           of which checkpoint and data: this folder takes no others
+        _predictions.json           names the checkpoint and the data; the folder takes no other predictions
         rows-00000000-00002048.parquet
-                                    columns `row` (int64), `label` (where the data has any), `prediction` (int64),
-                                    `class` (its name, where classes have names) and `probabilities` (list of float);
-                                    without classes, `prediction` is what the model says; rows from the first id up to,
-                                    not including, the second
+                                    columns `row` (int64), `label` (if the data has labels), `prediction` (int64),
+                                    `class` (its name, if classes have names) and `probabilities` (list of float);
+                                    without classes, `prediction` is the model's output; the file has the rows from
+                                    the first id up to, but not including, the second
 
 A file has all of its rows or does not exist, so a killed command resumes with the missing files.
 """
@@ -55,37 +55,41 @@ from sunspot.storage.base import Storage
 from sunspot.tasks import load_predict, load_task
 
 IDENTITY = "_predictions.json"
+"""Name of the file that says which checkpoint and data the predictions are for."""
 
 PART_ROWS = 2048
-"""Most rows in a file; a kill loses a few files."""
+"""Largest number of rows in a file. If the command is killed, only a few files are lost."""
 
 PART_BYTES = 32 << 20
-"""Most bytes of images and probabilities for a file: Ray Data splits blocks of more than 128 MiB."""
+"""Largest size of the images and probabilities for a file. Ray Data splits blocks of more than 128 MiB."""
 
 STALLED_S = 600
-"""Time without progress after which the cluster seems to lack a core for a worker or reader, or storage to hang."""
+"""Seconds without progress before giving up. Either storage hangs, or the cluster lacks a core for a worker or
+reader."""
 
 PROGRESS_EVERY_S = 10
+"""Seconds between lines about the progress."""
 
 
 class OutputFile(NamedTuple):
-    """The rows of one file: `first` .. `last` - 1."""
+    """Rows `first` .. `last` - 1, which are written to one file."""
 
     first: int
     last: int
 
     @property
     def key(self) -> str:
+        """Name of the file in the output folder."""
         return f"rows-{self.first:08d}-{self.last:08d}.parquet"
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """Read the rows of one part; runs in Ray Data's tasks."""
+    """Read the rows of one part, in a task of Ray Data."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
 class PartPredictor(Classifier):
-    """A model worker of the pool; predicts one part at a time."""
+    """A model worker of the pool, which predicts one part at a time."""
 
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
         predictions, probabilities = self.predict_rows(rows)
@@ -104,14 +108,14 @@ def to_lists(values: np.ndarray) -> pa.Array:
 def predict_dataset(
     settings: Settings, model: ModelCheckpoint, split: str | None, output: str, workers: int = 0
 ) -> dict[str, Any]:
-    """Predict the rows of DATASET that `output` lacks, and return a summary of all that it has then.
+    """Predict the rows of DATASET that `output` lacks, and return a summary of all predictions in it.
 
-    `split` is train, test, or None: test if there are held-out rows. `workers` 0 means one for each GPU of Ray's, or
-    else each core. The result has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy` (None for rows without
-    labels), `output`, `parts` and `kept`, the number of parts from before.
+    `split` is train, test, or None, which means test if there are held-out rows. `workers` 0 means one for each GPU in
+    Ray, or without GPUs for each core. The summary has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy`
+    (None for rows without labels), `output`, `parts` and `kept`, the number of parts that existed before.
 
-    Raises `ConflictError` if `output` has other predictions, `SettingsError`, `DataError`, `DamageError`, and
-    `GaveUpError` when nothing progresses any more.
+    Raises `ConflictError` if `output` has other predictions, `GaveUpError` if nothing makes progress, `SettingsError`,
+    `DataError` or `DamageError`.
     """
     print_warnings(model.warnings)
     load_predict(model.settings)  # fails here, early, if the task defines none
@@ -140,7 +144,7 @@ def predict_dataset(
 
 
 def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -> tuple[Source, str]:
-    """Choose the rows to predict, and their split; raises `SettingsError` if none fit the model."""
+    """Return the rows to predict, and their split; raises `SettingsError` if no rows fit the model."""
     task: Any = load_task(model.settings)
     chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
     opened = PredictionSettings.of(model.settings.model_copy(update=chosen), model.data)
@@ -163,7 +167,7 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
 
 
 def trained_on(model: ModelCheckpoint, rows: Source) -> bool:
-    """Return True if the run of the model is known to have trained on these very rows."""
+    """Return True if the model's run is known to have trained on exactly these rows."""
     if isinstance(model.run, CheckpointDirectory):
         return False
     identity = read_if_there(lambda: read_identity(model.run))
@@ -171,6 +175,7 @@ def trained_on(model: ModelCheckpoint, rows: Source) -> bool:
 
 
 def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
+    """Return the files for `rows` rows, each within PART_ROWS and PART_BYTES."""
     each = max(1, min(PART_ROWS, PART_BYTES // row_bytes))
     return [OutputFile(first, min(first + each, rows)) for first in range(0, rows, each)]
 
@@ -178,7 +183,10 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim an empty folder for these predictions, or check that it is theirs; returns the parts that it has."""
+    """Claim an empty folder for these predictions, or check that it holds them.
+
+    Returns the parts that the folder already has.
+    """
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
         raise SettingsError(f"{storage.locate('')} is not empty, and holds no predictions; choose another --output")
@@ -203,7 +211,7 @@ def open_output(
 def predict_parts(
     source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[OutputFile], workers: int
 ) -> ray.data.Dataset:
-    """Predict the parts, a block for each, in any order; lazy."""
+    """Return a lazy dataset with the predictions of the parts, a block for each part, in any order."""
     cluster = ray.cluster_resources()
     gpu = wants_gpu(settings.use_gpu)
     cores = cluster.get("CPU", 0.0)
@@ -227,7 +235,7 @@ def predict_parts(
 
 
 def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[OutputFile], rows: int) -> None:
-    """Write each part as it comes, and print the progress."""
+    """Write each part when it arrives, and print the progress."""
     missing = set(parts)
     timer = Timer()
     for table in _tables(predictions):
@@ -244,7 +252,7 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
 
 
 def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Yield the dataset's blocks, with Ray's errors turned into ours."""
+    """Yield the dataset's blocks, and translate Ray's errors into Sunspot's."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     try:
@@ -258,7 +266,10 @@ def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
 
 
 def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, int]:
-    """Count correct predictions, and tell whether the rows have labels; raises `DamageError` for a bad file."""
+    """Return whether the rows have labels, and the number of correct predictions.
+
+    Raises `DamageError` for a file that cannot be used.
+    """
 
     def count(part: OutputFile) -> int | None:
         try:

@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to predict rows or to answer prompts, in this process."""
+"""A checkpoint's model, ready to predict rows or to answer prompts in this process."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from sunspot.tasks import load_predict, load_task
 log = logging.getLogger(__name__)
 
 Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""Images as an array or a tensor, uint8 [C, H, W] or [B, C, H, W], or as files: one or several (data/images.py)."""
+"""Images as an array or tensor, uint8 [C, H, W] or [B, C, H, W], or as one or several files (data/images.py)."""
 
 
 OWN_TASKS = "sunspot.tasks."
@@ -40,15 +40,15 @@ class ModelCheckpoint(NamedTuple):
     run: Run
     checkpoint: Checkpoint
     settings: Settings
-    "The run's, when it was written."
+    "Settings of the run when the checkpoint was written."
     data: ModelData
-    "What its model was trained on, and takes."
+    "Record of the data that the model was trained on, and takes."
     warnings: tuple[str, ...]
-    "About checkpoints that were skipped to find it."
+    "Warnings about checkpoints that were skipped to find this one."
 
     @property
     def arguments(self) -> dict[str, str]:
-        """Arguments for a `Classifier` of this very checkpoint in any process."""
+        """Arguments with which a `Classifier` in any process opens exactly this checkpoint."""
         if isinstance(self.run, CheckpointDirectory):
             return {"run": self.run.location, "task": self.settings.task}
         storage = self.run.storage.locate("")
@@ -61,7 +61,7 @@ class ModelCheckpoint(NamedTuple):
 
 
 class Classifier:
-    """The model of one verified checkpoint, in evaluation mode, on the GPU of this process or on its CPU."""
+    """The model of one verified checkpoint, in evaluation mode, on this process's GPU or CPU."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Classifier:
     ) -> None:
         """Load the checkpoint that `open_checkpoint` finds. `task` is a module of your own, `use_gpu` is USE_GPU.
 
-        A process of Ray goes to the `folder` of its caller first. Raises `SettingsError` for a task without `predict`,
+        A Ray process first changes to the `folder` of its caller. Raises `SettingsError` for a task without `predict`,
         and `ConflictError` if the weights do not fit the model that the task builds.
         """
         enter_folder(folder)
@@ -88,8 +88,11 @@ class Classifier:
         self._model = restore_model(loaded).to(self._device).eval()
 
     def describe(self) -> dict[str, Any]:
-        """Return the checkpoint's `name`, `step`, `metrics`; the `shape` of an image, [C, H, W]; how many `classes`;
-        their `class_names`, if any; the model's `device`; and `warnings` about checkpoints that were skipped.
+        """Return the facts about the model, by name.
+
+        These are the checkpoint's `name`, `step` and `metrics`; the `shape` of an image, [C, H, W]; the number of
+        `classes` and their `class_names`, if any; the model's `device`; and `warnings` about checkpoints that were
+        skipped.
         """
         names = ("name", "step", "metrics", "shape", "classes", "class_names", "warnings")
         return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}
@@ -97,14 +100,14 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
-        One image is a batch of one. No forward pass is larger than those of the run, and its precision is theirs.
+        One image is a batch of one. Forward passes are at most as large as in the run, and have the run's precision.
         Raises `SettingsError` for images that the model does not take.
         """
         return self.predict_rows({"image": self._as_batch(images).numpy()})
 
     @torch.inference_mode()
     def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Do as `predict` for rows of the task's columns; without classes, return what the model says, and [B, 0]."""
+        """Predict rows of the task's columns like `predict`; without classes, return the model's output, and [B, 0]."""
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
         # Copies: arrays from Ray's object store are read-only, and torch warns of that.
@@ -139,13 +142,14 @@ class Classifier:
 
 
 def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> ModelCheckpoint:
-    """Open the `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the one in a directory.
+    """Open the `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the checkpoint in a directory.
 
-    A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before all files match the
-    size and SHA-256 in the manifest, and then only tensors and plain values are. The checkpoint's task is a module that
-    loading the model imports. It must be one of Sunspot's, or `task`, or else the one that `find_task` finds.
+    A directory is a path or URL with a '/', given as `run` or `checkpoint`. Nothing is unpickled before all files match
+    the size and SHA-256 in the manifest, and then only tensors and plain values are. Loading the model imports the
+    checkpoint's task, so that must be one of Sunspot's tasks, or `task`, or without `task` the module that `find_task`
+    finds.
 
-    Raises `SettingsError` for another task, `NotFoundError`, `StorageError`, or `DamageError`.
+    Raises `SettingsError` for another task, `NotFoundError`, `StorageError` or `DamageError`.
     """
     warnings: list[str] = []
     location = next((place for place in (checkpoint, run) if "/" in place), None)
@@ -178,7 +182,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 
 
 def refuse_foreign_task(task: str, own: str, where: str) -> None:
-    """Raise `SettingsError` for the `task` of a run that is neither Sunspot's nor the user's `own`.
+    """Raise `SettingsError` if a run's `task` is neither one of Sunspot's nor the user's `own`.
 
     Without `own`, `find_task` finds the user's task. Importing a module runs it, and anybody who can write the run's
     files could name any module there.
@@ -195,16 +199,16 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
 
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
-    """Build a checkpoint's model, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
+    """Build a checkpoint's model on the CPU; raises `ConflictError` if the weights do not fit the model."""
     model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(**vars(loaded.data)))
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 
 
 def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use_gpu: str) -> dict[str, Any]:
-    """Answer prompts; returns the JSON document: the checkpoint, and each answer, of at most so many tokens.
+    """Answer prompts with at most `tokens` tokens each, and return the JSON document: the checkpoint and the answers.
 
-    Raises like `restore_model`, and `SettingsError` for a task without `answer`.
+    Raises the errors of `restore_model`, and `SettingsError` for a task without `answer`.
     """
     answer = getattr(load_task(loaded.settings), "answer", None)
     if answer is None:
@@ -222,7 +226,7 @@ def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use
 
 
 def choose_device(use_gpu: str) -> torch.device:
-    """Choose this process's GPU, or the CPU if it has none or USE_GPU is 'false'. Raises `SettingsError`."""
+    """Return this process's GPU, or the CPU if it has no GPU or USE_GPU is 'false'. Raises `SettingsError`."""
     if use_gpu != "false" and torch.cuda.is_available():
         return torch.device("cuda")
     if use_gpu == "true":
@@ -231,6 +235,6 @@ def choose_device(use_gpu: str) -> torch.device:
 
 
 def print_warnings(texts: Iterable[str]) -> None:
-    """Print each on stderr, apart from the result."""
+    """Print each warning on stderr, apart from the result."""
     for text in texts:
         log.warning(text)

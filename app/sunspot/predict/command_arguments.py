@@ -1,4 +1,4 @@
-"""The arguments of `sunspot predict` and of `python -m sunspot.predict`."""
+"""Arguments of `sunspot predict` and of `python -m sunspot.predict`."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from sunspot.errors import SettingsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all but --storage and --json."""
+    """Add all arguments except --storage and --json."""
     parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
     parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
     parser.add_argument(
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise `SettingsError` for arguments that do not go together, before torch is imported, which takes seconds."""
+    """Raise `SettingsError` for invalid combinations of arguments, before torch is imported, which takes seconds."""
     if bool(arguments.dataset) != bool(arguments.output):
         raise SettingsError("--dataset and --output go together")
     if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:

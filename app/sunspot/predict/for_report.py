@@ -1,6 +1,6 @@
-"""What a run stores for its report when training has ended, by its newest checkpoint.
+"""Stores predictions for the report when training has ended, from the run's newest checkpoint.
 
-These are predictions of held-out rows, and what the task itself shows of its trained model (its `show`).
+They are predictions of held-out rows, and whatever the task itself shows of its trained model (its `show`).
 """
 
 import io
@@ -45,25 +45,25 @@ from sunspot.tasks import load_predict, load_task
 log = logging.getLogger(__name__)
 
 LIMIT_S = 120
-"""For loading the model and for all rows: after that, the predictions so far are stored."""
+"""Seconds for loading the model and predicting all rows. After that, the predictions made so far are stored."""
 
 READ_ROWS, READ_BYTES = 1024, 16 << 20
-"""Most rows and bytes given to the model at a time."""
+"""Largest number of rows, and of their bytes, that are given to the model at a time."""
 
 MAX_CLASSES = 1000
-"""With more classes, nothing is stored: the confusion matrix alone would be megabytes."""
+"""Largest number of classes. With more, nothing is stored, because the confusion matrix alone would take megabytes."""
 
 SAMPLE_RANGES = 4
-"""Samples come from so many places spread over the training rows, which may be sorted by label."""
+"""Number of places, spread over the training rows, that samples come from. Rows may be sorted by label."""
 
 SHOWN_ROWS = 256
-"""Most held-out rows (training rows without any) that a task is given to show."""
+"""Largest number of held-out rows (or training rows, without held-out rows) that a task's `show` gets."""
 
 
 def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
-    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once; a failure is only a warning.
+    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once. A failure is only a warning.
 
-    Nothing is stored when this start of a `driver` has lost the run meanwhile.
+    Nothing is stored if another driver has taken over the run since this start of `driver`.
     """
     rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
     if not rows or not checkpoint.finished:
@@ -91,7 +91,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
 
 
 def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Predictions:
-    """Predict the first PREDICT_ROWS held-out rows, or as many as LIMIT_S allows; runs in a task of Ray's."""
+    """Predict the first PREDICT_ROWS held-out rows, or as many as LIMIT_S allows, in a Ray task."""
     assert plan.test
     deadline = time.monotonic() + LIMIT_S
     model = Classifier(run, checkpoint, plan.settings.storage_path, use_gpu, task=plan.settings.task)
@@ -113,7 +113,7 @@ class PredictionSummary:
         self._data = data
         self._confusion = np.zeros((data.classes, data.classes), np.int64)
         self._mistakes: list[Example] = []
-        "The most certain first."
+        "Mistakes, those with the highest probability first."
         self._right: dict[int, list[Example]] = {}
 
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
@@ -143,6 +143,7 @@ class PredictionSummary:
                 kept.append(example(index))
 
     def result(self, checkpoint: str, step: int, samples: list[Example]) -> Predictions:
+        """Return the predictions to store."""
         by_class = itertools.zip_longest(*(self._right[label] for label in sorted(self._right)))
         right = [example for examples in by_class for example in examples if example]
         rows = int(self._confusion.sum())
@@ -175,7 +176,7 @@ def sample_rows(source: Source) -> list[Example]:
 
 
 def has_pictures(rows: Mapping[str, np.ndarray]) -> bool:
-    """Return True if rows have a column `image` of pictures of bytes, which may also be of other numbers."""
+    """Return True if rows have a column `image` of 8-bit pictures, and not of other numbers."""
     images = rows.get("image")
     return images is not None and images.dtype == np.uint8 and images.ndim == 4 and images.shape[1] in (1, 3)
 
@@ -190,9 +191,9 @@ def to_png(image: np.ndarray) -> bytes:
 
 
 def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
-    """Store what the task shows of a finished run, once; a failure is only a warning.
+    """Store what the task shows of a finished run, once. A failure is only a warning.
 
-    Nothing is stored when this start of a `driver` has lost the run meanwhile.
+    Nothing is stored if another driver has taken over the run since this start of `driver`.
     """
     if not checkpoint.finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
         return
@@ -208,7 +209,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
 
 
 def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
-    """Return what the task shows of a checkpoint's model; runs in a task of Ray's."""
+    """Return what the task shows of a checkpoint's model, in a Ray task."""
     settings, device = plan.settings, choose_device(use_gpu)
     model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path, settings.task)).to(device).eval()
     source = plan.test or plan.source
@@ -219,7 +220,7 @@ def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
 
 
 def to_parts(found: Any) -> list[Exhibit]:
-    """Return the parts of what a task's `show` returned, cut to the limits; raises `SettingsError` if it has none."""
+    """Return the parts that a task's `show` returned, cut to the limits; raises `SettingsError` for invalid parts."""
     if not isinstance(found, Mapping):
         raise SettingsError(
             f"show returned a {type(found).__name__}; return a dict of texts, numbers, tables and images by title"
