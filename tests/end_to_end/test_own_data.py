@@ -46,7 +46,7 @@ def write_table(folder: Path, suffix: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "loader"), [("csv", "torch"), pytest.param("jsonl", "ray", marks=pytest.mark.slow)])
-def test_a_table_of_text(
+def test_a_run_on_a_table_of_text_is_trained_and_predicted(
     suffix: str, loader: str, program: Program, predict: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
@@ -75,7 +75,9 @@ def test_a_table_of_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_folder_of_pictures(loader: str, program: Program, predict: Predict, tmp_path: Path) -> None:
+def test_a_run_on_a_folder_of_pictures_is_trained_and_predicted(
+    loader: str, program: Program, predict: Predict, tmp_path: Path
+) -> None:
     random = np.random.default_rng(0)
     for split, count in (("train", 20), ("test", 5)):
         for name, brightness in (("day", 160), ("night", 0)):

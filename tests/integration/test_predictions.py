@@ -38,14 +38,14 @@ PREDICTIONS = Predictions(
 )
 
 
-def test_predictions_come_back_as_they_were_kept(run: Run) -> None:
+def test_stored_predictions_are_read_back_unchanged(run: Run) -> None:
     assert read_shown(run, Predictions) is None
     write_shown(run, PREDICTIONS)
     assert read_shown(run, Predictions) == PREDICTIONS
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"mistakes": [{"image": "?"}], "right": [], "samples": []}'])
-def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, warned: list[str]) -> None:
+def test_unreadable_predictions_are_left_out(run: Run, content: bytes, warned: list[str]) -> None:
     run.storage.write(run.key("predictions.json"), content)
     assert read_shown(run, Predictions) is None
     assert "predictions.json cannot be used: " in warned[0]
@@ -54,7 +54,7 @@ def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, 
 # ----------------------------------------------------------------------------------------------- at the end of training
 
 
-def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(finished_run: FinishedRun) -> None:
+def test_a_finished_run_stores_predictions_of_its_newest_checkpoint(finished_run: FinishedRun) -> None:
     kept, newest, rows = read_shown(finished_run.run, Predictions), finished_run.newest, finished_run.rows()
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
@@ -91,7 +91,7 @@ def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
 
 
 @pytest.mark.slow
-def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
+def test_predict_rows_are_predicted_once_for_each_checkpoint(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     run, newest = copied_run.run, copied_run.newest
@@ -122,7 +122,7 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
         ("tests.tasks.tiny", "warning: no predictions for the report: storage is full"),
     ],
 )
-def test_a_reason_against_predictions_is_logged_and_fails_nothing(
+def test_missing_predictions_are_logged_but_do_not_fail_the_run(
     task: str, said: str, finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*words: Any) -> Any:
@@ -133,7 +133,7 @@ def test_a_reason_against_predictions_is_logged_and_fails_nothing(
     assert said in capsys.readouterr().out
 
 
-def test_when_time_is_up_what_was_predicted_is_kept(
+def test_predictions_made_before_the_time_limit_are_stored(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_here(act: Any, plan: Plan, run: str, checkpoint: str, limit_s: float) -> Any:
@@ -149,7 +149,7 @@ def test_when_time_is_up_what_was_predicted_is_kept(
     assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
 
 
-def test_the_most_certain_mistakes_are_kept_and_right_ones_of_every_class() -> None:
+def test_the_most_certain_mistakes_and_right_examples_of_every_class_are_kept() -> None:
     random = np.random.default_rng(0)
     summary, certainties = PredictionSummary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):

@@ -40,7 +40,7 @@ class WatchedSource:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_rank_that_waits_for_rows_is_not_taken_for_hung(
+def test_a_rank_that_waits_for_rows_does_not_count_as_hung(
     held_out: bool, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No node has the CPUs that reading takes, as when its pods were reclaimed."""

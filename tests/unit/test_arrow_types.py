@@ -116,6 +116,8 @@ def test_views_within_other_values_are_read(tmp_path: Path, values: list[Any], s
     ],
     ids=str,
 )
-def test_types_that_are_no_numbers_are_named(tmp_path: Path, form: Any, values: list[Any], stored: pa.DataType) -> None:
+def test_types_that_are_not_numeric_are_refused_by_name(
+    tmp_path: Path, form: Any, values: list[Any], stored: pa.DataType
+) -> None:
     with refusal(DataError, "but the task declares a number for float32"):
         read(tmp_path, form(values, stored), Column())

@@ -52,7 +52,7 @@ def open_rows(location: str, test_dataset: str = "") -> tuple[TableSource, Table
     return train, test
 
 
-def test_one_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
+def test_a_class_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
     composed, decomposed = "caf\u00e9/a.png", "cafe\u0301/b.png"
     with pytest.raises(DataError, match="the same text in different Unicode forms"):
         open_rows(put_files(tmp_path / "one", composed, decomposed, "tea/a.png"))
@@ -74,7 +74,7 @@ def test_one_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
         (["cat/indoors/a.png", "cat/b.png", "dog/indoors/a.png"], ("cat", "dog"), 3),
     ],
 )
-def test_every_picture_is_a_row_of_its_class(
+def test_every_picture_becomes_a_row_of_its_class(
     tmp_path: Path, files: list[str], classes: tuple[str, ...], rows: int
 ) -> None:
     train, test = open_rows(put_files(tmp_path, *files))
@@ -111,7 +111,7 @@ def test_every_picture_is_a_row_of_its_class(
         ([".git/a.png"], ["no folders of pictures in it", "1 file in hidden folders, such as .git/a.png"]),
     ],
 )
-def test_a_lost_class_or_a_wrong_level_is_refused_with_the_fix(
+def test_a_lost_class_or_a_wrong_folder_level_is_refused_with_the_fix(
     tmp_path: Path, files: list[str], said: list[str]
 ) -> None:
     location = put_files(tmp_path, *files)
@@ -130,11 +130,11 @@ def test_folders_of_training_and_held_out_rows_are_paired_without_case(tmp_path:
     assert notes_on(rows, held_out) == []
 
 
-def test_a_validation_folder_beside_test_is_said_to_be_left_out(tmp_path: Path) -> None:
+def test_a_note_names_a_validation_folder_that_is_not_read(tmp_path: Path) -> None:
     location = put_files(tmp_path, "train/cat/a.png", "train/dog/a.png", "test/cat/a.png", "val/dog/a.png")
     rows, held_out = open_rows(location)
     assert notes_on(rows, held_out) == [
-        f"{location}: not read: val/; SUNSPOT_TEST_DATASET may name it instead of test/"
+        f"{location}: not read: val/; SUNSPOT_TEST_DATASET can name it instead of test/"
     ]
     rows, held_out = open_rows(location, f"{location}/val")
     assert held_out
@@ -153,7 +153,7 @@ def test_files_of_training_and_held_out_rows_are_not_read_together(tmp_path: Pat
         open_table(Settings(dataset=str(tmp_path)), {"x": Column()})
 
 
-def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None:
+def test_the_plan_counts_files_that_are_not_read(tmp_path: Path) -> None:
     files = ["cat/a.png", "dog/a.png", *(f"cat/{number}.heic" for number in range(8)), "dog/n.txt", "b.png"]
     location = put_files(tmp_path, *files, ".thumbs/a.png", "dog/.ipynb_checkpoints/a.png", "cat/0001")
     (tmp_path / "cat" / "c.png").symlink_to("nowhere")
@@ -169,21 +169,21 @@ def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None
     assert steps.startswith("steps: ")
 
 
-def test_pictures_in_deeper_folders_are_said_to_belong_to_the_outermost(tmp_path: Path) -> None:
+def test_a_note_says_that_nested_pictures_belong_to_the_outermost_folder(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/indoors/a.png", "dog/b.png")
     assert open_rows(location)[0].notes == (
         f"{location}: nested pictures belong to the class of the outermost folder, such as cat/indoors/a.png to cat",
     )
 
 
-def test_a_classifier_of_one_class_is_refused_and_a_task_that_predicts_nothing_is_not(tmp_path: Path) -> None:
+def test_a_single_class_is_refused_only_if_the_task_predicts(tmp_path: Path) -> None:
     settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
     with refusal(DataError, "one class, images", "a folder of its own", "without `label`"):
         make_plan(settings, type("Classifier", (), {"predict": None}))
     assert rows_in(make_plan(settings, object()).source) == 2
 
 
-def test_rows_to_predict_may_be_of_one_class_or_lack_one(tmp_path: Path) -> None:
+def test_rows_to_predict_may_have_one_class_or_lack_a_class(tmp_path: Path) -> None:
     location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
     model = ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True)
     train, _ = find_sources(PredictionSettings.of(Settings(dataset=location), model))
@@ -191,7 +191,7 @@ def test_rows_to_predict_may_be_of_one_class_or_lack_one(tmp_path: Path) -> None
     assert "1 .heic file" in notes_on(train)[0]
 
 
-def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+def test_links_are_followed_but_a_circle_is_refused(tmp_path: Path) -> None:
     location = put_files(tmp_path / "data", "cat/a.png", "dog/a.png")
     put_files(tmp_path / "elsewhere", "b.png")
     (tmp_path / "data" / "cat" / "more").symlink_to(tmp_path / "elsewhere")
@@ -201,7 +201,7 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
         open_rows(location)
 
 
-def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_picture_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/a.png", "dog/a.png")
     os.rename(tmp_path / "cat", os.fsencode(tmp_path) + b"/c\xe4t")
     with refusal(DataError, r"c\udce4t: its name is not UTF-8; rename it"):
@@ -220,7 +220,7 @@ def test_an_empty_picture_is_named_with_its_path(tmp_path: Path) -> None:
         open_rows(location)
 
 
-def test_the_size_of_a_dataset_is_that_of_upright_pictures(tmp_path: Path) -> None:
+def test_image_size_is_that_of_the_upright_pictures(tmp_path: Path) -> None:
     content = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -259,20 +259,20 @@ def test_folders_of_pictures_in_a_bucket_are_read_by_the_same_rules(tmp_path: Pa
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/"]),
     ],
 )
-def test_convert_refuses_what_training_would(tmp_path: Path, files: list[str], said: list[str]) -> None:
+def test_convert_refuses_what_training_refuses(tmp_path: Path, files: list[str], said: list[str]) -> None:
     root = put_files(tmp_path / "root", *files)
     with refusal(DataError, *said):
         convert_image_folder(root, 8, str(tmp_path / "out"))
 
 
-def test_convert_names_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_convert_names_the_files_that_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = put_files(tmp_path / "root", "Train/cat/a.png", "Train/cat/a.heic", "TEST/cat/b.png", "val/cat/c.png")
     assert convert_image_folder(root, 8, str(tmp_path / "out")) == {"train": 1, "test": 1}
     assert "1 .heic file, such as cat/a.heic" in caplog.text
     assert "val: not converted; TEST/ has the held-out rows" in caplog.text
 
 
-def test_a_change_in_how_pictures_are_read_changes_their_fingerprint(
+def test_changing_how_pictures_are_decoded_changes_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = put_files(tmp_path / "folders", "cat/a.png", "dog/a.png")

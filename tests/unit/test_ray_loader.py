@@ -67,7 +67,7 @@ def test_workers_get_their_rows_and_each_group_is_read_once(
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 9))
-def test_held_out_rows_are_cut_evenly_however_large_a_group_is(groups: list[int], world_size: int) -> None:
+def test_held_out_rows_are_divided_evenly_for_any_group_size(groups: list[int], world_size: int) -> None:
     """Each on one worker; most of Parquet's writers put up to a million rows into one group."""
     source = CountingSource(tuple(groups))
     evaluated, counts = list[int](), list[int]()
@@ -85,7 +85,7 @@ def test_held_out_rows_are_cut_evenly_however_large_a_group_is(groups: list[int]
 
 
 @pytest.mark.parametrize("start", [0, 2, 4])
-def test_a_stream_from_another_step_is_refused(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_begins_at_another_step_is_refused(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As storage may show an older attempt to whoever makes the stream."""
     steps = Steps(40, 10)
     order = Order((20, 20), 7, 20)
@@ -100,7 +100,7 @@ def test_a_stream_from_another_step_is_refused(start: int, monkeypatch: pytest.M
     epoch, first = start // steps.per_epoch + 1, start % steps.per_epoch
     loader, stale = (RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False) for _ in range(2))
     assert len(next(loader.train(epoch, first, 4))["row"]) == 10
-    with pytest.raises(RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, and the step at row 30 of"):
+    with pytest.raises(RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, but its step at row 30 of"):
         next(stale.train(1, 3, 4))
 
 

@@ -65,12 +65,12 @@ def test_images_become_pngs(run: Run) -> None:
         ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
-def test_other_things_are_refused(found: Any, said: str) -> None:
+def test_unsupported_values_from_show_are_refused(found: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_parts(found)
 
 
-def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
+def test_the_report_shows_the_exhibit_beside_the_predictions(run: Run) -> None:
     trained(run)
     before = page_of(run)
     shown = [
@@ -87,7 +87,7 @@ def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
     assert "Confusion matrix" in page
 
 
-def test_the_reason_stands_in_the_place_of_predictions(run: Run) -> None:
+def test_the_report_gives_the_reason_if_there_are_no_predictions(run: Run) -> None:
     trained(run)
     run.storage.delete(run.key("predictions.json"))
     assert "No predictions are stored" in page_of(run)
@@ -95,13 +95,13 @@ def test_the_reason_stands_in_the_place_of_predictions(run: Run) -> None:
     assert "No predictions are stored" not in page_of(run)
 
 
-def test_what_is_damaged_is_left_out(run: Run) -> None:
+def test_damaged_exhibits_are_left_out_of_the_report(run: Run) -> None:
     trained(run)
     run.storage.write(run.key("shown.json"), b'{"checkpoint": 3}')
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
+def test_show_is_called_with_the_model_of_a_checkpoint(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},
@@ -127,7 +127,7 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
 
 
 @pytest.mark.parametrize("library", KINDS)
-def test_trees_show_what_gained(library: str) -> None:
+def test_trees_show_the_gain_of_each_feature(library: str) -> None:
     pytest.importorskip(library, reason="the extra `trees` is not installed")
     settings = Settings(task="sunspot.tasks.trees", task_args={"library": library})
     task: Any = load_task(settings)

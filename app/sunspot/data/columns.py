@@ -32,9 +32,11 @@ DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "flo
 SCALED = b"scaled"
 """Metadata key of a file whose images were cropped from their middle and scaled to one size."""
 
-IS_NULL = "is null; fill it in, or leave out the row"
+IS_NULL = "is null; fill it in, or remove the row"
+"""Message about a missing value."""
 
 IMAGE_FORMS = "PNG or JPEG bytes, fixed_shape_tensor of uint8, or lists of lists of integers"
+"""The three forms of an image, for messages."""
 
 
 class Lists(NamedTuple):
@@ -60,9 +62,7 @@ class ColumnOrigin(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """Declaration of how a column of the files becomes a tensor: as numbers, lists of numbers, or the output of
-    `decode`.
-    """
+    """Declaration of a column: how its values become a tensor of numbers, of lists, or of what `decode` returns."""
 
     dtype: str = "float32"
     "One of DTYPES. Integer types take integers and booleans; floats take any number except NaN and infinity."
@@ -99,9 +99,9 @@ class Column:
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype!r}; it must be one of {', '.join(DTYPES)}"
         if any(length < 1 for length in self.shape) or self.longest < 0:
-            return f"shape {self.shape}, longest {self.longest}; lengths are whole numbers from 1"
+            return f"shape {self.shape}, longest {self.longest}; lengths must be integers from 1"
         if self.longest and self.shape:
-            return f"shape {self.shape} and longest {self.longest}; a list has one or the other"
+            return f"shape {self.shape} and longest {self.longest}; declare only one of them"
         limits: Any = np.iinfo(self.dtype) if self.is_integer else np.finfo(self.dtype)
         if not float(limits.min) <= self.fill <= float(limits.max) or (self.is_integer and self.fill % 1):
             return f"fill {self.fill}, which {self.dtype} cannot hold"
@@ -131,8 +131,8 @@ class Column:
         """Raise `DataError` if a type in the files does not fit the declaration."""
         if not self.takes(stored):
             raise DataError(
-                f"{place} is {stored}, but the task declares {self._describe_type()}; change the one or the other, or "
-                "give the column a function that decodes it"
+                f"{place} is {stored}, but the task declares {self._describe_type()}; change either of them, or give "
+                "the column a function that decodes it"
             )
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
@@ -145,7 +145,7 @@ class Column:
             index = int(np.argmax(too_long))
             raise origin.error(
                 index,
-                f"has {lists.lengths[index]} values; the task takes at most {self.longest}, or with cut=True more",
+                f"has {lists.lengths[index]} values, but at most {self.longest} are declared; cut=True truncates lists",
             )
         kept = np.minimum(lists.lengths, self.longest)
         padded = np.full((len(kept), self.longest), self.fill, self.dtype)
@@ -209,7 +209,7 @@ class Column:
             decoded = np.asarray(self.decode(value.as_py()))
         except DataError as error:
             raise origin.error(index, str(error)) from error
-        except Exception as error:  # of a task's own function, all kinds
+        except Exception as error:  # a task's own function may raise anything
             raise origin.error(index, f"cannot be decoded: {type(error).__name__}: {shorten(error)}") from error
         if decoded.size and decoded.dtype.kind not in ("iub" if self.is_integer else "iubf"):
             raise origin.error(index, f"is decoded to {decoded.dtype}; the task declares {self.dtype}")
@@ -262,9 +262,7 @@ class ImageColumn(Column):
 
     @classmethod
     def of_dims(cls, dims: tuple[int, ...], place: str, scales: bool = False) -> "ImageColumn":
-        """Return the column for images stored as `dims`; raises `DataError`, which names `place`, if no image has that
-        shape.
-        """
+        """Return the column for images stored as `dims`; raises `DataError` for an invalid shape."""
         return cls("uint8", order_dims(dims, place)[0], dims=dims, scales=scales)
 
     def describe(self) -> Any:

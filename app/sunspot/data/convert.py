@@ -27,10 +27,13 @@ from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit,
 from sunspot.formatting import plural, some_of
 from sunspot.log import print_logs
 
-log = logging.getLogger("sunspot.data.convert")  # when it is run, its name is __main__
+log = logging.getLogger("sunspot.data.convert")  # as a program, this module is called __main__
 
-GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
-"""Bytes of pixels in a row group, which a streaming reader fetches at once, and limits on its number of rows."""
+GROUP_BYTES = 4 << 20
+"""Bytes of pixels in a row group, which a streaming reader fetches at once."""
+
+MIN_GROUP_ROWS, MAX_GROUP_ROWS = 64, 2048
+"""Smallest and largest number of rows in a row group."""
 
 FILE_BYTES = 256 << 20
 """Bytes of pixels in one file. A larger dataset gets several files."""
@@ -39,11 +42,11 @@ DESCRIPTION = """\
 Write a dataset as Parquet in the form that reads fastest.
 
     --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
-    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; below DIR/train and DIR/test (or
-                                                  DIR/val) when there are both, else OUT/*.parquet
+    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; if they are in DIR/train and
+                                                  DIR/test (or DIR/val), OUT has train and test, too
 
-OUT is a new local directory and appears when everything is written. Class names are in the files' metadata.
-Training reads folders of images as they are, too; converted, they need not be decoded again in each epoch."""
+OUT is a new local directory, which appears when everything is written. Class names are in the files' metadata.
+Training also reads folders of images as they are, but then decodes them again in each epoch."""
 
 Rows = tuple[np.ndarray, np.ndarray]
 """Images, uint8 [n, H, W] or [n, H, W, 3], and labels, int64 [n]."""
@@ -63,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.form == "mnist":
         rows = convert_mnist(given.data_root, given.out)
     elif not given.root:
-        raise SettingsError("--from imagefolder: say which folder with --root DIR")
+        raise SettingsError("--from imagefolder: name the folder with --root DIR")
     elif given.size < 1:
-        raise SettingsError(f"--size {given.size}: a number from 1")
+        raise SettingsError(f"--size {given.size}: must be an integer from 1")
     else:
         rows = convert_image_folder(given.root, given.size, given.out)
     written = [f"{plural(count, 'row')}{' in ' + split if split else ''}" for split, count in rows.items()]
@@ -101,9 +104,10 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
             log.warning(note)
     next(iter(folders.values())).folders.refuse_wrong_level()
     classes = sorted(set(next(iter(labels.values()))))
-    if unknown := set(labels.get("test", [])) - set(classes):
+    unknown = set(labels.get("test", [])) - set(classes)
+    if unknown:
         raise DataError(
-            f"{folders['test'].path}/{min(unknown)}: no such class among the training images ({some_of(classes)})"
+            f"{folders['test'].path}/{min(unknown)}: not a class of the training images ({some_of(classes)})"
         )
     number = {name: label for label, name in enumerate(classes)}
     channels = 1 if all(len(folder.find_dims(size)) == 2 for folder in folders.values()) else 3
@@ -180,11 +184,11 @@ def _new_directory(out: str) -> Iterator[Path]:
     Raises `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
     """
     if "://" in out:
-        raise SettingsError(f"{out}: give a local directory, and copy it afterwards (aws s3 cp --recursive)")
+        raise SettingsError(f"{out}: is a URL; give a local directory, and copy it afterwards (aws s3 cp --recursive)")
     target = Path(os.path.abspath(os.path.expanduser(out)))
     if os.path.lexists(target):
-        raise SettingsError(f"{target}: exists already; remove it, or give another directory")
-    # Hidden from list_files, which skips such names; not mkdtemp, whose directories only their owner can read.
+        raise SettingsError(f"{target}: already exists; remove it, or give another directory")
+    # The leading dot hides it from list_files. Only the owner could read a directory from mkdtemp.
     aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
         aside.mkdir(parents=True)
@@ -212,7 +216,7 @@ def _fsync(path: Path) -> None:
 def _split_folders(root: Path) -> dict[str, Path]:
     """Return the folder of class folders for each split. Without splits, the only key is ''."""
     if not root.is_dir():
-        raise DataError(f"{root}: not a folder; give the folder of class folders with --root")
+        raise DataError(f"{root}: not a folder; name the folder of class folders with --root")
     names = list_folders(str(root))
     pair = pair_folders(names) or pair_folders(names, OTHER_HELD_OUT)
     if not pair:

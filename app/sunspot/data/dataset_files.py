@@ -26,7 +26,7 @@ SUPPORTED = (
     "a path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with a folder of pictures for each class, or "
     "what Hugging Face's save_to_disk wrote"
 )
-"""Values of DATASET other than the names of the digits, for messages."""
+"""Values that DATASET takes for datasets other than the bundled digits and MNIST, for messages."""
 
 KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
 
@@ -42,7 +42,9 @@ STATE_FILE, MAX_STATE_BYTES = "state.json", 16 << 20
 DICT_FILE = "dataset_dict.json"
 """File that `datasets` writes beside the folders of several saved datasets."""
 
-CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
+CONNECT_TIMEOUT_S = 5
+REQUEST_TIMEOUT_S = 10
+REQUEST_TRIES = 2
 """Timeouts in seconds, and number of tries. An S3 server that does not answer is given up after less than 30 s."""
 
 CLIENT_ERRORS = ("AWS Error", "google::cloud::Status", "Azure Error")
@@ -94,7 +96,7 @@ def list_files(location: str) -> DatasetFiles:
             _refuse_compressed([location])
             return DatasetFiles([""])
         if kind == fs.FileType.NotFound:
-            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or what exists: {SUPPORTED}")
+            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or {SUPPORTED}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
@@ -102,28 +104,28 @@ def list_files(location: str) -> DatasetFiles:
         return DatasetFiles(_list_saved_dataset(location, read_range(join(location, STATE_FILE), 0, MAX_STATE_BYTES)))
     if DICT_FILE in names:
         splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE_FILE)})
-        fix = f"set SUNSPOT_DATASET to one such as {location}/{splits[0]}"
-        raise DataError(f"{location}: saved as {', '.join(splits)}; {fix}")
+        fix = f"set SUNSPOT_DATASET to one of them, such as {location}/{splits[0]}"
+        raise DataError(f"{location}: saved as several datasets ({', '.join(splits)}); {fix}")
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     if kinds["Parquet"]:
         refuse_mixed_splits(location, kinds["Parquet"])
         return DatasetFiles(kinds["Parquet"], _note_unread(location, names, "Parquet"))
-    # Only writers of Parquet mark files without rows by "_" in front. Pictures may have any name.
+    # Only writers of Parquet mark files without rows by a leading "_". Pictures may have any name.
     beside = names if any(kinds.values()) else listing.sizes
     kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
     found = [kind for kind, listed in kinds.items() if listed]
-    if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # about the others, mostly
+    if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # most describe the other files
         found = [kind for kind in found if kind != "JSON lines"]
     if len(found) > 1:
         raise DataError(
-            f"{location}: both {' and '.join(found)} in it; give each a folder of its own, or name one file"
+            f"{location}: contains both {' and '.join(found)}; give each a folder of its own, or name one file"
         )
     if not found:
         picture = next(filter(is_picture, listing.sizes), "")
         outside = f" ({picture} is not in one)" if picture else ""
         raise DataError(
-            f"{location}: no *.parquet, *.csv or *.jsonl in it (names that begin with '_' or '.' are skipped), and no "
-            f"folders of pictures{outside}; SUNSPOT_DATASET takes {SUPPORTED}"
+            f"{location}: contains no *.parquet, *.csv or *.jsonl (names that begin with '_' or '.' are skipped), and "
+            f"no folders of pictures{outside}; SUNSPOT_DATASET takes {SUPPORTED}"
         )
     [chosen] = found
     if chosen == "pictures":
@@ -133,7 +135,7 @@ def list_files(location: str) -> DatasetFiles:
 
 
 def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
-    """Say which tables and pictures are passed over, if the files of one kind are read."""
+    """Return a note on the tables and pictures that are skipped because only files of one kind are read."""
     unread = [name for name in names if _kind_of(name) not in ("", kind) or is_picture(name)]
     if not unread:
         return ()
@@ -142,7 +144,7 @@ def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
 
 
 def _kind_of(path: str) -> str:
-    """Return the kind of table in a file, by its name; empty if it is none of KINDS_BY_SUFFIX."""
+    """Return the kind of table in a file, by its suffix; empty if the suffix is not in KINDS_BY_SUFFIX."""
     return next((kind for suffixes, kind in KINDS_BY_SUFFIX.items() if path.lower().endswith(suffixes)), "")
 
 
@@ -180,7 +182,7 @@ def list_folders(location: str) -> list[str]:
         if isinstance(system, fs.LocalFileSystem):
             with os.scandir(path.encode()) as entries:
                 return sorted(_decode(entry.name) for entry in entries if entry.is_dir())
-        # One level of Google's storage shows no folder that is there only as a part of its objects' names (Arrow 26).
+        # Listing one level of Google's storage omits folders that exist only as prefixes of object names (Arrow 26).
         found = system.get_file_info(fs.FileSelector(path, recursive=system.type_name == "gcs"))
     below = [os.path.relpath(info.path, path) + "/" * (info.type == fs.FileType.Directory) for info in found]
     return sorted({name.split("/")[0] for name in below if "/" in name})
@@ -265,7 +267,12 @@ def arrow_errors(path: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: not found; check SUNSPOT_DATASET and SUNSPOT_TEST_DATASET") from error
-    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
+    except (
+        OSError,
+        pa.ArrowException,
+        ValueError,
+        OverflowError,
+    ) as error:  # bad names raise ValueError, bad numbers OverflowError
         if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in CLIENT_ERRORS)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
         kind = _kind_of(path)
@@ -283,9 +290,9 @@ def _cached_handle(path: str) -> pa.NativeFile:
 @lru_cache(maxsize=OPEN_FILES)
 def _cached_metadata(path: str) -> pq.FileMetaData:
     metadata = pq.ParquetFile(_cached_handle(path)).metadata
-    # Arrow takes a row group's word for the number of its columns, and then reads beyond those of the schema.
+    # Arrow trusts the number of columns that a row group states, and then reads beyond the columns of the schema.
     if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):
-        raise DataError(f"{path}: damaged: its row groups have other columns than its schema")
+        raise DataError(f"{path}: damaged: a row group's number of columns differs from the schema's")
     return metadata
 
 

@@ -82,8 +82,8 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
         return {name: to_array(value, f"{row}: {name}") for name, value in named.items()}
     if isinstance(named, list) or (isinstance(named, tuple) and len(named) not in (1, 2)):
         raise DataError(
-            f"{row} is a {type(named).__name__} of {len(named)} values; return a dict, which names each, or a tuple of "
-            f"two, whose names are {IMAGE} (for a picture) or {INPUT}, and {LABEL}"
+            f"{row} is a {type(named).__name__} of {len(named)} values; return a dict, which names its values, or a "
+            f"tuple of two: {IMAGE} (for a picture) or {INPUT}, and {LABEL}"
         )
     values = named if isinstance(named, tuple) else (named,)
     given = to_array(values[0], f"{row}: its input")
@@ -102,13 +102,13 @@ def to_array(value: Any, place: str) -> np.ndarray:
         return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
     shown = "None" if value is None else f"a {type(value).__name__}"
     if isinstance(value, str):
-        raise DataError(f"{place} is text, and a batch has only numbers; tokenize it, or number the classes")
+        raise DataError(f"{place} is text, but a batch has only numbers; tokenize it, or number the classes")
     if value is None or isinstance(value, (bytes, Mapping)):
-        raise DataError(f"{place} is {shown}, and a batch has only numbers; return a tensor, or leave the column out")
+        raise DataError(f"{place} is {shown}, but a batch has only numbers; return a tensor, or leave the column out")
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{place} is {shown} that is no array of numbers: {shorten(error)}; return a tensor") from error
+        raise DataError(f"{place} is {shown}, which is not numeric: {shorten(error)}; return a tensor") from error
     if array.dtype.name not in (*DTYPES, "bool"):
         raise DataError(f"{place} is {shown} of {array.dtype}; return a tensor of {', '.join(DTYPES)} or bool")
     return array
@@ -122,9 +122,12 @@ def describe_columns(columns: Mapping[str, RowColumn]) -> str:
 def describe_difference(columns: Mapping[str, RowColumn], first: Mapping[str, RowColumn]) -> str:
     """Return how the columns of a row differ from those of row 0, and the fix."""
     if columns.keys() != first.keys():
-        return f"has the columns {some_of(list(columns))}, and row 0 {some_of(list(first))}; return the same for all"
+        return (
+            f"has the columns {some_of(list(columns))}, but row 0 has {some_of(list(first))}; return the same "
+            "columns for all rows"
+        )
     name = next(name for name in first if columns[name] != first[name])
     return (
-        f"{name} is {columns[name]}, and {first[name]} in row 0; crop, pad or convert it in the Dataset, because all "
-        "rows need one dtype and shape"
+        f"{name} is {columns[name]}, but {first[name]} in row 0; crop, pad or convert it in the Dataset, because all "
+        "rows need the same dtype and shape"
     )

@@ -33,7 +33,7 @@ class RowSubset:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the underlying source, such as `class_names`."""
-        if name.startswith("__") or name == "source":  # asked for while this is being unpickled
+        if name.startswith("__") or name == "source":  # unpickling asks for these before `source` is set
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -81,8 +81,8 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[RowSubset, RowSub
     """Divide a source into training rows and held-out rows; raises `DataError` if it has too few rows for both."""
     if rows_in(source) <= MIN_ROWS:
         raise DataError(
-            f"SUNSPOT_TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must be left to "
-            "train on; leave it at 0"
+            f"SUNSPOT_TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must remain for "
+            "training; leave it at 0"
         )
     return RowSubset(source, share, seed, held_out=False), RowSubset(source, share, seed, held_out=True)
 
@@ -94,7 +94,8 @@ def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tupl
     """
     sizes, rows = np.array(row_groups, np.int64), sum(row_groups)
     wanted = min(max(1, round(share * rows)), rows - MIN_ROWS)
-    # In random order, because groups that are too small to give a row each must not give one at regular intervals.
+    # Groups that are too small to give a row each are visited in random order, because at regular intervals the
+    # held-out rows would not be random.
     order = _random_order([seed, GROUP_STREAM], len(sizes))
     counts = np.zeros_like(sizes)
     counts[order] = np.diff([int(end) * wanted // rows for end in np.cumsum(sizes[order])], prepend=0)
@@ -109,5 +110,5 @@ def draw_rows(seed: int, group: int, rows: int, held_out: int) -> tuple[np.ndarr
 
 
 def _random_order(words: list[int], count: int) -> np.ndarray:
-    # NumPy keeps the raw numbers of a bit generator the same in all versions, and not what a Generator makes of them.
+    # NumPy guarantees the raw numbers of a bit generator in all versions, but not the results of a Generator.
     return np.argsort(np.random.PCG64(words).random_raw(count), kind="stable")

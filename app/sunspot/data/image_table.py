@@ -68,15 +68,15 @@ def open_image_splits(
 
     With the data of a `model`, the rows are opened for prediction with it and need no labels.
     """
-    places = locate_splits(dataset, test_dataset)
+    locations = locate_splits(dataset, test_dataset)
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None
-    rows = open_images(places.train, side, scaled, model)
-    rows = check_training_rows(rows, places, model)
-    if not places.test:
+    rows = open_images(locations.train, side, scaled, model)
+    rows = check_training_rows(rows, locations, model)
+    if not locations.test:
         return rows, None
     image = rows.columns[IMAGE]
     assert isinstance(image, ImageColumn)
-    held_out = open_images(places.test, side, image, model)
+    held_out = open_images(locations.test, side, image, model)
     return rows, match_classes(rows, held_out) if model is None else held_out
 
 
@@ -110,15 +110,15 @@ def _declare_images(path: str, side: int) -> ImageColumn:
     inner, depth = innermost(stored)
     if not is_encoded(stored) and (depth not in (2, 3) or not pa.types.is_integer(inner)):
         raise DataError(
-            f"{path}: image is {stored}; it must be {IMAGE_FORMS} (names of files are not followed: put the pictures of each "
-            "class into a folder of its own)"
+            f"{path}: image is {stored}; it must be {IMAGE_FORMS} (file names are not followed: put "
+            "the pictures of each class into a folder of its own)"
         )
     filled = next((number for number, rows in enumerate(file.groups) if rows), None)
     if filled is None:
-        raise DataError(f"{path}: has no rows; write some into it, or remove it")
+        raise DataError(f"{path}: has no rows; add rows, or remove it")
     first = encoded(file.read([IMAGE], filled)[IMAGE])
     if not len(first):
-        raise DataError(f"{path}: damaged: its footer tells of rows that are not there")
+        raise DataError(f"{path}: damaged: its footer counts rows that it does not have")
     found = _declare_image(first[0], file.name_row(0))
     if side and is_bytes(first.type):
         return ImageColumn.of_dims((side, side, *found.dims[2:]), path, scales=True)

@@ -96,8 +96,8 @@ def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise SettingsError(
-            f"{path}: it has more than {as_bytes(MAX_BYTES)}, the most taken of a file; give several files, or "
-            "the images as a dataset (--dataset)"
+            f"{path}: has more than {as_bytes(MAX_BYTES)}, the most that a file may have; give several files, "
+            "or the images as a dataset (--dataset)"
         )
     return decode_images(content, shape, str(path), scales)
 
@@ -117,7 +117,7 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
     try:
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
         found, in_columns, dtype = read_header(stream)
-    except Exception as error:  # of numpy's parsers, all kinds
+    except Exception as error:  # NumPy's parsers raise all kinds
         raise SettingsError(f"{place}: an array that cannot be read: {shorten(error)}") from error
     if dtype != np.uint8 or found[-3:] != shape or len(found) not in (3, 4) or found[0] < 1:
         raise SettingsError(
@@ -128,7 +128,7 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
     if len(values) != math.prod(found):
         raise SettingsError(
             f"{place}: an array of {list(found)}, with {len(values)} bytes instead of {math.prod(found)}; it is "
-            "damaged, write it again"
+            "damaged; write it again"
         )
     return values.reshape(found, order="F" if in_columns else "C").reshape(-1, *shape)
 
@@ -148,8 +148,8 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
     if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not grey)):
         raise DataError(
             f"is {height} x {width} (height x width), {'grey' if grey else 'in colour'}, but the model takes "
-            f"{shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, as the first of its dataset; "
-            "convert it"
+            f"{shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, like the first picture of its "
+            "dataset; convert it"
         )
     try:
         return fit_pixels(image, *shape) if scales else to_pixels(image, shape[0])
@@ -179,7 +179,7 @@ def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
 
 def upright_size(image: Any) -> tuple[int, int]:
     """Return the height and width at which viewers show a picture, from its header alone."""
-    # Pillow itself swaps them for TIFF. For PNG, it would decode the pixels to look for EXIF data after them.
+    # Pillow itself swaps height and width of a TIFF. In a PNG, it would decode the pixels to find EXIF data after them.
     in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
     turned = in_header and _find_orientation(image) > LAST_NOT_ROTATED
     return (image.width, image.height) if turned else (image.height, image.width)

@@ -66,7 +66,7 @@ class TextLabels(Column):
         numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
-            raise origin.error(row, f"{brief(str(values[row]))} is no class of the training rows")
+            raise origin.error(row, f"{brief(str(values[row]))} is not a class of the training rows")
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 
@@ -97,9 +97,10 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_pre
     if bad.any():
         row = first_true(bad)
         raise _refuse_number(file, row, numbers[row])
-    classes, names = int(numbers.max()) + 1, _stored_names(file.schema, column.of or LABEL)
+    classes = int(numbers.max()) + 1
+    names = _stored_names(file.schema, column.of or LABEL)
     if 0 < len(names) < classes:
-        raise DataError(f"{file.path}: label {classes - 1}, but its metadata names {len(names)} classes only")
+        raise DataError(f"{file.path}: label {classes - 1}, but its metadata names only {len(names)} classes")
     content = digest_array(numbers.astype(np.int64, copy=False))
     occurring = frozenset(pc.unique(pa.array(numbers)).to_pylist())
     return ClassLabels(max(classes, len(names)), names, False, content, occurring)
@@ -159,23 +160,29 @@ def merge_labels(
     if not files:
         return NO_LABELS
     texts = [file.as_text or file for file in files]
-    of_model = model is not None and {name for file in texts for name in file.names} <= set(model.class_names)
-    if as_names or of_model or any(file.text for file in files):
+    are_classes_of_model = model is not None and {n for file in texts for n in file.names} <= set(model.class_names)
+    if as_names or are_classes_of_model or any(file.text for file in files):
         files = texts
     if not any(file.text for file in files):
         known = max((file.names for file in files), key=len)
-        if other := next((file.names for file in files if file.names != known[: len(file.names)]), None):
+        other = next((file.names for file in files if file.names != known[: len(file.names)]), None)
+        if other:
             raise DataError(
-                f"{location}: its files name the classes {some_of(known)}, and {some_of(other)}; number them alike"
+                f"{location}: some files name the classes {some_of(known)}, and others {some_of(other)}; number them "
+                "in the same way"
             )
         occurring = frozenset[int]().union(*(file.numbers for file in files))
         return ClassLabels(max(file.classes for file in files), known, False, numbers=occurring)
     if not all(file.text for file in files):
-        raise DataError(f"{location}: label is text in some files and numbers in others; write them all alike")
+        raise DataError(
+            f"{location}: label is text in some files and numbers in others; use the same type in all files"
+        )
     names = {name for file in files for name in file.names}
     if model is None:
         refuse_lookalikes(names, location)
-    known = tuple(sorted(names)) if model is None else model.class_names if names <= set(model.class_names) else ()
+        known = tuple(sorted(names))
+    else:
+        known = model.class_names if names <= set(model.class_names) else ()
     return ClassLabels(len(known), known, True)
 
 
@@ -190,7 +197,7 @@ def refuse_lookalikes(names: Iterable[str], location: str) -> None:
         if other != name:
             raise DataError(
                 f"{location}: the classes {name!r} ({name!a}) and {other!r} ({other!a}) are the same text in "
-                "different Unicode forms; write them alike, best in the form NFC"
+                "different Unicode forms; write both in the form NFC"
             )
 
 

@@ -85,12 +85,14 @@ def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         digits = MNIST(data_root, train=split == "train")
         images, labels = digits.data.numpy()[:, None], digits.targets.numpy().astype(np.int64)
-        if not len(images) == len(labels) > 0 or labels.max() >= CLASSES:
-            raise ValueError(f"{len(images)} images and {len(labels)} labels of {split}, or labels above 9")
+        if not len(images) == len(labels) > 0:
+            raise ValueError(f"{split}: {len(images)} images but {len(labels)} labels")
+        if labels.max() >= CLASSES:
+            raise ValueError(f"{split}: label {labels.max()}, but the largest digit is {CLASSES - 1}")
     except Exception as error:  # torchvision's parser raises all kinds
         raise DataError(
-            f"{_raw(data_root)}: the files of {split} are damaged: {shorten(error)}; remove the folder, and they are "
-            "downloaded anew"
+            f"{_raw(data_root)}: the files of {split} are damaged: {shorten(error)}; remove the folder to download "
+            "them again"
         ) from error
     return images, labels
 
@@ -113,7 +115,9 @@ def _download(data_root: str) -> None:
     aside = Path(data_root) / ".mnist-download"
     try:
         os.makedirs(data_root, exist_ok=True)
-        log.warning("downloading MNIST into %s, or waiting %d s for another process that does", data_root, WAIT_S)
+        log.warning(
+            "downloading MNIST into %s, or waiting up to %d s for another process that downloads it", data_root, WAIT_S
+        )
         with FileLock(os.path.join(data_root, ".mnist.lock"), timeout=WAIT_S):
             missing = _find_missing(data_root)
             if not missing:
@@ -121,7 +125,7 @@ def _download(data_root: str) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             try:
                 if _raw(data_root).exists():
-                    shutil.copytree(_raw(data_root), _raw(str(aside)))  # what is there as .gz is only unpacked
+                    shutil.copytree(_raw(data_root), _raw(str(aside)))  # torchvision only unpacks existing .gz files
                 _fetch(str(aside))
                 _raw(data_root).mkdir(parents=True, exist_ok=True)
                 for name in missing:
@@ -138,7 +142,7 @@ def _download(data_root: str) -> None:
             f"{_raw(data_root)} lacks files of MNIST, and torchvision cannot download it: {shorten(error)}. Put the "
             f"four files there, unpacked: {', '.join(FILES)}; or set SUNSPOT_DATASET=sample, which needs no download"
         )
-        failed.final = False  # a mirror may answer the next time
+        failed.final = False  # the mirror may answer on the next try
         raise failed from error
 
 

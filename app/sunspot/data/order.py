@@ -111,7 +111,7 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
 def largest_pass(rows: int, world_size: int, limit: int) -> int:
     """Return the number of rows in the largest forward pass that any worker makes in a step of `rows` rows."""
     sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
-    # Not the largest share alone: cut into one part more, its parts may be smaller.
+    # The largest share need not have the largest pass: if it is cut into one more part, its parts may be smaller.
     return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))
 
 

@@ -68,7 +68,7 @@ class PackedSource:
         begins = np.zeros(count * self.length, np.int64)
         begins[:used] = np.repeat(np.cumsum(lengths) - lengths, lengths)
         places = np.arange(len(begins))
-        begins[used:] = places[used:]  # what is filled up belongs to no list
+        begins[used:] = places[used:]  # padding belongs to no list
         in_list = places - np.maximum(begins, places // self.length * self.length)
         return found | {POSITION: in_list.astype(np.int32).reshape(count, self.length)[chosen]}
 
@@ -80,10 +80,11 @@ def open_packed(
 
     All columns are packed at the same places. All lists are read once, to count their values.
     """
-    if wrong := [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]:
+    wrong = [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]
+    if wrong:
         raise SettingsError(
             f"{PREFIX}TASK={settings.task}: column {wrong[0]!r} cannot be packed; declare it without shape and "
-            f"longest, and not as {POSITION!r}"
+            f"longest, and not with the name {POSITION!r}"
         )
     train, test = open_table(settings, {name: replace(column, longest=length) for name, column in columns.items()})
     return _pack(train, length), _pack(test, length) if test else None

@@ -40,7 +40,7 @@ MARKER_ROW = "sunspot's own last row"
 MAX_EXACT = 2.0**53
 """Largest magnitude up to which a float64 represents every integer."""
 
-csv.field_size_limit(1 << 30)  # Python's reader takes cells of up to 131,072 characters by default
+csv.field_size_limit(1 << 30)  # Python's default limit is 131,072 characters a cell
 
 
 def read_csv(content: bytes, path: str) -> pa.Table:
@@ -72,7 +72,7 @@ def read_json_lines(content: bytes, path: str) -> pa.Table:
     reading = pa.json.ReadOptions(block_size=BLOCK_BYTES)
     try:
         table = pa.json.read_json(pa.BufferReader(content), reading)
-        # Arrow makes timestamps of strings that look like dates; JSON itself has none.
+        # Arrow turns strings that look like dates into timestamps, which JSON does not have.
         strings = [field.with_type(map_type(field.type, _timestamp_to_text)) for field in table.schema]
         changed = [new for new, old in zip(strings, table.schema, strict=True) if new != old]
         if changed:
@@ -92,7 +92,7 @@ def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
     found: dict[str, str] = {}
     suspects = {field.name: field.type for field in table.schema if _has_large_floats(table.column(field.name))}
     for number, line in enumerate(io.BytesIO(content) if suspects else (), 1):
-        with contextlib.suppress(ValueError):  # Arrow's parser takes some lines that Python's refuses
+        with contextlib.suppress(ValueError):  # Arrow parses some lines that Python refuses
             row = json.loads(line)
             for name, stored in suspects.items():
                 changed = _find_changed(row.get(name), stored)
@@ -142,7 +142,7 @@ def _read_records(content: bytes) -> Iterator[tuple[int, list[str]]]:
     reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", errors="replace", newline=""))
     line = 1
     for cells in reader:
-        if cells:  # Arrow passes over blank lines, too
+        if cells:  # Arrow skips blank lines, too
             yield line, cells
         line = reader.line_num + 1
 
@@ -185,12 +185,12 @@ def _explain_csv(content: bytes, error: Exception) -> str:
 def _explain_text(content: bytes) -> str:
     """Return why the content is not UTF-8 text, and the fix; empty if it is."""
     if not content.strip():
-        return "is empty; write rows into it, or remove it"
+        return "is empty; add rows, or remove it"
     packed = [kind for start, kind in MAGIC_BYTES.items() if content.startswith(start)]
     if packed:
         return f"is compressed ({packed[0]}); unpack it"
     if b"\0" in content[:1000]:
-        return "is UTF-16, or no text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8 does)"
+        return "is UTF-16 or binary; save it as UTF-8 (iconv -f UTF-16 -t UTF-8 does)"
     for number, line in enumerate(io.BytesIO(content), 1):
         try:
             line.decode()

@@ -163,9 +163,12 @@ class StepStreams(ray.train.DataConfig):
     def __init__(self, data: DataPlan, total_steps: int, start: Callable[[], int], reading_cpus: float = 1.0) -> None:
         super().__init__()
         self._reading_cpus = reading_cpus
-        self._source, self._test, self._steps = data.train, data.test, data.steps
+        self._source = data.train
+        self._test = data.test
+        self._steps = data.steps
         self._order = run_order("ray", data.train.row_groups, data.seed)
-        self._total_steps, self._start = total_steps, start
+        self._total_steps = total_steps
+        self._start = start
 
     def configure(self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         [name] = datasets
@@ -178,8 +181,8 @@ class StepStreams(ray.train.DataConfig):
         planner = RoundPlanner(self._order, self._steps, self._total_steps, round_rows)
         reader = RoundReader(self._source, self._order, self._steps, world_size, streams)
         rounds = ray.data.from_items([{"step": self._start()}])
-        rounds.context.execution_options.preserve_order = True  # or parts would go to whoever has the fewest first
-        rounds.context.target_max_block_size = 1  # a round in each block, and then a part
+        rounds.context.execution_options.preserve_order = True  # else the rank with the fewest parts gets the next
+        rounds.context.target_max_block_size = 1  # one round in each block, and later one part
         rounds = rounds.map_batches(planner, batch_size=None, batch_format="pyarrow", num_cpus=0)
         parts = rounds.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=self._reading_cpus)
         splits = parts.streaming_split(streams)
@@ -202,7 +205,10 @@ class RayLoader:
     """Batches of this worker, cut from its streams."""
 
     def __init__(self, steps: Steps, world_size: int, rank: int, device: torch.device, has_test: bool) -> None:
-        self._steps, self._world_size, self._rank, self._device = steps, world_size, rank, device
+        self._steps = steps
+        self._world_size = world_size
+        self._rank = rank
+        self._device = device
         self._stream = ray.train.get_dataset_shard("train")
         self._test = ray.train.get_dataset_shard("test") if has_test else None
         self._pin = device.type == "cuda"
@@ -215,10 +221,10 @@ class RayLoader:
         A step without rows yields {}.
         """
         if not self._parts and self._rank < self._steps.workers(self._world_size):
-            # In main memory: a part may have more rows than fit on a GPU beside the model.
+            # Parts stay in main memory, because they may not fit on a GPU beside the model.
             options = {"batch_size": None, "prefetch_batches": PREFETCH_PARTS, "pin_memory": self._pin}
             self._parts = iter(self._stream.iter_torch_batches(device="cpu", **options))
-            # Also before a step without rows: the stream begins when all have asked.
+            # Every rank asks, even before a step without rows, because the stream begins when all have asked.
             self._left = self._next_part(begins_at=(epoch, self._steps.bounds(first)[0]))
         for step in range(first, last):
             begin, end = self._steps.share(step, self._world_size, self._rank)
@@ -249,9 +255,9 @@ class RayLoader:
         if int(part.pop("_rank")) != self._rank:
             raise SunspotError(f"rank {self._rank}: Ray {ray.__version__} gave it another worker's rows")
         begins = int(part.pop("_epoch")), int(part.pop("_first"))
-        if begins_at and begins != begins_at:  # storage may have shown an older attempt to whoever made the stream
+        if begins_at and begins != begins_at:  # storage may have shown an older attempt when the stream was made
             raise RuntimeError(
-                f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, and the step "
-                f"at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group asks for another stream"
+                f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, but its step "
+                f"at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group gets another stream"
             )
         return {name: column[0] for name, column in part.items()}

@@ -62,11 +62,14 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
     """
     plans = [_plan_columns(source) for source in sources]
     size = sum(column.size for plan in plans for column in plan)
-    pages, number, readers = _share_pages(size, workers)
-    need = size if pages is not None else size * readers
-    if pages is None:
-        pages, number, readers = np.empty(size, np.uint8), 0, 1
-    workers.finish(lambda: _await_memory(need) if number == 0 else None)
+    shared = _share_pages(size, workers)
+    need = size
+    if shared.pages is None:
+        need = size * shared.workers
+        shared = SharedPages(np.empty(size, np.uint8), number=0, workers=1)
+    workers.finish(lambda: _await_memory(need) if shared.number == 0 else None)
+    pages = shared.pages
+    assert pages is not None
     loaded = []
     for plan in plans:
         columns = {}
@@ -77,7 +80,7 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
     def read() -> None:
         for source, columns in zip(sources, loaded, strict=True):
             ends = np.cumsum(source.row_groups)
-            for group in range(number, len(source.row_groups), readers):
+            for group in range(shared.number, len(source.row_groups), shared.workers):
                 first = ends[group] - source.row_groups[group]
                 if first == ends[group]:
                     continue
@@ -85,7 +88,7 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
                     columns[name][first : ends[group]] = values
 
     workers.finish(read)
-    clear_file_cache()  # parsed text takes as much memory again
+    clear_file_cache()  # parsed text would double the memory
     return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
 
 
@@ -96,11 +99,19 @@ def _plan_columns(source: Source) -> list[_Column]:
     return [_Column(name, (rows_in(source), *values.shape[1:]), values.dtype) for name, values in first.items()]
 
 
-def _share_pages(size: int, workers: LocalWorkers) -> tuple[np.ndarray | None, int, int]:
-    """Pages that all workers of this node have, uint8 [size], or None if one of them does not get them.
+class SharedPages(NamedTuple):
+    """Memory for the rows, uint8 [size], and the workers of this node that use it."""
 
-    Also this worker's number among those of its node, and how many they are. The pages take memory once they are used.
-    """
+    pages: np.ndarray | None
+    "Memory of all rows; None if a worker of this node cannot map it."
+    number: int
+    "Number of this worker among the workers of its node."
+    workers: int
+    "Number of workers on this node."
+
+
+def _share_pages(size: int, workers: LocalWorkers) -> SharedPages:
+    """Map pages that all workers of this node share. They take memory once they are written to."""
     mine = Pages(size)
     paths = [path for node, path in workers.gather((workers.node, mine.path)) if node == workers.node]
     pages = None
@@ -108,8 +119,8 @@ def _share_pages(size: int, workers: LocalWorkers) -> tuple[np.ndarray | None, i
         pages = map_pages(paths[0], size, shared=True).numpy()
     answers = workers.gather((workers.node, pages is not None))
     mine.close()
-    shared = all(mapped for node, mapped in answers if node == workers.node)
-    return pages if shared else None, paths.index(mine.path), len(paths)
+    all_mapped = all(mapped for node, mapped in answers if node == workers.node)
+    return SharedPages(pages if all_mapped else None, paths.index(mine.path), len(paths))
 
 
 def _await_memory(size: int) -> None:
@@ -118,8 +129,8 @@ def _await_memory(size: int) -> None:
     while (left := memory_left()) is not None and left < size:
         if time.monotonic() >= until:
             raise DataError(
-                f"{socket.gethostname()}: all rows in memory take {as_bytes(size)}, and {as_bytes(left)} are left "
-                "there; give the workers more memory, or set SUNSPOT_LOADER=ray, which streams the rows (a run that "
-                "has begun keeps its loader: choose another SUNSPOT_RUN_NAME)"
+                f"{socket.gethostname()}: all rows in memory take {as_bytes(size)}, but only {as_bytes(left)} are "
+                "left there; give the workers more memory, or set SUNSPOT_LOADER=ray, which streams the rows (a run "
+                "that has begun keeps its loader: choose another SUNSPOT_RUN_NAME)"
             )
         time.sleep(1.0)

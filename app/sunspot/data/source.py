@@ -104,8 +104,8 @@ class ModelData:
     @classmethod
     def of(cls, source: Source) -> ModelData:
         """Return the record for training rows."""
-        names, scales = getattr(source, "class_names", ()), getattr(source, "scales", False)
-        return cls(tuple(source.shape), source.classes, tuple(names), scales)
+        names = getattr(source, "class_names", ())
+        return cls(tuple(source.shape), source.classes, tuple(names), getattr(source, "scales", False))
 
     def record(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -225,7 +225,7 @@ def check_labels_match(train: Source, test: Source) -> None:
     if train.shape != test.shape:
         raise DataError(
             f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "
-            f"{train.shape}; both must have one shape"
+            f"{train.shape}; both must have the same shape"
         )
     if test.classes <= train.classes:
         return
@@ -236,7 +236,7 @@ def check_labels_match(train: Source, test: Source) -> None:
             row = int(outside[0])
             raise DataError(
                 f"{test.where(group, row)}: label {labels[row]}, but the training rows have only 0 to "
-                f"{train.classes - 1}; number the classes alike in both"
+                f"{train.classes - 1}; number the classes in the same way in both"
             )
 
 

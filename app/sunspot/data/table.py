@@ -127,9 +127,9 @@ class TableSource:
         if PICTURES in parts:
             parts = PictureFolder(join(self.location, PICTURES)).sizes
         ranges = zip(parts, sample_ranges(list(parts.values())), strict=True)
-        places = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
-        samples = map_parallel(lambda place: read_range(*place), places, FILES_AT_ONCE)
-        content = digest(self.labels_digest.encode(), *samples)
+        samples = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
+        sampled = map_parallel(lambda sample: read_range(*sample), samples, FILES_AT_ONCE)
+        content = digest(self.labels_digest.encode(), *sampled)
         return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
@@ -155,8 +155,8 @@ class TableSource:
                 row = int(np.argmax(differs))
                 raise origin.error(
                     row,
-                    f"has {found[name].lengths[row]} values, and {first} {found[first].lengths[row]}; they are "
-                    "packed alike, so both must have as many",
+                    f"has {found[name].lengths[row]} values, but {first} has {found[first].lengths[row]}; columns "
+                    "are packed together, so both must have the same number",
                 )
         return found
 
@@ -173,12 +173,13 @@ class TableSource:
 
     def _read_table(self, group: int, columns: Sequence[str]) -> tuple[TableFile, pa.Table]:
         """Read some columns of a row group; raises `DataError` if its file has changed since it was opened."""
-        place, path = self.groups[group], self._path_of(group)
+        wanted = self.groups[group]
+        path = self._path_of(group)
         with arrow_errors(path):
             file = open_table_file(path)
-            if file.size != self.sizes[place.file] or file.groups[place.number :][:1] != [place.rows]:
+            if file.size != self.sizes[wanted.file] or file.groups[wanted.number :][:1] != [wanted.rows]:
                 raise DataError(f"{path}: has changed since it was opened; start the run again")
-            return file, file.read(columns, place.number)
+            return file, file.read(columns, wanted.number)
 
     def _path_of(self, group: int) -> str:
         return join(self.location, self.files[self.groups[group].file])
@@ -200,13 +201,13 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
             f"{some_of(list(columns))}; set it to {SUPPORTED}"
         )
     model = predicting_model(settings)
-    places = locate_splits(settings.dataset, settings.test_dataset)
-    train = open_rows(places.train, find_files(places.train), dict(columns), model=model)
-    train = check_training_rows(train, places, model)
-    if not places.test:
+    locations = locate_splits(settings.dataset, settings.test_dataset)
+    train = open_rows(locations.train, find_files(locations.train), dict(columns), model=model)
+    train = check_training_rows(train, locations, model)
+    if not locations.test:
         return train, None
     has_names = isinstance(train.columns.get(LABEL), TextLabels)
-    test = open_rows(places.test, find_files(places.test), dict(columns), has_names, model)
+    test = open_rows(locations.test, find_files(locations.test), dict(columns), has_names, model)
     if model is None:
         test = match_classes(train, test)
         if train.classes:
@@ -237,7 +238,7 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
     if not pair:
         return SplitLocations(train, "", ())
     unread = ", ".join(f"{name}/" for name in pair.others)
-    note = f"{location}: not read: {unread}; SUNSPOT_TEST_DATASET may name it instead of {pair.test}/"
+    note = f"{location}: not read: {unread}; SUNSPOT_TEST_DATASET can name it instead of {pair.test}/"
     return SplitLocations(train, join(location, pair.test), (note,) if unread else ())
 
 
@@ -316,7 +317,7 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) 
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
-            raise DataError(f"{path}: has no rows; write some into it, or remove it")
+            raise DataError(f"{path}: has no rows; add rows, or remove it")
         if isinstance(file, PictureFolder) and LABEL in columns and model is None:
             file.folders.refuse_lost_classes()
         labels = None
@@ -346,18 +347,19 @@ def match_classes(train: TableSource, test: TableSource) -> TableSource:
         alike = type(ours) is type(theirs) and not (train.class_names and test.class_names)
         if not alike and train.class_names != test.class_names:
             raise DataError(
-                f"{test.location}: its classes are {some_of(test.class_names) or 'numbers'}, and those of the "
-                f"training rows {known}; name and number them alike"
+                f"{test.location}: its classes are {some_of(test.class_names) or 'numbers'}, but the training rows "
+                f"have {known}; name and number the classes in the same way"
             )
         return test
     refuse_lookalikes({*ours.names, *theirs.names}, test.location)
-    if more := sorted(set(theirs.names) - set(ours.names)):
-        raise DataError(f"{test.location}: label {brief(more[0])!r} is no class of the training rows ({known})")
+    unknown = sorted(set(theirs.names) - set(ours.names))
+    if unknown:
+        raise DataError(f"{test.location}: label {brief(unknown[0])!r} is not a class of the training rows ({known})")
     return replace(test, columns=test.columns | {LABEL: ours}, classes=train.classes, class_names=train.class_names)
 
 
 def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
-    """Return the only column with this name; raises `DataError` if there is none or there are several."""
+    """Return the column with this name; raises `DataError` unless the file has exactly one."""
     if name not in schema.names:
         raise DataError(
             f"{path}: no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
@@ -384,7 +386,7 @@ def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
     if f"/{name}=" in path:
         return f"the name of a folder, {name}=..., is not read: write it as a column"
     first_line = "; the first line must name the columns" if path.lower().endswith(CSV) else ""
-    return f"rename the one that holds it{first_line}"
+    return f"rename the column that has these values{first_line}"
 
 
 def _number_groups(files: Iterable[Sequence[int]]) -> tuple[Group, ...]:

@@ -28,7 +28,9 @@ from sunspot.data.parsed_text import find_inexact_integers, find_json_line, find
 from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
 
-ARROW, CSV, JSON_LINES = ".arrow", ".csv", (".jsonl", ".ndjson", ".json")
+ARROW = ".arrow"
+CSV = ".csv"
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 TEXT_GROUP_ROWS, PICTURE_GROUP_ROWS = 1024, 32
 """Rows in a row group if the format has no groups. Pictures get small groups, because neighbours have the same class
@@ -86,7 +88,7 @@ class ParquetTable(TableFile):
 
     @property
     def identity(self) -> list[int]:
-        # Those of single columns, of damaged metadata, end the process (pyarrow 26).
+        # Reading the sizes of single columns from damaged metadata ends the process (pyarrow 26).
         return [group.total_byte_size for group in self._metadata]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
@@ -102,8 +104,8 @@ class ArrowTable(TableFile):
         super().__init__(path)
         if "://" in path:
             raise DataError(
-                f"{path}: Arrow files are read from disks only; copy the dataset to one that all nodes see, or write "
-                "it as Parquet"
+                f"{path}: Arrow files can only be read from disk; copy the dataset to a disk that all nodes see, or "
+                "write it as Parquet"
             )
         with pa.ipc.open_stream(pa.memory_map(path)) as reader:
             self.schema = reader.schema
@@ -126,8 +128,8 @@ class TextTable(TableFile):
         super().__init__(path)
         if self.size > MAX_TEXT_BYTES:
             raise DataError(
-                f"{path}: {as_bytes(self.size)} of text, of which {as_bytes(MAX_TEXT_BYTES)} are the most: each worker "
-                "keeps all of it in memory; cut it into several files, or write it as Parquet"
+                f"{path}: {as_bytes(self.size)} of text, more than the {as_bytes(MAX_TEXT_BYTES)} that a file may "
+                "have, because each worker keeps it in memory; cut it into several files, or write it as Parquet"
             )
         content = read_range(path, 0, self.size)
         self._digest = digest(content)
@@ -138,7 +140,8 @@ class TextTable(TableFile):
         self.groups = group_sizes(len(self._table), TEXT_GROUP_ROWS)
 
     def name_row(self, row: int) -> str:
-        name, line = super().name_row(row), 0
+        name = super().name_row(row)
+        line = 0
         with contextlib.suppress(SunspotError):  # the file may be gone
             content = read_range(self.path, 0, self.size)
             line = find_json_line(content, row, len(self._table)) if self.has_types else find_line(content, row)
@@ -152,8 +155,8 @@ class TextTable(TableFile):
         changed = next((self._inexact[name] for name in columns if name in self._inexact), "")
         if changed:
             raise DataError(
-                f"{self.path}, {changed}; with fractions or larger integers in its column, JSON integers are read as "
-                "float64, which does not hold it: write such numbers as strings, or the file as Parquet"
+                f"{self.path}, {changed}; its column has fractions or larger integers, so it is read as float64, which "
+                "cannot represent this integer: write such numbers as strings, or the file as Parquet"
             )
         rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
         return rows.select(list(columns))

@@ -93,6 +93,6 @@ def read_text(location: str) -> bytes:
             return file.read()
     except OSError as error:
         raise DataError(
-            f"{PREFIX}DATASET={location}: no text: {shorten(error)}; set it to a file that all nodes see, "
-            "or to 'sample' for Python's own reference"
+            f"{PREFIX}DATASET={location}: cannot be read as text: {shorten(error)}; set it to a file that all nodes "
+            "see, or to 'sample' for Python's own reference"
         ) from error

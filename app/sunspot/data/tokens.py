@@ -39,8 +39,8 @@ def load_tokenizer(content: bytes) -> Any:
         tokens = Tokens.from_str(content.decode())
     except ModuleNotFoundError as error:
         raise DataError(f"a tokenizer is needed, and {error.name} is not installed; {how_to_install('hf')}") from error
-    except Exception as error:  # that library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise DataError(f"tokenizer.json cannot be used: {shorten(error)}") from error
-    tokens.no_padding()  # the file may ask for both
+    tokens.no_padding()  # the file may turn on both
     tokens.no_truncation()
     return tokens

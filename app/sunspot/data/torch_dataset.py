@@ -171,8 +171,8 @@ class _BuiltDatasets:
             dataset = self._splits.test if held_out else self._splits.train
             if self._fingerprint(settings.task, held_out) != source.fingerprint:
                 raise ConflictError(
-                    f"{PREFIX}TASK={settings.task}: its build_dataset returns other rows here than on the driver; give "
-                    "what splits or shuffles them a seed, sort lists of files, and give all nodes the same files"
+                    f"{PREFIX}TASK={settings.task}: its build_dataset returns different rows here and on the driver; "
+                    "seed whatever splits or shuffles them, sort lists of files, and give all nodes the same files"
                 )
             return dataset
 
@@ -190,7 +190,8 @@ class _BuiltDatasets:
     def _build(self, settings: Settings, folder: str) -> Splits:
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._key, self._fingerprints = None, {}
+        self._key = None
+        self._fingerprints = {}
         self._splits = build_splits(settings)
         self._key = settings, folder
         return self._splits
@@ -222,7 +223,7 @@ def find_splits(returned: Any, task: str) -> Splits:
         train, test = returned["train"], returned.get("test")
         unread = [str(name) for name in returned if name not in ("train", "test")]
         if unread:
-            notes = (f"build_dataset: not read: {', '.join(unread)}; held-out rows are those called 'test'",)
+            notes = (f"build_dataset: not read: {', '.join(unread)}; name the held-out rows 'test' to use them",)
     elif isinstance(returned, tuple) or is_list_of_datasets(returned):
         if len(returned) != 2:
             raise SettingsError(f"{who} {len(returned)} datasets; return the training rows and the held-out rows")
@@ -252,8 +253,8 @@ def find_fault(dataset: Any) -> str:
         rows = None
     if rows is None:
         return (
-            f"a {kind}, which has no rows by number, and a run resumes at a row by its number; return a map-style "
-            "Dataset, with __len__ and __getitem__ (of Hugging Face: load_dataset without streaming=True)"
+            f"a {kind}, which does not return rows by number, but a run resumes at a row number; return a map-style "
+            "Dataset, with __len__ and __getitem__ (with Hugging Face: load_dataset without streaming=True)"
         )
     return "" if rows else f"a {kind} of length 0; return at least one row"
 
@@ -286,9 +287,9 @@ def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
         changed = [name for name in before if name not in after or before[name].tobytes() != after[name].tobytes()]
         if changed:
             raise SettingsError(
-                f"{PREFIX}TASK={task}: {row_name(number)} has another {changed[0]} each time it is read, and a run may "
-                "read a row once for all epochs; move random transforms to augment_row(row), which is called for each "
-                "training row in each epoch (docs/tasks.md#augmentation)"
+                f"{PREFIX}TASK={task}: {row_name(number)} has a different {changed[0]} each time it is read, but a run "
+                "may read a row once for all epochs; move random transforms to augment_row(row), which is called for "
+                "each training row in each epoch (docs/tasks.md#augmentation)"
             )
 
 

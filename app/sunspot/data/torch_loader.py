@@ -26,17 +26,19 @@ class TorchLoader:
 
     def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers, full_batch: bool = False) -> None:
         """Load the rows. With `full_batch`, each step takes all of the worker's rows and is an epoch."""
-        every = load_shared([data.train, data.test] if data.test else [data.train], workers)
+        loaded = load_shared([data.train, data.test] if data.test else [data.train], workers)
         self._device = device
-        self.resident = fits_on(device, sum(column.nbytes for rows in every for column in rows.values()))
+        self.resident = fits_on(device, sum(column.nbytes for rows in loaded for column in rows.values()))
         "True if the rows are on the device that trains."
         if self.resident:
-            every = [{name: column.to(device) for name, column in rows.items()} for rows in every]
-        self._rows, *test_rows = every
-        self._test = test_rows[0] if test_rows else {}
+            loaded = [{name: column.to(device) for name, column in rows.items()} for rows in loaded]
+        self._rows = loaded[0]
+        self._test = loaded[1] if data.test else {}
         self._test_size = rows_in(data.test) if data.test else 0
         self._order = run_order("torch", data.train.row_groups, data.seed)
-        self._steps, self._world_size, self._rank = data.steps, workers.world_size, workers.rank
+        self._steps = data.steps
+        self._world_size = workers.world_size
+        self._rank = workers.rank
         self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
         self._full_batch = full_batch
         self._batch: Batch = {}
@@ -44,7 +46,10 @@ class TorchLoader:
 
     def move(self, world_size: int, rank: int) -> None:
         """Load the rows of this rank in a group of `world_size` workers from now on."""
-        self._world_size, self._rank, self._ahead, self._batch = world_size, rank, None, {}
+        self._world_size = world_size
+        self._rank = rank
+        self._ahead = None
+        self._batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """Return this worker's rows of the steps `first` .. `last` - 1 of an epoch (from 1).
@@ -56,7 +61,7 @@ class TorchLoader:
             return iter([self._batch])
         ahead, self._ahead = self._ahead, None
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
-        # The next epoch's order takes seconds for many rows.
+        # Computing the next epoch's order takes seconds for many rows.
         self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
         return self._batches(self._rows, shares[first:last])
 
@@ -68,7 +73,7 @@ class TorchLoader:
         )
 
     def _shuffle(self, epoch: int) -> list[np.ndarray]:
-        # The smaller of two types that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
+        # The smaller type that can number the rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
         dtype = np.int32 if self._steps.rows <= np.iinfo(np.int32).max else np.int64
         order = self._order.permutation(epoch, self._order.windows(epoch)[0], dtype)
         return cut_shares(order, self._steps, self._world_size, self._rank)
@@ -77,8 +82,8 @@ class TorchLoader:
         taken = Selections(rows, selections, self._device if self.resident else None)
         if self.resident:
             return map(taken.__getitem__, range(len(taken)))
-        # batch_size=None: an item is a whole batch, taken in one indexing operation instead of row by row. Only from
-        # pinned memory does the copy to a GPU, one batch ahead, leave the host free.
+        # With batch_size=None, an item is a complete batch, taken in one indexing operation instead of row by row. Only
+        # copies from pinned memory to a GPU, one batch ahead, run while the host continues.
         loader = DataLoader(taken, batch_size=None, pin_memory=self._device.type == "cuda")
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
@@ -88,7 +93,9 @@ class Selections(Dataset[Batch]):
 
     def __init__(self, rows: Batch, selections: list[np.ndarray], device: torch.device | None = None) -> None:
         """Use rows in this process's memory or, if `device` is given, on that device."""
-        self._rows, self._selections, self._device = rows, selections, device
+        self._rows = rows
+        self._selections = selections
+        self._device = device
 
     def __len__(self) -> int:
         return len(self._selections)
@@ -106,7 +113,7 @@ def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> l
 
     The arrays are copies, so that they do not keep other workers' rows in memory.
     """
-    full = steps.per_epoch - 1  # all steps but the last are alike
+    full = steps.per_epoch - 1  # all steps but the last have the same size
     each, rest = (slice(*steps.share(step, world_size, rank)) for step in (0, full))
     alike = order[: full * steps.batch].reshape(full, steps.batch)[:, each]
     return [*np.ascontiguousarray(alike), order[rest].copy()]

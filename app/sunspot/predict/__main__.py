@@ -1,5 +1,4 @@
-"""`sunspot predict` and `python -m sunspot.predict`: predict images or datasets with a run's model, or answer prompts.
-"""
+"""`sunspot predict` and `python -m sunspot.predict`: predict images or datasets, or answer prompts."""
 
 import argparse
 import json
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
     from sunspot.predict.classifier import Classifier
 
 DESCRIPTION = """\
-Predict images, or a dataset of any columns, with a run's model; or have it answer prompts.
+Predict images, or a dataset of any columns, with a run's model, or answer prompts with it.
 
 python -m sunspot.predict mnist digit.png more.npy                     a line for each image
 python -m sunspot.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed
-python -m sunspot.predict lora --prompt "The with statement"           how a language model goes on, or a class"""
+python -m sunspot.predict lora --prompt "The with statement"           a language model's continuation, or a class"""
 
 
 def main() -> int:
@@ -84,7 +83,7 @@ def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
 
     print_warnings(model.warnings)
     if len(model.shape) != 3:
-        raise SettingsError(f"{model.name}: its model takes no images; give rows with --dataset and --output")
+        raise SettingsError(f"{model.name}: the model takes no images; give rows with --dataset and --output")
     images = [read_images(file, model.shape, model.data.scales) for file in files]
     predictions, probabilities = model.predict(np.concatenate(images))
     places = [(file, index) for file, batch in zip(files, images, strict=True) for index in range(len(batch))]
@@ -120,7 +119,7 @@ def show_summary(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})"
     if result["accuracy"] is not None:
         yield f"  accuracy: {result['accuracy']:.4f}"
-    kept = f", {result['kept']} of them were there already" if result["kept"] else ""
+    kept = f", {result['kept']} of them already written" if result["kept"] else ""
     yield f"  predictions: {plural(result['parts'], 'file')} in {result['output']}{kept}"
 
 

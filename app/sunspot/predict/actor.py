@@ -73,13 +73,15 @@ def call_in_task(
         try:
             return get_result(reference, limit_s, "a task with the model")
         except GaveUpError:
-            ray.cancel(reference, force=True)  # only then: to cancel a task that just ends can abort this process
+            ray.cancel(
+                reference, force=True
+            )  # not otherwise: cancelling a task that is just ending can abort this process
             raise
 
 
-def _call(folder: str, act: Callable[..., Any], *words: Any) -> Any:
+def _call(folder: str, act: Callable[..., Any], *arguments: Any) -> Any:
     enter_folder(folder)
-    return act(*words)
+    return act(*arguments)
 
 
 def wants_gpu(use_gpu: str) -> bool:
@@ -99,7 +101,7 @@ def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
     try:
         return ray.get(reference, timeout=limit_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise GaveUpError(f"{what}: not there after {limit_s:.0f} s; does Ray have a free core for it?") from error
+        raise GaveUpError(f"{what}: not ready after {limit_s:.0f} s; does Ray have a free core for it?") from error
     except ray.exceptions.RayError as error:
         raise find_in(error) or SunspotError(f"{what}: {shorten(error)}") from error
 

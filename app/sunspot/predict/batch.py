@@ -118,7 +118,7 @@ def predict_dataset(
     `DataError` or `DamageError`.
     """
     print_warnings(model.warnings)
-    load_predict(model.settings)  # fails here, early, if the task defines none
+    load_predict(model.settings)  # fails early if the task defines none
     source, split = choose_rows(settings, model, split)
     storage = open_storage(absolute_path(output, name=False))
     parts = split_rows(rows_in(source), math.prod(source.shape) + 4 * model.data.classes)
@@ -189,7 +189,7 @@ def open_output(
     """
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
-        raise SettingsError(f"{storage.locate('')} is not empty, and holds no predictions; choose another --output")
+        raise SettingsError(f"{storage.locate('')} is not empty, but holds no predictions; choose another --output")
     identity = {
         "checkpoint": model.checkpoint.name,
         "weights": weights_digest(model.checkpoint),
@@ -202,8 +202,8 @@ def open_output(
         changed = "\n".join(f"  {line}" for line in differences(before, identity))
         if changed:
             raise ConflictError(
-                f"{storage.locate('')} holds other predictions, and going on would mix the two:\n{changed}\n"
-                "choose another --output, or name the --checkpoint of those"
+                f"{storage.locate('')} holds other predictions, which must not be mixed with these:\n{changed}\n"
+                "choose another --output, or name the --checkpoint of the predictions that it holds"
             )
     return {part for part in parts if part.key in present}
 
@@ -216,7 +216,7 @@ def predict_parts(
     gpu = wants_gpu(settings.use_gpu)
     cores = cluster.get("CPU", 0.0)
     workers = min(len(parts), workers or max(1, int(cluster["GPU"] if gpu else cores)))
-    # If the workers took all cores, none would be left for readers, and both would wait for ever.
+    # If the workers took all cores, readers would get none, and both would wait forever.
     each = min(1.0, math.floor(100 * cores / (workers + 1)) / 100)
     index = ray.data.from_items([part._asdict() for part in parts], override_num_blocks=len(parts))
     index.context.execution_no_progress_timeout_s = STALLED_S
@@ -241,7 +241,7 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
     for table in _tables(predictions):
         part = OutputFile(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
         if part not in missing or len(table) != part.last - part.first:
-            raise SunspotError(f"{part.key}: Ray Data returned {len(table)} rows that were not asked for")
+            raise SunspotError(f"{part.key}: Ray Data returned {len(table)} rows that were not requested")
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd")
         storage.write(part.key, buffer.getvalue())
@@ -275,18 +275,18 @@ def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, 
         try:
             table = pq.read_table(io.BytesIO(storage.read(part.key)))
             if table["row"].to_numpy().tolist() != list(range(*part)):
-                raise ValueError("its rows are not those of its name")
+                raise ValueError("its row numbers do not match the range in its name")
             if "label" not in table.column_names:
                 return None
             return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
         except NotFoundError as error:
             raise SunspotError(
-                f"{storage.locate(part.key)}: deleted meanwhile; the same command makes it again"
+                f"{storage.locate(part.key)}: was deleted while it was counted; run the same command to write it again"
             ) from error
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise DamageError(
-                f"{storage.locate(part.key)}: cannot be used: {shorten(error)}; delete it, and the same command makes "
-                "it again"
+                f"{storage.locate(part.key)}: cannot be used: {shorten(error)}; delete it, and run the same "
+                "command to write it again"
             ) from error
 
     counts = map_parallel(count, parts)

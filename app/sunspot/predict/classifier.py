@@ -79,9 +79,14 @@ class Classifier:
         """
         enter_folder(folder)
         loaded = open_checkpoint(run, checkpoint, storage, task)
-        self.name, self.step, self.metrics = loaded.checkpoint.name, loaded.checkpoint.step, loaded.checkpoint.metrics
-        self.data, self._settings = loaded.data, loaded.settings
-        self.shape, self.classes, self.class_names = self.data.shape, self.data.classes, self.data.class_names
+        self.name = loaded.checkpoint.name
+        self.step = loaded.checkpoint.step
+        self.metrics = loaded.checkpoint.metrics
+        self.data = loaded.data
+        self.shape = self.data.shape
+        self.classes = self.data.classes
+        self.class_names = self.data.class_names
+        self._settings = loaded.settings
         self.warnings = loaded.warnings
         self._predict = load_predict(self._settings)
         self._device = choose_device(use_gpu)
@@ -110,7 +115,7 @@ class Classifier:
         """Predict rows of the task's columns like `predict`; without classes, return the model's output, and [B, 0]."""
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
-        # Copies: arrays from Ray's object store are read-only, and torch warns of that.
+        # Arrays from Ray's object store are read-only, which torch warns about, so they are copied.
         batch = {name: torch.from_numpy(column.copy()) for name, column in model_inputs(rows).items()}
         count = len(next(iter(batch.values())))
         passes = []
@@ -193,8 +198,8 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
     if task != own:
         yours = f"SUNSPOT_TASK is {own}" if own else "SUNSPOT_TASK is not set"
         raise SettingsError(
-            f"{where}: the run says that its task is {task}, and {yours}. Importing a module runs it: if you trust "
-            f"this one, give --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
+            f"{where}: the run names {task} as its task, but {yours}. Importing a module runs it; if you trust "
+            f"this module, give --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
         )
 
 

@@ -71,7 +71,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     try:
         load_predict(plan.settings)
     except SettingsError as error:
-        if not hasattr(load_task(plan.settings), "show"):  # the report has that in their place
+        if not hasattr(load_task(plan.settings), "show"):  # the report shows that instead
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
@@ -79,7 +79,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         if not plan.source.classes or (kept and kept.checkpoint == checkpoint.name):
             return
         if plan.source.classes > MAX_CLASSES:
-            raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MAX_CLASSES}")
+            raise SunspotError(f"{plan.source.classes} classes; predictions are stored for at most {MAX_CLASSES}")
         print(f"  predicting {plural(rows, 'held-out row')}, for the report", flush=True)
         predictions = call_in_task(predict_held_out, plan, run.name, checkpoint.name, 2 * LIMIT_S)
         if predictions.rows < rows:
@@ -253,5 +253,5 @@ def _to_part(title: str, value: Any, room: int) -> Exhibit:
 def _to_cell(value: Any) -> str | float | None:
     if value is None or isinstance(value, str):
         return value and value[:MAX_CHARACTERS]
-    number = float(value)  # tensors, too
+    number = float(value)  # also converts tensors
     return number if math.isfinite(number) else str(number)
