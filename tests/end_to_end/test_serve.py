@@ -1,4 +1,4 @@
-"""The server of docs/predict.md: a run's model over HTTP."""
+"""The server of docs/predict.md, which serves a run's model over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's model: nothing is unpickled before it is verified, and it says what the run's evaluation says."""
+"""A checkpoint's model: nothing is unpickled before it is verified, and predictions agree with the run's evaluation."""
 
 from __future__ import annotations
 
@@ -77,10 +77,12 @@ def test_forward_passes_are_no_larger_than_in_the_run() -> None:
 
     classifier: Any = object.__new__(Classifier)
     classifier._settings = Settings(global_batch_size=64, num_workers="2..4", micro_batch_size=10)
-    classifier._device, classifier._model, classifier._predict = torch.device("cpu"), None, predict
+    classifier._device = torch.device("cpu")
+    classifier._model = None
+    classifier._predict = predict
     classifier.shape, classifier.classes = SHAPE, 3
     assert len(classifier.predict(np.zeros((50, *SHAPE), np.uint8))[0]) == 50
-    assert max(passes) == 8, "shares of 32 rows, in four parts"
+    assert max(passes) == 8, "each rank takes 32 rows in four passes"
 
 
 def test_the_forward_pass_has_the_precision_of_the_run(classifier: Classifier, finished_run: FinishedRun) -> None:
@@ -114,7 +116,7 @@ def test_an_image_a_batch_a_tensor_and_files_give_the_same_predictions(
     ]:
         said, how_sure = classifier.predict(given)
         assert said.tolist() == predictions[of].tolist()
-        assert how_sure == pytest.approx(probabilities[of], abs=0.02)  # bf16, in another batch
+        assert how_sure == pytest.approx(probabilities[of], abs=0.02)  # bf16 differs slightly between batch sizes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m sunspot.predict`: the model in Ray actors, for a few images and for whole datasets."""
+"""`python -m sunspot.predict`: the model in Ray actors, for a few images and for complete datasets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def predict(
     finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
 ) -> Predict:
-    """Runs the command in this process, on the suite's Ray; returns its JSON document, or its text."""
+    """Return a function that runs the command in this process, and returns its JSON document or its text."""
 
     def run(*words: str, storage: str = finished_run.storage, as_json: bool = True) -> Any:
         monkeypatch.setattr("sys.argv", ["predict", *words, "--storage", storage, *(["--json"] if as_json else [])])
@@ -88,8 +88,8 @@ def test_the_actor_predicts_like_the_model_and_is_stopped_afterwards(
             return True
         return False
 
-    wait_until(is_gone)  # Ray does not wait for the end of what it kills
-    assert ray.is_initialized()  # the caller's, not ours to end
+    wait_until(is_gone)  # Ray does not wait until a killed actor has ended
+    assert ray.is_initialized()  # the caller's Ray must stay
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_dataset_is_predicted_with_the_accuracy_of_the_runs_evaluation(
     assert table["prediction"].to_pylist() == predictions.tolist()
     assert np.array(table["probabilities"].to_pylist()) == pytest.approx(probabilities, abs=0.02)
 
-    # What is there stays: only the file that was lost is made again.
+    # Existing files stay: only the lost file is written again.
     files = sorted(Path(output).glob("*.parquet"))
     files[1].unlink()
     times = {file: file.stat().st_mtime_ns for file in files if file.exists()}
@@ -184,7 +184,7 @@ def test_a_dataset_is_predicted_with_the_accuracy_of_the_runs_evaluation(
     assert read_all(output) == table
     assert "accuracy" in predict(*words, as_json=False)
 
-    # Neither another checkpoint nor other data goes into the same folder.
+    # Predictions of another checkpoint or of other data are refused in the same folder.
     newest = finished_run.newest
     older = min({path.name for path in finished_run.directory(newest).parent.iterdir()} - {newest.name})
     with pytest.raises(ConflictError, match=rf"checkpoint: {newest.name} -> {older}\n(.*\n)*.*choose another"):
@@ -216,7 +216,7 @@ def test_a_killed_prediction_resumes_with_the_missing_files(
         time.sleep(0.005)
     process.kill()
     _, said = process.communicate()
-    assert b"max_restarts" not in said, "a user can do nothing about this warning of Ray's"
+    assert b"max_restarts" not in said, "users can do nothing about this warning from Ray"
     there = {file: file.stat().st_mtime_ns for file in output.glob("*.parquet")}
     assert 2 <= len(there) < TEST_ROWS
     monkeypatch.setattr(predict_batch, "PART_ROWS", 1)
@@ -245,7 +245,7 @@ def table_of(*rows: int) -> pa.Table:
 
 
 def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was deleted and begun again has a checkpoint of the same name."""
+    """A run that was deleted and started again has a checkpoint of the same name."""
     monkeypatch.setattr(predict_batch, "rows_in", lambda source: 2)
     storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 2)]
     source: Any = SimpleNamespace(fingerprint="layout-content")
@@ -312,7 +312,7 @@ def test_run_dataset_and_predictions_may_be_in_s3(finished_run: FinishedRun, s3_
         for path in folder.rglob("*"):
             if path.is_file():
                 bucket.write(str(path.relative_to(Path(finished_run.storage).parent)), path.read_bytes())
-    # A Ray of its own, as its workers get their AWS environment from the process that starts it.
+    # This test starts its own Ray, because workers get their AWS environment from the process that starts Ray.
     words = ["run", "--storage", f"s3://{s3_bucket}/runs", "--dataset", f"s3://{s3_bucket}/data", "--json"]
     said = subprocess.run(
         [sys.executable, "-m", "sunspot.predict", *words, "--output", f"s3://{s3_bucket}/out"],

@@ -1,4 +1,4 @@
-"""What a run keeps of its predictions, for its report."""
+"""Predictions that a run stores for its report."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_unreadable_predictions_are_left_out(run: Run, content: bytes, warned: l
 
 
 def test_a_finished_run_stores_predictions_of_its_newest_checkpoint(finished_run: FinishedRun) -> None:
-    kept, newest, rows = read_shown(finished_run.run, Predictions), finished_run.newest, finished_run.rows()
+    kept = read_shown(finished_run.run, Predictions)
+    newest = finished_run.newest
+    rows = finished_run.rows()
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
     model = Classifier("run", storage=finished_run.storage, task=SETTINGS_OF_RUN["TASK"])

@@ -1,4 +1,4 @@
-"""Every Arrow type that can hold text, bytes, numbers or lists, read as its values are."""
+"""Every Arrow type that can hold text, bytes, numbers or lists is read like the plain type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def runs(values: list[Any], stored: pa.DataType) -> pa.Array:
 
 
 def read(folder: Path, values: pa.Array, column: Column) -> dict[str, np.ndarray]:
-    """Read a column of a saved dataset and, if it can hold the type, of Parquet: whole, and by chosen rows."""
+    """Read a column of a saved dataset, completely and by chosen rows.
+
+    If Parquet can hold the type, the column of a Parquet file must read back the same.
+    """
     save_dataset(folder / "saved", [pa.table({"label": values})])
     locations = [folder / "saved"]
     with contextlib.suppress(pa.ArrowNotImplementedError):

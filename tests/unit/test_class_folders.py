@@ -1,4 +1,4 @@
-"""Folders of pictures: which files are read, which class each belongs to, and what is reported of the others."""
+"""Folders of pictures: which files are read, which class each belongs to, and notes on the other files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS_BY_SUFFIX = {".jfif": "JPEG", ".jpg": "JPEG", ".gif": "GIF"}
 
 
 def put_files(folder: Path, *names: str) -> str:
-    """Write pictures, other files, and (names that end with "/") empty folders."""
+    """Write pictures, other files and, for names that end with "/", empty folders."""
     for name in names:
         path = folder / name
         if name.endswith("/"):

@@ -1,4 +1,4 @@
-"""`python -m sunspot.data.convert`: what it writes reads back, and it writes all of it or nothing."""
+"""`python -m sunspot.data.convert`: its output reads back, and a conversion is either complete or leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets: every form of a column of images, local and in S3, the bundled digits, MNIST, and what is refused."""
+"""Datasets of images: every form of an image column, local files and S3, the bundled digits, MNIST, and refusals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lists(images: np.ndarray, pixel: pa.DataType | None = None) -> pa.Array:
 
 
 def channels_first(images: np.ndarray) -> np.ndarray:
-    """What a source must give for images [n, H, W], [n, H, W, C] or [n, C, H, W]."""
+    """Return the images that a source must give for [n, H, W], [n, H, W, C] or [n, C, H, W]."""
     if images.ndim == 3:
         return images[:, None]
     return images.transpose(0, 3, 1, 2) if images.shape[3] in (1, 3) else images
@@ -128,7 +128,7 @@ def test_only_chosen_rows_are_decoded(tmp_path):
 
 
 def test_a_permuted_tensor_is_refused(tmp_path):
-    column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # channels first by strides only
+    column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # only the strides put channels first
     path = write(tmp_path / "a.parquet", column, range(4))
     with refusal(DataError, "a.parquet", "permutation"):
         open_images(str(path))
@@ -203,7 +203,7 @@ ROWS_OF_CONTENT = 200
 
 @pytest.fixture(params=["whole", "sampled"])
 def fingerprint_of(request, tmp_path, monkeypatch):
-    """The fingerprint of two files of 100 images each, all of whose bytes are read, or 2 kB in 8 samples."""
+    """Return the fingerprint of two files of 100 images each, read completely or as 8 samples of 2 kB in total."""
     if request.param == "sampled":
         monkeypatch.setattr(fingerprint, "SAMPLES", 8)
         monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 256)
@@ -220,13 +220,13 @@ def fingerprint_of(request, tmp_path, monkeypatch):
 def test_different_content_of_equal_size_changes_the_fingerprint(fingerprint_of):
     images, labels = random_images(ROWS_OF_CONTENT, 8, 8), np.arange(ROWS_OF_CONTENT) % 7
     base = fingerprint_of(images, labels)
-    assert fingerprint_of(images, labels) == base, "written anew at another time"
+    assert fingerprint_of(images, labels) == base, "written again at another time"
     swapped = labels.copy()
     swapped[[120, 121]] = swapped[[121, 120]]
     found = [fingerprint_of(images, swapped), fingerprint_of(images[::-1], labels), fingerprint_of(images, labels)]
     assert found[2] == base
     assert len(set(found)) == 3
-    assert {name.partition("-")[0] for name in found} == {base.partition("-")[0]}, "what earlier versions compared"
+    assert {name.partition("-")[0] for name in found} == {base.partition("-")[0]}, "earlier versions compared this part"
 
 
 def test_a_changed_pixel_changes_the_fingerprint_if_all_bytes_are_read(tmp_path):
@@ -283,15 +283,17 @@ def test_a_changed_file_with_the_same_number_of_rows_is_refused(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 GOOD = tensors(random_images(3, 4, 4))
-TYPE, NULL, NEGATIVE = pa.array([0.0, 1.0, 2.0]), pa.array([0, 1, None]), pa.array([0, -1, 2])
+FLOATS = pa.array([0.0, 1.0, 2.0])
+WITH_NULL = pa.array([0, 1, None])
+NEGATIVE = pa.array([0, -1, 2])
 
 
 @pytest.mark.parametrize(
     ("image", "label", "parts"),
     [
         (None, [0, 1, 2], ("no column 'image'", "label")),
-        (GOOD, TYPE, ("row 0", "double", "integer")),
-        (GOOD, NULL, ("row 2", "null")),
+        (GOOD, FLOATS, ("row 0", "double", "integer")),
+        (GOOD, WITH_NULL, ("row 2", "null")),
         (GOOD, NEGATIVE, ("row 1", "-1")),
         (GOOD, pa.array([0, 2**63, 1], pa.uint64()), ("row 1", str(2**63))),
         (GOOD.slice(0, 0), pa.array([], pa.int64()), ("no rows",)),
@@ -437,7 +439,7 @@ def test_the_sample_is_balanced_and_split():
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == test.classes == 10
     content = "ee2866cee3309fbf"
-    assert train.fingerprint == f"a1d44e11a4dc988a-{content}", "runs that have begun are refused with another"
+    assert train.fingerprint == f"a1d44e11a4dc988a-{content}", "a run that has begun refuses another fingerprint"
     assert test.fingerprint == f"e5deddb15e94b2d1-{content}"
     assert np.bincount(everything(train)["label"]).tolist() == [1200] * 10
     assert np.bincount(everything(test)["label"]).tolist() == [200] * 10
@@ -518,7 +520,7 @@ def test_a_failed_download_gives_one_error_with_the_fix(tmp_path, monkeypatch):
         raise socket.gaierror("no name service here")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    importlib.import_module("torchvision.datasets")  # not part of the time limit
+    importlib.import_module("torchvision.datasets")  # the import is not part of the time limit
     began = time.monotonic()
     with refusal(DataError, "MNIST/raw", "train-images-idx3-ubyte", "cannot download", "DATASET=sample"):
         open_mnist(str(tmp_path))
@@ -534,7 +536,7 @@ def test_a_partial_download_does_not_count_as_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(mnist, "_fetch", half)
     with pytest.raises(DataError, match="cannot download it: connection reset") as failed:
         open_mnist(str(tmp_path))
-    assert not failed.value.final, "another try of the job may reach a mirror"
+    assert not failed.value.final, "a retry of the job may reach a mirror"
     assert not list(tmp_path.rglob("*ubyte*"))
     monkeypatch.setattr(mnist, "_fetch", lambda folder: put_mnist(Path(folder)))
     assert rows_in(open_mnist(str(tmp_path))[0]) == 5000

@@ -1,4 +1,4 @@
-"""Datasets as people have them: folders of pictures, CSV, JSON lines, and what `datasets` saves, with named classes."""
+"""Datasets in common formats: folders of pictures, CSV, JSON lines, and what `datasets` saves, with class names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LABELS = ["up", "down", "level", "down"]
 
 
 def write_rows(path: Path, labels: list[Any]) -> Path:
-    """Rows of CSV or JSON lines; the text has line breaks, quotes and commas."""
+    """Write rows of CSV or JSON lines whose text has line breaks, quotes and commas."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"x": number / 2, "text": 'two\n"lines", \u00e9', "label": label} for number, label in enumerate(labels)]
     if path.suffix == ".csv":
@@ -215,7 +215,7 @@ def test_rows_to_predict_may_lack_labels_and_use_the_models_classes(tmp_path: Pa
     for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
         path.write_text(text)
         assert rows_to_predict(path)["x"].tolist() == [1, 2]
-    for missing in (None, math.nan):  # pandas writes the one or the other
+    for missing in (None, math.nan):  # pandas writes either
         unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
         pq.write_table(unlabelled, tmp_path / "a.parquet")
         assert list(rows_to_predict(tmp_path / "a.parquet")) == ["x"]
@@ -245,7 +245,7 @@ def test_a_folder_of_pictures_is_read_at_one_size(tmp_path: Path) -> None:
     assert everything(test)["label"].tolist() == [1]
     assert find_sources(Settings(dataset=str(tmp_path), image_size=10))[0].shape == (3, 10, 10)
 
-    # Exactly as `convert` does it, which keeps names and the rule in the files.
+    # The result is exactly that of `convert`, which stores names and the scaling in the files.
     convert_image_folder(str(tmp_path / "train"), 64, str(tmp_path / "out"))
     converted, _ = find_sources(Settings(dataset=str(tmp_path / "out")))
     assert ModelData.of(converted) == ModelData.of(train)
@@ -262,7 +262,7 @@ def test_pictures_of_equal_size_are_not_scaled(tmp_path: Path) -> None:
     assert (source.shape, source.row_groups) == ((1, 5, 7), (32, 8))
     np.testing.assert_array_equal(everything(source)["image"][:, 0], np.concatenate([pixels[::2], pixels[1::2]]))
     before = source.fingerprint
-    Image.fromarray(pixels[0]).save(tmp_path / "1" / "01.png")  # as many bytes
+    Image.fromarray(pixels[0]).save(tmp_path / "1" / "01.png")  # the file keeps its size
     assert find_sources(Settings(dataset=str(tmp_path)))[0].fingerprint != before
     (tmp_path / "1" / "01.png").unlink()
     find_sources(Settings(dataset=str(tmp_path)))

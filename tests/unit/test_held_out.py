@@ -1,4 +1,4 @@
-"""TEST_SHARE: which rows are held out, and that they are the same everywhere."""
+"""TEST_SHARE: which rows are held out, and that every process holds out the same rows."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_subset_has_the_row_names_and_attributes_of_its_source() -> None:
 def test_groups_without_remaining_rows_are_not_read() -> None:
     class NoEmptyReads(Numbers):
         def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-            assert rows is None or len(rows), "a reader may not be able to read no rows"
+            assert rows is None or len(rows), "some readers cannot read zero rows"
             return super().read(group, rows)
 
     parts = hold_out(NoEmptyReads((1,) * 8), 0.5, seed=0)

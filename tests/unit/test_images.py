@@ -1,4 +1,4 @@
-"""Images from files: what is decoded, and what is refused before memory is taken for it."""
+"""Images from files: what is decoded, and what is refused before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save(form: str, size: tuple[int, int] = (8, 8), mode: str = "RGB", **options
 
 
 def png(width: int, height: int, content: bytes = b"") -> bytes:
-    """A grey PNG that claims any size."""
+    """Return a grey PNG whose header claims the given size."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -96,7 +96,7 @@ def test_an_animation_is_refused(decode: Decode) -> None:
 @pytest.mark.parametrize(
     "content",
     [png(20_000, 8000, bytes(8_000 * 20_001)), png(30_000, 30_000), png(2**31 - 1, 2**31 - 1), png(1, 2**31 - 1)],
-    ids=["whole", "short", "huge", "tall"],
+    ids=["complete", "short", "huge", "tall"],
 )
 def test_a_decompression_bomb_allocates_no_memory(decode: Decode, content: bytes) -> None:
     tracemalloc.start()
@@ -135,11 +135,11 @@ TO_STORED = {
     7: "TRANSVERSE",
     8: "ROTATE_270",
 }
-"""How an upright picture is turned to be stored with each EXIF orientation."""
+"""Operation that turns an upright picture into the stored form of each EXIF orientation."""
 
 
 def bright_top() -> Image.Image:
-    """A picture of 8 by 12 pixels whose upper half is bright."""
+    """Return a picture of 8 by 12 pixels whose upper half is bright."""
     pixels = np.zeros((8, 12, 3), np.uint8)
     pixels[:4] = 250
     return Image.fromarray(pixels)
@@ -184,7 +184,7 @@ def test_a_picture_is_turned_despite_other_invalid_exif_data() -> None:
 def tiff(
     bits: list[int], row: bytes, photometric: int = 1, sample_format: int = 1, extra: tuple[int, ...] = ()
 ) -> bytes:
-    """A TIFF of 8 equal rows of 8 pixels."""
+    """Return a TIFF of 8 equal rows of 8 pixels."""
     content = row * 8
     shorts = {256: [8], 257: [8], 258: bits, 259: [1], 262: [photometric], 277: [len(bits)], 278: [8]}
     shorts |= {339: [sample_format] * len(bits)} | ({338: list(extra)} if extra else {})
@@ -193,7 +193,8 @@ def tiff(
         [(tag, 3, "H", values) for tag, values in shorts.items()] + [(t, 4, "I", v) for t, v in longs.items()]
     )
     begin = 8 + len(content)
-    entries, values_at, rest = b"", begin + 2 + 12 * len(tags) + 4, b""
+    entries = rest = b""
+    values_at = begin + 2 + 12 * len(tags) + 4
     for tag, kind, letter, values in tags:
         packed = struct.pack(f"<{len(values)}{letter}", *values)
         if len(packed) > 4:
@@ -207,7 +208,7 @@ SIXTEEN_BITS = np.arange(8, dtype="<u2") * 8192
 
 
 def pages(*kinds: int) -> bytes:
-    """A TIFF with a page of each kind (0, or 1 for a smaller version, or 4 for a mask)."""
+    """Return a TIFF with a page of each kind: 0 for a full page, 1 for a smaller version, 4 for a mask."""
     sink = io.BytesIO()
     with TiffImagePlugin.AppendingTiffWriter(sink, True) as writer:
         for kind in kinds:
@@ -273,7 +274,7 @@ def noise(mode: str) -> Image.Image:
     ],
 )
 def test_pixels_equal_those_that_torchvision_reads(form: str, mode: str) -> None:
-    """ImageFolder opens a file by Pillow and converts it to RGB: it applies no profile and drops transparency."""
+    """ImageFolder opens a file with Pillow and converts it to RGB, which ignores profiles and drops transparency."""
     options = {"MPO": {"save_all": True, "append_images": [noise("RGB")]}, "GIF": {"transparency": 3}}
     image = noise("RGB").convert(mode) if mode in ("P", "CMYK", "YCbCr") else noise(mode)
     content = encode(image, form, **options.get(form, {}))

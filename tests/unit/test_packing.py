@@ -1,4 +1,4 @@
-"""Lists packed into rows of one length: every value once, lists told apart, and what is refused."""
+"""Lists packed into rows of one length: every value once, lists kept separate, and refusals."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from sunspot.errors import DataError
 from tests.harness.threads import load_in_threads
 
 NODES = ("a", "b", "a", "a")
-"""The node of each worker."""
+"""Node of each worker."""
 
 
 @dataclass
 class CountingSource:
-    """Rows of an odd number of bytes, made of their ids; counts the reads of whole groups."""
+    """Rows of an odd number of bytes, made from their ids. It counts the reads of complete groups."""
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ def test_rows_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pyte
     source: Any = CountingSource((1000,))
     alone = LocalWorkers(0, 1, "a", lambda mine: [mine], lambda act: act())
     monkeypatch.setattr(sunspot.data.shared_rows, "MEMORY_WAIT_S", 0)
-    size = 3008 + 8000  # a column begins at a multiple of 64 bytes
+    size = 3008 + 8000  # columns begin at multiples of 64 bytes
     for left, fits in [(size, True), (None, True), (size - 1, False)]:
         monkeypatch.setattr(sunspot.data.shared_rows, "memory_left", lambda left=left: left)
         source.reads.clear()

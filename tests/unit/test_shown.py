@@ -1,4 +1,4 @@
-"""What a task shows of its model: its form, its place in the report, and what shows nothing."""
+"""The task's own exhibits of its model: their form, their place in the report, and what is left out."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_show_is_called_with_the_model_of_a_checkpoint(run: Run) -> None:
     assert checkpoints.newest
     perplexity, texts = show(plan, run.name, checkpoints.newest.name, "false")
     assert perplexity.title == "Perplexity of 40 held-out texts"
-    assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # it has learned nothing
+    assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # the model has learned nothing
     losses = [row[0] for row in texts.rows]
     assert len(losses) == 2 * SHOWN
     assert losses == sorted(losses)

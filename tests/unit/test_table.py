@@ -1,4 +1,4 @@
-"""Datasets of declared columns: every kind of value, chosen rows, what identifies them, and what is refused."""
+"""Datasets of declared columns: every kind of value, chosen rows, fingerprints and refusals."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_documented_table_example_reads_its_rows(tmp_path: Path) -> None:
 
 
 def save_dataset(folder: Path, parts: list[pa.Table]) -> None:
-    """As `datasets.Dataset.save_to_disk` does."""
+    """Write a folder like `datasets.Dataset.save_to_disk`."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
     for name, part in zip(names, parts, strict=True):

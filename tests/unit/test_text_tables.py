@@ -1,4 +1,4 @@
-"""CSV and JSON lines from other programs: text stays as it is written, and errors name the line."""
+"""CSV and JSON lines from other programs: text is kept as written, and errors name the line."""
 
 from __future__ import annotations
 

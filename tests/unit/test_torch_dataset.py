@@ -1,4 +1,4 @@
-"""A Dataset of PyTorch as a task returns it: its rows as columns, and what is refused."""
+"""PyTorch Datasets that a task returns: their rows as columns, and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PICTURE = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4))
 
 
 class Rows(Dataset[Any]):
-    """Items that a function makes of their numbers."""
+    """Dataset whose items a function makes from their numbers."""
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
         self._count, self._make = count, make
@@ -59,7 +59,7 @@ Opener = Callable[..., tuple[DatasetSource, "DatasetSource | None"]]
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    """Opens what the `build_dataset` of a task returns."""
+    """Return a function that opens the result of a task's `build_dataset`."""
 
     def open_it(returned: Any, **settings: Any) -> tuple[DatasetSource, DatasetSource | None]:
         module = ModuleType("task_with_rows")
@@ -233,7 +233,7 @@ def test_the_dataset_itself_is_not_pickled(opened: Opener, monkeypatch: pytest.M
     assert len(content) < 20_000
     again = pickle.loads(content)
     assert again.read(2, np.array([1]))["input"].tolist() == [0]
-    opened(Rows(10, numbered))  # this process has built another dataset since
+    opened(Rows(10, numbered))  # this process now builds another dataset
     assert sys.modules["task_with_rows"]
     monkeypatch.setattr(sys.modules["task_with_rows"], "build_dataset", lambda _: Rows(3000, lambda n: large[n] + 1))
     with pytest.raises(
@@ -267,7 +267,7 @@ def test_class_names_come_from_the_dataset(opened: Opener) -> None:
 
 
 class LikeHuggingFace:
-    """Rows as `datasets.Dataset` has them: fetched together, and with the names of the classes among the features."""
+    """Rows as in `datasets.Dataset`: fetched together, with the class names among the features."""
 
     features = {"x": None, "label": SimpleNamespace(names=["no", "yes"])}  # noqa: RUF012
 
@@ -293,7 +293,7 @@ def test_hugging_face_rows_are_fetched_together_with_class_names(opened: Opener)
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Settings]:
-    """Writes a task with these functions, and returns settings for it."""
+    """Return a function that writes a task with the given functions, and returns settings for it."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str, **settings: Any) -> Settings:

@@ -1,4 +1,4 @@
-"""LOADER=torch gives the same batches from wherever its rows are."""
+"""LOADER=torch gives the same batches whether rows are in main memory or on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Numbers(EmptySource):
 
 
 def batches(monkeypatch: pytest.MonkeyPatch, resident: bool, world_size: int, rank: int) -> list[Batch]:
-    """Those of an epoch, and of its evaluation."""
+    """Return the batches of an epoch and of its evaluation."""
     alone = LocalWorkers(rank, world_size, "node", lambda mine: [mine], lambda act: act())
     source = Numbers((2,), 3, row_groups=(ROWS,))
     monkeypatch.setattr(sunspot.data.torch_loader, "fits_on", lambda device, size: resident)
