@@ -122,5 +122,5 @@ def test_views_within_other_values_are_read(tmp_path: Path, values: list[Any], s
 def test_types_that_are_not_numeric_are_refused_by_name(
     tmp_path: Path, form: Any, values: list[Any], stored: pa.DataType
 ) -> None:
-    with refusal(DataError, "but the task declares a number for float32"):
+    with refusal(DataError, "but the task declares numbers of type float32"):
         read(tmp_path, form(values, stored), Column())

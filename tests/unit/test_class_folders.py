@@ -97,7 +97,7 @@ def test_every_picture_becomes_a_row_of_its_class(
         (["a/b/cat/a.png", "a/b/dog/a.png"], ["one class, a", "/a/b, which contains"]),
         (
             ["train/cat/a.png", "train/dog/a.png", "more/a.png"],
-            ["but more/ is beside it", "set SUNSPOT_DATASET to", "/train"],
+            ["but more/ beside it has pictures, too", "set SUNSPOT_DATASET to", "/train"],
         ),
         (["train/cat/a.png", "Validation/cat/a.png"], ["train/ and Validation/", "TEST_DATASET"]),
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/", "TEST_DATASET"]),
@@ -107,8 +107,8 @@ def test_every_picture_becomes_a_row_of_its_class(
             ["/up: has train/ and test/", "set SUNSPOT_DATASET to", "/up/train and"],
         ),
         (["train/a.png", "test1/a.png"], ["train/ and test1/"]),
-        (["a.png", "b.png"], ["no folders of pictures (a.png is not in one)"]),
-        ([".git/a.png"], ["no folders of pictures in it", "1 file in hidden folders, such as .git/a.png"]),
+        (["a.png", "b.png"], ["no folders of pictures (a.png is in no such folder)"]),
+        ([".git/a.png"], ["contains no folders of pictures", "1 file in hidden folders, such as .git/a.png"]),
     ],
 )
 def test_a_lost_class_or_a_wrong_folder_level_is_refused_with_the_fix(

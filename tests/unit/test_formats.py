@@ -331,7 +331,9 @@ def test_skipped_tables_and_pictures_are_named(tmp_path: Path) -> None:
     write_rows(tmp_path / "b.csv", LABELS)
     put_picture(tmp_path / "cat" / "a.png", 4, 4)
     (tmp_path / "README.md").touch()
-    told = f"{tmp_path}: only its Parquet is read; not read: 2 other files of tables or pictures, such as b.csv"
+    told = (
+        f"{tmp_path}: only its Parquet files are read; not read: 2 other files with tables or pictures, such as b.csv"
+    )
     assert open_rows(tmp_path).notes == (told,)
 
 

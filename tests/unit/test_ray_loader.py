@@ -100,7 +100,9 @@ def test_a_stream_that_begins_at_another_step_is_refused(start: int, monkeypatch
     epoch, first = start // steps.per_epoch + 1, start % steps.per_epoch
     loader, stale = (RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False) for _ in range(2))
     assert len(next(loader.train(epoch, first, 4))["row"]) == 10
-    with pytest.raises(RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, but its step at row 30 of"):
+    with pytest.raises(
+        RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, but its step begins at row 30 of"
+    ):
         next(stale.train(1, 3, 4))
 
 

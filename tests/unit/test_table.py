@@ -191,7 +191,7 @@ def test_a_dataset_saved_by_datasets_is_read_unchanged(tmp_path: Path) -> None:
     with refusal(DataError, "data-00001-of-00002.arrow, row 0: x has 4 values"):
         everything(changed)
     (tmp_path / "train" / "state.json").write_text("{}")
-    with refusal(DataError, "state.json: names no files", "save the dataset again"):
+    with refusal(DataError, "state.json: does not list the dataset's files", "save it again"):
         open_table(Settings(dataset=str(tmp_path)), columns)
 
 
@@ -259,7 +259,7 @@ def test_values_that_do_not_fit_are_reported_with_their_row(
 @pytest.mark.parametrize(
     ("values", "column", "said"),
     [
-        ([1.5], Column("int64"), ["x is double", "a number for int64"]),
+        ([1.5], Column("int64"), ["x is double", "numbers of type int64"]),
         (["1"], Column(), ["x is string", "a function that decodes it"]),
         ([[1]], Column("int64"), ["x is list"]),
         ([1], Column("int64", longest=2), ["x is int64", "lists of up to 2 int64"]),

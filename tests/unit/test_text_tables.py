@@ -175,11 +175,11 @@ def test_csv_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype
         ("inf", "float64", "has inf"),
         ("1e400", "float64", "has inf; float64 takes finite numbers"),
         ("1e39", "float32", "has 1e+39"),
-        ("3.0", "int64", "is '3.0'; int64 takes whole numbers"),
+        ("3.0", "int64", "is '3.0'; int64 takes integers"),
         ("0x10", "int64", "is '0x10'"),
         ("9223372036854775808", "int64", "is 9223372036854775808, which is too large for int64"),
         ("300", "uint8", "has 300; uint8 takes 0 to 255"),
-        ("16777217", "float32", "has 16777217; float32 holds whole numbers exactly only up to 16777216"),
+        ("16777217", "float32", "has 16777217; float32 represents integers exactly only up to 16777216"),
         ("9007199254740993", "float64", "has 9007199254740993; float64 holds"),
     ],
 )

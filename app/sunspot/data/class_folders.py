@@ -56,7 +56,7 @@ class ClassFolders:
             lost = ", ".join(f"{folder}/ ({files})" for folder, files in self.without_pictures.items())
             raise DataError(
                 f"{self.location}: no readable picture in {lost}; move such a folder out of the dataset, or "
-                f"convert its files to one of {', '.join(SUFFIXES)}"
+                f"convert its files to one of the formats {', '.join(SUFFIXES)}"
             )
 
     def refuse_wrong_level(self) -> None:
@@ -81,8 +81,8 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
     unread = _describe_unread(kept, set(pictures), listing.others)
     if not pictures:
         raise DataError(
-            f"{location}: no folders of pictures in it ({unread or 'it is empty'}); put the pictures of each class "
-            f"into a folder of its own, as one of {', '.join(SUFFIXES)}"
+            f"{location}: contains no folders of pictures ({unread or 'it is empty'}); put the pictures of each "
+            f"class into a folder of its own, with one of the suffixes {', '.join(SUFFIXES)}"
         )
     folders = {os.path.dirname(name) for name in pictures}
     refuse_mixed_splits(location, folders, classes=folders)
@@ -109,8 +109,8 @@ def _find_root(location: str, folders: set[str]) -> str:
     others = [name for name in outermost if name != train]
     if train and others:
         raise DataError(
-            f"{location}: {train}/ contains the class folders, but {others[0]}/ is beside it; set SUNSPOT_DATASET to "
-            f"{join(location, train)}"
+            f"{location}: {train}/ contains the class folders, but {others[0]}/ beside it has pictures, too; "
+            f"set SUNSPOT_DATASET to {join(location, train)}"
         )
     return f"{train}/" if train else ""
 

@@ -245,10 +245,10 @@ class Column:
 
     def _describe_type(self) -> str:
         if self.longest:
-            return f"lists of up to {self.longest} {self.dtype}"
+            return f"lists of up to {self.longest} {self.dtype} values"
         if self.shape:
             return f"{self.dtype} of shape {list(self.shape)}"
-        return f"a number for {self.dtype}"
+        return f"numbers of type {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -275,10 +275,10 @@ class ImageColumn(Column):
             if order_dims(tuple(stored.shape), place)[0] != self.shape or tuple(stored.shape) != self.dims:
                 raise DataError(f"{place} of shape {list(stored.shape)}, {self._describe_first()}")
         elif not is_encoded(stored) and not Column("uint8", self.dims).takes(stored):
-            raise DataError(f"{place} is {stored}, {self._describe_first()}, as {IMAGE_FORMS}")
+            raise DataError(f"{place} is {stored}, {self._describe_first()}, given as {IMAGE_FORMS}")
 
     def _describe_first(self) -> str:
-        return f"and the first of the dataset has the shape {list(self.dims)}; all images must have one size"
+        return f"but the first image of the dataset has the shape {list(self.dims)}; all images must have one size"
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
         if is_encoded(values.type):

@@ -24,7 +24,7 @@ OPEN_FILES = 128
 
 SUPPORTED = (
     "a path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with a folder of pictures for each class, or "
-    "what Hugging Face's save_to_disk wrote"
+    "a folder written by Hugging Face's save_to_disk"
 )
 """Values that DATASET takes for datasets other than the bundled digits and MNIST, for messages."""
 
@@ -122,7 +122,7 @@ def list_files(location: str) -> DatasetFiles:
         )
     if not found:
         picture = next(filter(is_picture, listing.sizes), "")
-        outside = f" ({picture} is not in one)" if picture else ""
+        outside = f" ({picture} is in no such folder)" if picture else ""
         raise DataError(
             f"{location}: contains no *.parquet, *.csv or *.jsonl (names that begin with '_' or '.' are skipped), and "
             f"no folders of pictures{outside}; SUNSPOT_DATASET takes {SUPPORTED}"
@@ -140,7 +140,9 @@ def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
     if not unread:
         return ()
     others = plural(len(unread), "other file")
-    return (f"{location}: only its {kind} is read; not read: {others} of tables or pictures, such as {unread[0]}",)
+    return (
+        f"{location}: only its {kind} files are read; not read: {others} with tables or pictures, such as {unread[0]}",
+    )
 
 
 def _kind_of(path: str) -> str:
@@ -222,10 +224,10 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{join(location, STATE_FILE)}: names no files: {shorten(error)}; save the dataset again"
+            f"{join(location, STATE_FILE)}: does not list the dataset's files: {shorten(error)}; save it again"
         ) from error
     if not names or any("/" in name for name in names):
-        raise DataError(f"{join(location, STATE_FILE)}: names no files of its folder; save the dataset again")
+        raise DataError(f"{join(location, STATE_FILE)}: does not name files of its folder; save the dataset again")
     return names
 
 

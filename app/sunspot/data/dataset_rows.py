@@ -78,7 +78,7 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
         wrong = [name for name in named if not isinstance(name, str) or name == "row"]
         if wrong or not named:
             fault = f"has a column {wrong[0]!r}" if wrong else "is an empty dict"
-            raise DataError(f"{row} {fault}; name each column by text other than 'row', which is the row's number")
+            raise DataError(f"{row} {fault}; name each column with text other than 'row', which holds the row's number")
         return {name: to_array(value, f"{row}: {name}") for name, value in named.items()}
     if isinstance(named, list) or (isinstance(named, tuple) and len(named) not in (1, 2)):
         raise DataError(

@@ -89,7 +89,7 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_pre
     elif not pa.types.is_integer(values.type):
         raise DataError(
             f"{file.name_row(0)}: label is {brief(str(values.type))} ({brief(str(values[0]))}); it must be text or an "
-            "integer from 0 (for a value to predict, the task declares it as float32)"
+            "integer from 0 (for a value to predict, declare it as float32 in the task)"
         )
     else:
         numbers = values.to_numpy()
@@ -134,7 +134,7 @@ def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool)
         row = first_true(np.isin(labels.indices.to_numpy(), np.flatnonzero(~are_classes)))
         raise DataError(
             f"{file.name_row(row)}: label is {brief(cells[row].as_py().strip()) or 'empty'}; it must be text or an "
-            "integer from 0 (for a value to predict, the task declares it as float32)"
+            "integer from 0 (for a value to predict, declare it as float32 in the task)"
         )
     each = [int(label) for label in distinct.to_pylist()]
     if max(each) > MAX_LABEL:

@@ -53,7 +53,7 @@ def describe_inexact(number: object, dtype: str) -> str:
     """Return why an integer is refused, and the fix."""
     wider = "int64" if dtype == "float64" else "float64 or int64"
     return (
-        f"has {number}; {dtype} holds whole numbers exactly only up to {_most_exact(dtype)}: declare the column as "
+        f"has {number}; {dtype} represents integers exactly only up to {_most_exact(dtype)}: declare the column as "
         f"{wider}, and subtract or scale in the task"
     )
 
@@ -73,8 +73,8 @@ def _tidy(
     if not pc.all(fits).as_py():
         index = fits.index(False).as_py()
         cell = cells[index].as_py()
-        comma = "; write numbers with a decimal point and without separators of thousands" if "," in cell else ""
-        takes = f"{dtype} takes {'whole numbers' if is_integer else 'numbers'}"
+        comma = "; write numbers with a decimal point and without thousands separators" if "," in cell else ""
+        takes = f"{dtype} takes {'integers' if is_integer else 'numbers'}"
         raise make_error(index, f"is {repr(brief(cell)) if cell.strip() else 'empty'}; {takes}{comma}")
     if is_integer:
         for index in np.flatnonzero(pc.match_substring_regex(tidy, "[0-9]{19}")):

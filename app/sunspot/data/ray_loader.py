@@ -258,6 +258,6 @@ class RayLoader:
         if begins_at and begins != begins_at:  # storage may have shown an older attempt when the stream was made
             raise RuntimeError(
                 f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, but its step "
-                f"at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group gets another stream"
+                f"begins at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group gets another stream"
             )
         return {name: column[0] for name, column in part.items()}

@@ -197,7 +197,7 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
             raise SettingsError(f"{PREFIX}TASK={settings.task}: column {name!r} has {mistake}")
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
-            f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
+            f"{PREFIX}DATASET={settings.dataset}: contains images of digits, but {settings.task} reads the columns "
             f"{some_of(list(columns))}; set it to {SUPPORTED}"
         )
     model = predicting_model(settings)
@@ -365,7 +365,7 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
             f"{path}: no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
         )
     if schema.names.count(name) > 1:
-        raise DataError(f"{path}: several columns {name!r} {describe_columns(schema, name)}; rename the others")
+        raise DataError(f"{path}: several columns {name!r} {describe_columns(schema, name)}; rename all but one")
     field = schema.field(name)
     return field.with_type(plain_type(field.type))
 
@@ -384,7 +384,7 @@ def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
     if name in (other.strip() for other in schema.names):
         return "remove the spaces around its name"
     if f"/{name}=" in path:
-        return f"the name of a folder, {name}=..., is not read: write it as a column"
+        return f"the folder name {name}=... is not read as a column: write the column into the files"
     first_line = "; the first line must name the columns" if path.lower().endswith(CSV) else ""
     return f"rename the column that has these values{first_line}"
 

@@ -40,9 +40,9 @@ def _check_sources(returned: Any, task: str) -> tuple[Source, Source | None]:
         return parts[0], parts[1]
     found = f"a {type(wrong[0]).__name__}" if wrong else "one Source"
     raise SettingsError(
-        f"{PREFIX}TASK={task}: its find_sources returned {found}; return two, the training rows and the held-out rows "
-        "or None, each a Source such as open_table makes; return a torch.utils.data.Dataset from "
-        "build_dataset(settings) instead (docs/data.md)"
+        f"{PREFIX}TASK={task}: its find_sources returned {found}; return two values, the training rows and the "
+        "held-out rows or None, each a Source such as open_table returns; or return a torch.utils.data.Dataset from "
+        "build_dataset(settings) (docs/data.md)"
     )
 
 

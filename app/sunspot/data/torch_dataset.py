@@ -125,7 +125,7 @@ def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | No
     if test and test.columns != train.columns:
         raise DataError(
             f"SUNSPOT_TASK={settings.task}: its build_dataset returned held-out rows of "
-            f"{describe_columns(test.columns)}, and training rows of {describe_columns(train.columns)}; return the "
+            f"{describe_columns(test.columns)}, but training rows of {describe_columns(train.columns)}; return the "
             "same columns for both"
         )
     return train, test
@@ -218,7 +218,7 @@ def find_splits(returned: Any, task: str) -> Splits:
         if "train" not in returned:
             raise SettingsError(
                 f"{who} a dict of {some_of([str(name) for name in returned]) or 'nothing'}; name the training rows "
-                "'train', and the held-out ones 'test'"
+                "'train', and the held-out rows 'test'"
             )
         train, test = returned["train"], returned.get("test")
         unread = [str(name) for name in returned if name not in ("train", "test")]

@@ -259,7 +259,7 @@ def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
         yield from predictions.iter_batches(batch_size=None, batch_format="pyarrow")
     except ExecutionTimeoutError as error:
         raise GaveUpError(
-            f"no row was read or predicted for {STALLED_S} s; does Ray have free cores? The same command resumes"
+            f"no row was read or predicted for {STALLED_S} s; does Ray have free cores? Run the same command to resume"
         ) from error
     except ray.exceptions.RayError as error:
         raise find_in(error) or SunspotError(f"a model worker failed: {shorten(error)}") from error

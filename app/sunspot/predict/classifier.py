@@ -134,13 +134,13 @@ class Classifier:
         if isinstance(images, Sequence) and images:
             images = np.concatenate([read_images(Path(file), self.shape, self.data.scales) for file in images])
         if not isinstance(images, (np.ndarray, torch.Tensor)):
-            raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or names of files")
+            raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or file names")
         shape, dtype = list(images.shape), str(images.dtype).removeprefix("torch.")
         if dtype != "uint8" or len(shape) not in (3, 4) or tuple(shape[-3:]) != self.shape or not shape[0]:
             taken = ", ".join(str(length) for length in self.shape)
             raise SettingsError(
                 f"images of {dtype} {shape}, but the model takes uint8 [{taken}], one image (channels, height, width) "
-                f"of pixels from 0 to 255, or uint8 [B, {taken}], B from 1"
+                f"of pixels from 0 to 255, or uint8 [B, {taken}] with at least one image"
             )
         batch = torch.from_numpy(images.copy()) if isinstance(images, np.ndarray) else images
         return batch.reshape(-1, *self.shape)
@@ -219,7 +219,7 @@ def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use
     if answer is None:
         raise SettingsError(
             f"{PREFIX}TASK={loaded.settings.task}: defines no answer(model, prompts, tokens) -> texts, so its models "
-            "answer no prompts; sunspot.tasks.finetune does"
+            "cannot answer prompts; sunspot.tasks.finetune has one"
         )
     texts = answer(restore_model(loaded).to(choose_device(use_gpu)).eval(), prompts, tokens)
     return {

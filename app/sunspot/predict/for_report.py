@@ -80,7 +80,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
             return
         if plan.source.classes > MAX_CLASSES:
             raise SunspotError(f"{plan.source.classes} classes; predictions are stored for at most {MAX_CLASSES}")
-        print(f"  predicting {plural(rows, 'held-out row')}, for the report", flush=True)
+        print(f"  predicting {plural(rows, 'held-out row')} for the report", flush=True)
         predictions = call_in_task(predict_held_out, plan, run.name, checkpoint.name, 2 * LIMIT_S)
         if predictions.rows < rows:
             print(f"  {predictions.rows} of {rows} held-out rows predicted in {LIMIT_S} s", flush=True)
