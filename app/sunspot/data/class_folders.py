@@ -11,8 +11,11 @@ from sunspot.data.splits import TRAINING, refuse_mixed_splits
 from sunspot.errors import DataError
 from sunspot.formatting import plural
 
-JUNK_FILES, JUNK_PREFIX = (".ds_store", "thumbs.db", "desktop.ini"), "._"
+JUNK_FILES = (".ds_store", "thumbs.db", "desktop.ini")
 """Files that macOS and Windows leave in folders, in lower case."""
+
+JUNK_PREFIX = "._"
+"""Prefix of files in which macOS keeps metadata of other files."""
 
 JUNK_FOLDERS = ("__MACOSX", "@eaDir")
 """Folders of metadata that macOS adds to archives, and of thumbnails that Synology adds to picture folders."""

@@ -118,7 +118,8 @@ class Column:
         if self.decode:
             return True
         if isinstance(stored, pa.FixedShapeTensorType):
-            inner, shape = stored.value_type, tuple(stored.shape)
+            inner = stored.value_type
+            shape = tuple(stored.shape)
             fits = shape == self.shape and not is_permuted(stored)
         else:
             inner, depth = innermost(stored)
@@ -136,7 +137,10 @@ class Column:
             )
 
     def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
-        """Return the arrays of a column by suffix: '' [n, *shape] and, for lists, '_length'. Raises `DataError`."""
+        """Return the arrays of a column by name suffix; raises `DataError`.
+
+        The suffix '' has the values, [n, *shape]. For lists, '_length' has their lengths, int64 [n].
+        """
         if not self.longest:
             return {"": self._read_fixed(values, origin)}
         lists = self.read_lists(values, origin)
@@ -175,9 +179,11 @@ class Column:
         if not origin.file.has_types:
             values = read_numbers(values, self.dtype, origin.error)
         self.check_type(values.type, f"{origin.file.path}: {origin.name}")
-        array, per_row = _without_nulls(values, origin), 1
+        array = _without_nulls(values, origin)
+        per_row = 1
         if isinstance(array, pa.FixedShapeTensorArray):
-            array, per_row = array.storage.flatten(), math.prod(self.shape)
+            array = array.storage.flatten()
+            per_row = math.prod(self.shape)
         else:
             for length in self.shape:
                 lengths = pc.list_value_length(array).fill_null(-1).to_numpy(zero_copy_only=False)
@@ -186,7 +192,8 @@ class Column:
                     first = int(np.argmax(wrong))
                     found = f"a list of {lengths[first]}" if lengths[first] >= 0 else "a null"
                     raise origin.error(first // per_row, f"has {found}; it must be {self._describe_type()}")
-                array, per_row = array.flatten(), per_row * length
+                array = array.flatten()
+                per_row *= length
         return self._fit(array, origin, lambda index: index // per_row).reshape(len(values), *self.shape)
 
     def _decode_all(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> np.ndarray:
@@ -228,12 +235,14 @@ class Column:
             if np.can_cast(numbers.dtype, self.dtype):
                 return numbers.astype(self.dtype, copy=False)
             limits = np.iinfo(self.dtype)
-            fits, allowed = (numbers >= limits.min) & (numbers <= limits.max), f"{limits.min} to {limits.max}"
+            fits = (numbers >= limits.min) & (numbers <= limits.max)
+            allowed = f"{limits.min} to {limits.max}"
             result = numbers.astype(self.dtype)
         else:
             with np.errstate(over="ignore"):
                 result = numbers.astype(self.dtype)
-            fits, allowed = np.isfinite(result), "finite numbers"
+            fits = np.isfinite(result)
+            allowed = "finite numbers"
         if not fits.all():
             first = int(np.argmin(fits))
             raise origin.error(row_of(first), f"has {numbers[first]}; {self.dtype} takes {allowed}")
@@ -293,7 +302,8 @@ def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
     """Return the type of the values in nested lists, and the depth of nesting."""
     depth = 0
     while hasattr(stored, "value_type"):
-        stored, depth = stored.value_type, depth + 1
+        stored = stored.value_type
+        depth += 1
     return stored, depth
 
 

@@ -139,7 +139,8 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scale
             writer = None
         if writer is None:
             writer = open_writer(directory / f"part-{files:05}.parquet", table.schema, compression_level=3)
-            files, in_file = files + 1, 0
+            files += 1
+            in_file = 0
         writer.write_table(table, row_group_size=_rows_per_group(images[0].nbytes))
         in_file += images.nbytes
         total += len(table)

@@ -36,16 +36,21 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 PICTURES = "*/*"
 """Name that stands for all pictures of a folder together."""
 
-STATE_FILE, MAX_STATE_BYTES = "state.json", 16 << 20
+STATE_FILE = "state.json"
 """File that `datasets` writes beside the files of a saved dataset. It lists their names, in order."""
+
+MAX_STATE_BYTES = 16 << 20
+"""Largest number of bytes that are read of a STATE_FILE."""
 
 DICT_FILE = "dataset_dict.json"
 """File that `datasets` writes beside the folders of several saved datasets."""
 
 CONNECT_TIMEOUT_S = 5
+"""Seconds to wait for a connection to an S3 server."""
 REQUEST_TIMEOUT_S = 10
+"""Seconds to wait for an answer of a server."""
 REQUEST_TRIES = 2
-"""Timeouts in seconds, and number of tries. An S3 server that does not answer is given up after less than 30 s."""
+"""Number of tries for a request. An S3 server that does not answer is given up after less than 30 s."""
 
 CLIENT_ERRORS = ("AWS Error", "google::cloud::Status", "Azure Error")
 """Parts of the messages of Arrow's errors when a cloud client has failed. They are OSErrors without an errno, like the

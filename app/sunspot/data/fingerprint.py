@@ -6,8 +6,11 @@ from itertools import accumulate
 
 import numpy as np
 
-SAMPLES, SAMPLE_BYTES = 64, 64 << 10
-"""Number of samples of a dataset's files, and bytes of each. A dataset of up to 4 MiB is read completely."""
+SAMPLES = 64
+"""Number of samples of a dataset's files."""
+
+SAMPLE_BYTES = 64 << 10
+"""Bytes of each sample. A dataset of up to 4 MiB is read completely."""
 
 
 def digest(*parts: bytes | memoryview) -> str:

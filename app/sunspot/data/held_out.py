@@ -69,7 +69,8 @@ class RowSubset:
         return self.source.where(group, int(self._positions(group)[row]))
 
     def _positions(self, group: int) -> np.ndarray:
-        rows, held_out = self.source.row_groups[group], self._held_out_counts[group]
+        rows = self.source.row_groups[group]
+        held_out = self._held_out_counts[group]
         return draw_rows(self.seed, group, rows, held_out)[0 if self.held_out else 1]
 
     @cached_property
@@ -92,7 +93,8 @@ def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tupl
 
     Together they are `share` of all rows, rounded, and at least one row.
     """
-    sizes, rows = np.array(row_groups, np.int64), sum(row_groups)
+    sizes = np.array(row_groups, np.int64)
+    rows = sum(row_groups)
     wanted = min(max(1, round(share * rows)), rows - MIN_ROWS)
     # Groups that are too small to give a row each are visited in random order, because at regular intervals the
     # held-out rows would not be random.

@@ -138,5 +138,6 @@ def _declare_image(value: pa.Scalar, place: str) -> ImageColumn:
     dims: tuple[int, ...] = ()
     nested = value.as_py()
     while isinstance(nested, list):
-        dims, nested = (*dims, len(nested)), nested[0] if nested else None
+        dims = (*dims, len(nested))
+        nested = nested[0] if nested else None
     return ImageColumn.of_dims(dims, place)

@@ -49,8 +49,11 @@ REFUSED_MODES = {
 }
 """Modes that cannot be converted to grey or RGB without loss, with the message for such a picture."""
 
-ORIENTATION, LAST_NOT_ROTATED = 0x0112, 4
-"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and the last value that does not swap height and width."""
+ORIENTATION = 0x0112
+"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A)."""
+
+LAST_NOT_ROTATED = 4
+"""Last value of ORIENTATION that does not swap height and width."""
 
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -144,7 +147,8 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
     A picture of another size or colour is refused, or with `scales` its middle is scaled to `shape`.
     """
     image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
-    grey, (height, width) = image.mode in GREY_MODES, upright_size(image)
+    grey = image.mode in GREY_MODES
+    height, width = upright_size(image)
     if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not grey)):
         raise DataError(
             f"is {height} x {width} (height x width), {'grey' if grey else 'in colour'}, but the model takes "

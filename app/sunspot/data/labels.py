@@ -25,8 +25,11 @@ LABEL = "label"
 MAX_LABEL = 2**31 - 1
 """Largest allowed label. A larger one is a mistake, because no model has a score for so many classes."""
 
-CLASS_NAMES, HUGGINGFACE = b"classes", b"huggingface"
-"""Keys of a file's metadata for class names: a JSON list from `sunspot.data.convert`, or the features of `datasets`."""
+CLASS_NAMES = b"classes"
+"""Metadata key of class names from `sunspot.data.convert`: a JSON list by label."""
+
+HUGGINGFACE = b"huggingface"
+"""Metadata key of the features that `datasets` stores, which include class names."""
 
 
 class ClassLabels(NamedTuple):
@@ -35,8 +38,7 @@ class ClassLabels(NamedTuple):
     classes: int
     "Number of classes."
     names: tuple[str, ...]
-    """Class names. For labels in text, all that occur, in any order; for numbers, the names in the file's metadata, if
-    any."""
+    """Class names in any order: those that occur if labels are text, else those in the file's metadata."""
     text: bool
     "True if the labels are text."
     digest: str = ""
@@ -48,8 +50,11 @@ class ClassLabels(NamedTuple):
 
 NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)))
 
-CLASS_NUMBER, CODE = r"^(0|[1-9][0-9]*)$", r"^0[0-9]+$"
-"""Patterns for CSV labels: class numbers, and digits that are names because a number would lose their leading zeros."""
+CLASS_NUMBER = r"^(0|[1-9][0-9]*)$"
+"""Pattern of CSV labels that are class numbers."""
+
+CODE = r"^0[0-9]+$"
+"""Pattern of digits in CSV labels that are names, because a number would lose their leading zeros."""
 
 MISSING = pa.csv.ConvertOptions().null_values
 """Words that mean a missing value in a column of numbers."""

@@ -59,7 +59,8 @@ class MnistSource:
         if len(labels) != sum(self.row_groups):
             raise DataError(f"{self.where(0, 0)}: has changed since it was opened; start the run again")
         mine = slice(group * GROUP_ROWS, group * GROUP_ROWS + self.row_groups[group])
-        image, label = images[mine], labels[mine]
+        image = images[mine]
+        label = labels[mine]
         return {"image": image, "label": label} if rows is None else {"image": image[rows], "label": label[rows]}
 
 
@@ -84,7 +85,8 @@ def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
         _download(data_root)
     try:
         digits = MNIST(data_root, train=split == "train")
-        images, labels = digits.data.numpy()[:, None], digits.targets.numpy().astype(np.int64)
+        images = digits.data.numpy()[:, None]
+        labels = digits.targets.numpy().astype(np.int64)
         if not len(images) == len(labels) > 0:
             raise ValueError(f"{split}: {len(images)} images but {len(labels)} labels")
         if labels.max() >= CLASSES:

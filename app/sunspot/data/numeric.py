@@ -9,7 +9,11 @@ import pyarrow.compute as pc
 from sunspot.errors import DataError
 from sunspot.formatting import brief
 
-INTEGER, NUMBER = r"^[+-]?[0-9]+$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+INTEGER = r"^[+-]?[0-9]+$"
+"""Pattern of CSV cells that are integers."""
+
+NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+"""Pattern of CSV cells that are numbers."""
 
 BOOLEANS = {"1": ["true", "True", "TRUE"], "0": ["false", "False", "FALSE"]}
 """Words that Arrow reads as booleans in CSV, by the digit that replaces them."""

@@ -154,7 +154,8 @@ class Order:
             last += self.row_groups[group]
             if last - first >= self.window_rows:
                 windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
-                groups, first = [], last
+                groups = []
+                first = last
         if groups:
             windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
         return windows

@@ -78,7 +78,7 @@ def open_packed(
 ) -> tuple[PackedSource, PackedSource | None]:
     """Open a table like `open_table`, but pack its lists into rows of `length` values.
 
-    All columns are packed at the same places. All lists are read once, to count their values.
+    All columns are cut at the same positions. All lists are read once, to count their values.
     """
     wrong = [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]
     if wrong:

@@ -37,8 +37,11 @@ MAX_BLOCKS = 1000
 """Largest number of blocks in the index of held-out rows. More would only cost scheduling: a task yields its pieces one
 by one."""
 
-PREFETCH_PARTS, PREFETCH_BATCHES = 2, 4
-"""Parts of rounds and batches of held-out rows that each worker prepares in advance."""
+PREFETCH_PARTS = 2
+"""Number of parts of rounds that each worker prepares in advance."""
+
+PREFETCH_BATCHES = 4
+"""Number of batches of held-out rows that each worker prepares in advance."""
 
 Columns: TypeAlias = dict[str, np.ndarray]
 
@@ -117,7 +120,8 @@ class RoundReader:
         columns: Columns = {}
         for described, starts in zip(given["windows"], given["starts"], strict=True):
             window = ShuffleWindow(**described)
-            first, last = max(given["first"], window.first), min(given["last"], window.last)
+            first = max(given["first"], window.first)
+            last = min(given["last"], window.last)
             wanted = self.order.permutation(given["epoch"], window)[first - window.first : last - window.first]
             to = places[first - given["first"] : last - given["first"]]
             which, rows = locate_rows([self.source.row_groups[group] for group in window.groups], wanted)

@@ -28,16 +28,16 @@ MEMORY_WAIT_S = 20.0
 
 
 class LocalWorkers(NamedTuple):
-    """Communication among the workers. All of them call each of the functions together."""
+    """Communication among the workers. All workers call each function together."""
 
     rank: int
     world_size: int
     node: str
     "Name of the node. Workers on the same node can share memory."
     gather: Callable[[Any], list[Any]]
-    "Returns every worker's object, by rank."
+    "Function that returns every worker's object, by rank."
     finish: Callable[[Callable[[], None]], None]
-    "Runs a function, and returns when it has returned on all workers."
+    "Function that calls its argument, and returns when the call has returned on all workers."
 
 
 class _Column(NamedTuple):
@@ -74,7 +74,8 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
     for plan in plans:
         columns = {}
         for column in plan:
-            columns[column.name], pages = column.cut(pages), pages[column.size :]
+            columns[column.name] = column.cut(pages)
+            pages = pages[column.size :]
         loaded.append(columns)
 
     def read() -> None:

@@ -27,7 +27,7 @@ SAMPLED_ROWS = 64
 
 
 class Source(Protocol):
-    """Rows, usually images with labels, in row groups. Ray's tasks get it by pickling.
+    """Rows, usually images with labels, in row groups. A source must be picklable, because Ray's tasks get a copy.
 
     A row group is the unit of reading. A source may also have `class_names`, the name of each class by its label;
     `scales`, which is True if pictures were scaled to `shape`; and `notes`, lines that a run prints before its first
@@ -216,7 +216,8 @@ def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
     chosen = [dataset[number] for number in spread_evenly(count, SAMPLED_ROWS)]
     rows = [dict(row) if isinstance(row, Mapping) else row for row in chosen]
     columns = sorted(rows[0]) if rows and isinstance(rows[0], dict) else []
-    layout, content = digest(repr((count, columns)).encode()), digest(*map(pickle.dumps, rows))
+    layout = digest(repr((count, columns)).encode())
+    content = digest(*map(pickle.dumps, rows))
     return RowNumbers((count,), (len(columns) or 1,), f"{layout}-{content}", held_out)
 
 

@@ -229,7 +229,8 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
 
     If a location has folders `train` and `test`, the matching folder is used. TEST_DATASET overrides DATASET's `test`.
     """
-    location, given = absolute(dataset), absolute(test_dataset) if test_dataset else ""
+    location = absolute(dataset)
+    given = absolute(test_dataset) if test_dataset else ""
     pair = pair_folders(list_folders(location))
     train = join(location, pair.train) if pair else location
     if given:
@@ -253,7 +254,7 @@ def check_training_rows(train: TableSource, locations: SplitLocations, model: Mo
 
 
 def find_files(location: str) -> DatasetFiles:
-    """Find a dataset's files (`TableSource.files`), and discard what is cached of files that were opened before."""
+    """Find a dataset's files (`TableSource.files`), and forget files that were opened before."""
     clear_file_cache()
     return list_files(location)
 
@@ -342,7 +343,8 @@ def match_classes(train: TableSource, test: TableSource) -> TableSource:
     Raises `DataError` for a class that the training rows lack.
     """
     known = some_of(train.class_names) or "numbers"
-    ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
+    ours = train.columns.get(LABEL)
+    theirs = test.columns.get(LABEL)
     if not isinstance(ours, TextLabels) or not isinstance(theirs, TextLabels):
         alike = type(ours) is type(theirs) and not (train.class_names and test.class_names)
         if not alike and train.class_names != test.class_names:

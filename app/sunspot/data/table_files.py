@@ -32,12 +32,17 @@ ARROW = ".arrow"
 CSV = ".csv"
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
-TEXT_GROUP_ROWS, PICTURE_GROUP_ROWS = 1024, 32
-"""Rows in a row group if the format has no groups. Pictures get small groups, because neighbours have the same class
-and only whole groups are shuffled."""
+TEXT_GROUP_ROWS = 1024
+"""Rows in a row group of CSV or JSON lines, which have no groups themselves."""
 
-MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
-"""Largest text file, which each process that reads it keeps in memory, and the number of text files that it keeps."""
+PICTURE_GROUP_ROWS = 32
+"""Pictures in a row group. Groups are small, because neighbours have the same class and groups are not split."""
+
+MAX_TEXT_BYTES = 1 << 30
+"""Largest size of a text file. Each process that reads from it keeps it in memory."""
+
+TEXT_FILES = 8
+"""Number of parsed text files that a process keeps in memory."""
 
 HEADER_BYTES = 64 << 10
 """Bytes of a picture that are read at once for its header. Pillow reads a few at a time, each a request to a bucket."""

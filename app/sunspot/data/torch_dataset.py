@@ -33,9 +33,14 @@ from sunspot.errors import ConflictError, DataError, SettingsError
 from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
 
-GROUP_BYTES, GROUP_ROWS = 16 << 20, 1024
-"""Largest size of a row group, in bytes and rows. Changing it reorders the rows of LOADER=ray, and TEST_SHARE holds out
-other rows."""
+GROUP_BYTES = 16 << 20
+"""Largest size of a row group in bytes.
+
+Changing it or GROUP_ROWS reorders the rows of LOADER=ray, and TEST_SHARE holds out other rows.
+"""
+
+GROUP_ROWS = 1024
+"""Largest number of rows in a row group."""
 
 REREAD_ROWS = 16
 """Number of rows, spread evenly over all, that are read twice to detect random changes."""
@@ -164,7 +169,8 @@ class _BuiltDatasets:
 
     def get(self, source: DatasetSource) -> Any:
         """Return the dataset of a source; raises `ConflictError` if its rows are not those of the driver."""
-        settings, held_out = source.settings, source.held_out
+        settings = source.settings
+        held_out = source.held_out
         with self._lock:
             if self._key != (settings, source.folder):
                 self._build(settings, source.folder)
@@ -213,14 +219,16 @@ def find_splits(returned: Any, task: str) -> Splits:
     """Return the training rows and the held-out rows that `build_dataset` returned; raises `SettingsError`."""
     who = f"{PREFIX}TASK={task}: its build_dataset returned"
     notes: tuple[str, ...] = ()
-    train, test = returned, None
+    train = returned
+    test = None
     if isinstance(returned, Mapping):
         if "train" not in returned:
             raise SettingsError(
                 f"{who} a dict of {some_of([str(name) for name in returned]) or 'nothing'}; name the training rows "
                 "'train', and the held-out rows 'test'"
             )
-        train, test = returned["train"], returned.get("test")
+        train = returned["train"]
+        test = returned.get("test")
         unread = [str(name) for name in returned if name not in ("train", "test")]
         if unread:
             notes = (f"build_dataset: not read: {', '.join(unread)}; name the held-out rows 'test' to use them",)

@@ -67,7 +67,8 @@ def call_in_task(
     with ray_session():
         nodes = sum(node["Alive"] for node in ray.nodes())
         wanted = dict(choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker)
-        cpus, gpus = wanted.pop("CPU", 0.0), wanted.pop("GPU", 0.0)
+        cpus = wanted.pop("CPU", 0.0)
+        gpus = wanted.pop("GPU", 0.0)
         task = ray.remote(_call).options(num_cpus=cpus, num_gpus=gpus, resources=wanted)
         reference = task.remote(os.getcwd(), act, plan, run, checkpoint, "true" if gpus else "false")
         try:
@@ -109,7 +110,7 @@ def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
 def absolute_path(location: str, name: bool = True) -> str:
     """Return an absolute path, because workers may run in another directory; a URL is returned unchanged.
 
-    If `location` may be a run's `name`, it is only a path if it contains a '/'.
+    With `name`, `location` may be a run's name, and is only a path if it contains a '/'.
     """
     is_path = "://" not in location and ("/" in location or not name)
     return str(local_path(location)) if is_path else location

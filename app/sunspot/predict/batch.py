@@ -110,9 +110,10 @@ def predict_dataset(
 ) -> dict[str, Any]:
     """Predict the rows of DATASET that `output` lacks, and return a summary of all predictions in it.
 
-    `split` is train, test, or None, which means test if there are held-out rows. `workers` 0 means one for each GPU in
-    Ray, or without GPUs for each core. The summary has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy`
-    (None for rows without labels), `output`, `parts` and `kept`, the number of parts that existed before.
+    `split` is train, test, or None, which means test if there are held-out rows. With `workers` 0, there is one worker
+    for each GPU that Ray has, or for each core if Ray has no GPU. The summary has `checkpoint`, `step`, `dataset`,
+    `split`, `rows`, `accuracy` (None for rows without labels), `output`, `parts` and `kept`, the number of parts that
+    existed before.
 
     Raises `ConflictError` if `output` has other predictions, `GaveUpError` if nothing makes progress, `SettingsError`,
     `DataError` or `DamageError`.

@@ -112,7 +112,10 @@ class Classifier:
 
     @torch.inference_mode()
     def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Predict rows of the task's columns like `predict`; without classes, return the model's output, and [B, 0]."""
+        """Predict rows with the task's columns, like `predict`.
+
+        Without classes, the result is the model's output and an empty array [B, 0].
+        """
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
         # Arrays from Ray's object store are read-only, which torch warns about, so they are copied.
@@ -135,7 +138,8 @@ class Classifier:
             images = np.concatenate([read_images(Path(file), self.shape, self.data.scales) for file in images])
         if not isinstance(images, (np.ndarray, torch.Tensor)):
             raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or file names")
-        shape, dtype = list(images.shape), str(images.dtype).removeprefix("torch.")
+        shape = list(images.shape)
+        dtype = str(images.dtype).removeprefix("torch.")
         if dtype != "uint8" or len(shape) not in (3, 4) or tuple(shape[-3:]) != self.shape or not shape[0]:
             taken = ", ".join(str(length) for length in self.shape)
             raise SettingsError(
@@ -176,7 +180,8 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
     try:
         if not isinstance(extra, dict):
             raise TypeError(f"a {type(extra).__name__}")
-        data, settings = ModelData.from_record(extra["data"]), recorded_settings(extra["settings"])
+        data = ModelData.from_record(extra["data"])
+        settings = recorded_settings(extra["settings"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         kind = f"{type(error).__name__}: {shorten(error)}"
         raise DamageError(

@@ -47,14 +47,17 @@ log = logging.getLogger(__name__)
 LIMIT_S = 120
 """Seconds for loading the model and predicting all rows. After that, the predictions made so far are stored."""
 
-READ_ROWS, READ_BYTES = 1024, 16 << 20
-"""Largest number of rows, and of their bytes, that are given to the model at a time."""
+READ_ROWS = 1024
+"""Largest number of rows that are given to the model at a time."""
+
+READ_BYTES = 16 << 20
+"""Largest size of the rows that are given to the model at a time."""
 
 MAX_CLASSES = 1000
 """Largest number of classes. With more, nothing is stored, because the confusion matrix alone would take megabytes."""
 
 SAMPLE_RANGES = 4
-"""Number of places, spread over the training rows, that samples come from. Rows may be sorted by label."""
+"""Number of places, spread over the training rows, from which samples are taken. Rows may be sorted by label."""
 
 SHOWN_ROWS = 256
 """Largest number of held-out rows (or training rows, without held-out rows) that a task's `show` gets."""
@@ -118,7 +121,8 @@ class PredictionSummary:
 
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
         """Add rows (`row`, `label`, maybe `image`), their predicted classes, [B], and probabilities, [B, classes]."""
-        labels, certainty = part["label"], probabilities.max(axis=1)
+        labels = part["label"]
+        certainty = probabilities.max(axis=1)
         np.add.at(self._confusion, (labels, predictions), 1)
         if not has_pictures(part):
             return
@@ -162,7 +166,7 @@ class PredictionSummary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Read training rows from SAMPLE_RANGES places."""
+    """Return examples of training rows from SAMPLE_RANGES places."""
     rows = rows_in(source)
     each = min(MAX_SAMPLES // SAMPLE_RANGES, max(1, rows // SAMPLE_RANGES))
     firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_RANGES)}
@@ -210,7 +214,8 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
 
 def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
     """Return what the task shows of a checkpoint's model, in a Ray task."""
-    settings, device = plan.settings, choose_device(use_gpu)
+    settings = plan.settings
+    device = choose_device(use_gpu)
     model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path, settings.task)).to(device).eval()
     source = plan.test or plan.source
     rows = read_rows(source, 0, min(SHOWN_ROWS, settings.predict_rows, rows_in(source)))
