@@ -53,7 +53,7 @@ REQUEST_TRIES = 2
 """Number of tries for a request. An S3 server that does not answer is given up after less than 30 s."""
 
 CLIENT_ERRORS = ("AWS Error", "google::cloud::Status", "Azure Error")
-"""Parts of the messages of Arrow's errors when a cloud client has failed. They are OSErrors without an errno, like the
+"""Substrings of Arrow's messages for failures of a cloud client. These failures are OSErrors without an errno, like the
 errors for damaged files."""
 
 
@@ -370,5 +370,5 @@ CLIENTS: dict[str, tuple[Callable[..., fs.FileSystem], tuple[str, ...]]] = {
     "az": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
     "abfs": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
 }
-"""Function that connects a file system, by URL scheme, and the environment variables that it takes. If their values
-change, a new client is made."""
+"""Function that connects a file system, by URL scheme, and the environment variables that it takes. A new client is
+made if the value of a variable changes."""

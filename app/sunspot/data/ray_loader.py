@@ -30,12 +30,12 @@ from sunspot.data.source import Batch, DataPlan, Source
 from sunspot.errors import DataError, SunspotError
 
 PART_BYTES = 1 << 20
-"""Target size in bytes of a worker's part of a round, because each part costs Ray Data the same, even if it is small. A
-round has at least one window."""
+"""Target size in bytes of a worker's part of a round. Small parts are avoided, because each part costs Ray Data the
+same. A round has at least one window."""
 
 MAX_BLOCKS = 1000
-"""Largest number of blocks in the index of held-out rows. More would only cost scheduling: a task yields its pieces one
-by one."""
+"""Largest number of blocks in the index of held-out rows. More blocks would only cost scheduling, because a task yields
+its pieces one by one."""
 
 PREFETCH_PARTS = 2
 """Number of parts of rounds that each worker prepares in advance."""

@@ -17,8 +17,8 @@ from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch, DataPlan, rows_in
 
 GPU_FRACTION = 0.2
-"""Fraction of a GPU's free memory that rows may take. Training needs most of it, and its need is only known once it
-runs."""
+"""Fraction of a GPU's free memory that rows may take. Training needs most of the memory, but the exact amount is
+unknown before it runs."""
 
 
 class TorchLoader:

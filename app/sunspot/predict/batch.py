@@ -64,7 +64,7 @@ PART_BYTES = 32 << 20
 """Largest size of the images and probabilities for a file. Ray Data splits blocks of more than 128 MiB."""
 
 STALLED_S = 600
-"""Seconds without progress before giving up. Either storage hangs, or the cluster lacks a core for a worker or
+"""Seconds without progress after which prediction gives up. Storage hangs, or the cluster lacks a core for a worker or
 reader."""
 
 PROGRESS_EVERY_S = 10
