@@ -163,7 +163,7 @@ def test_rows_of_csv_and_json_are_read_unchanged(tmp_path: Path, suffix: str) ->
         ({"a.csv": ["up", ""]}, COLUMNS, ["a.csv, row 1", "label is empty"]),
         ({"a.jsonl": LABELS}, {"label": Column("float32")}, ["a.jsonl", "label is string"]),
         ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv, row 0 (line 2): label is 'up'; float32 takes"]),
-        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declares it as float32"]),
+        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declare it as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
         ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1 (line 2)", "label is null"]),
         ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "DATASET takes", "save_to_disk"]),

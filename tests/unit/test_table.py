@@ -230,7 +230,7 @@ def test_the_fingerprint_depends_on_content_and_declaration(tmp_path: Path) -> N
         ([1.0, 2.0, float("nan")], Column(), ["row 2: x has nan; float32 takes finite numbers"]),
         ([1.0, 2.0, 1e300], Column(), ["row 2: x has 1e+300"]),
         ([1, 2, 300], Column("uint8"), ["row 2: x has 300; uint8 takes 0 to 255"]),
-        ([1, 2, 16777217], Column(), ["row 2: x has 16777217; float32 holds whole", "float64 or int64"]),
+        ([1, 2, 16777217], Column(), ["row 2: x has 16777217; float32 represents integers", "float64 or int64"]),
         ([1, -(2**63), -(2**63) + 1], Column(), ["row 2: x has -9223372036854775807"]),
         ([1, 2, 2**53 + 1], Column("float64"), ["row 2: x has 9007199254740993", "declare the column as int64"]),
         ([1, 2, 2049], Column("float16"), ["row 2: x has 2049; float16"]),

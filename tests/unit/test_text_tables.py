@@ -180,7 +180,7 @@ def test_csv_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype
         ("9223372036854775808", "int64", "is 9223372036854775808, which is too large for int64"),
         ("300", "uint8", "has 300; uint8 takes 0 to 255"),
         ("16777217", "float32", "has 16777217; float32 represents integers exactly only up to 16777216"),
-        ("9007199254740993", "float64", "has 9007199254740993; float64 holds"),
+        ("9007199254740993", "float64", "has 9007199254740993; float64 represents"),
     ],
 )
 def test_cells_that_are_not_numbers_are_reported_before_training(

@@ -185,7 +185,7 @@ def test_a_row_that_differs_from_the_first_is_refused_by_number(opened: Opener) 
     with refusal(DataError, "row 1 of", "has the columns y, but row 0 has x"):
         other.read(0)
     whole, _ = opened(Rows(200, lambda number: 1 if number != 1 else 1.5))
-    with refusal(DataError, "row 1 of", "input is float64 [], and int64 [] in row 0"):
+    with refusal(DataError, "row 1 of", "input is float64 [], but int64 [] in row 0"):
         whole.read(0)
     with refusal(DataError, "held-out rows of input float32 [2], label int64 []", "training rows of input float32 [2]"):
         opened(([torch.ones(2)], Rows(3, numbered)))
