@@ -3,12 +3,12 @@
 1. `task_rows.open_rows_of_task` opens the training rows and the held-out rows. Each is a `source.Source`, which reads
 rows by row group.
 
-2. Without functions of the task, `image_sources.find_sources` opens images: the bundled digits, `mnist`, or files. A
-task's own `find_sources` calls `table.open_table` for other columns, `packing.open_packed` for lists of tokens or
-`text.open_text` for bytes of text. A task's `build_dataset` goes through `torch_dataset.open_datasets`.
+2. If the task has no function for its rows, `image_sources.find_sources` opens images: the bundled digits, MNIST, or
+files. A task's own `find_sources` calls `table.open_table` for other columns, `packing.open_packed` for lists of tokens
+or `text.open_text` for bytes of text. A task's `build_dataset` goes through `torch_dataset.open_datasets`.
 
 3. `dataset_files.list_files` lists a dataset's files on disk or in a bucket. `table_files.open_table_file` opens each
-of them, whatever its format, and `columns.Column` turns its values into arrays. `labels` numbers the classes.
+file, whatever its format, and `columns.Column` turns its values into arrays. `labels` numbers the classes.
 
 4. `held_out.hold_out` holds out rows if TEST_SHARE is set.
 

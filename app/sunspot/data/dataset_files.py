@@ -310,7 +310,7 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
     scheme, _, path = location.partition("://")
     if scheme not in CLIENTS or not path:
         raise DataError(
-            f"{location}: set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, gs://... or az://..."
+            f"{location}: unsupported URL; set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, gs://... or az://..."
         )
     connect, names = CLIENTS[scheme]
     return connect(*(os.environ.get(name, "") for name in names)), path

@@ -48,9 +48,9 @@ def open_images(
 ) -> TableSource:
     """Open a dataset of images, on disk or in a bucket, and check everything except the pixels.
 
-    Pictures in files of their own are scaled to one size (`PictureFolder.find_dims`), and with a `side` so are pictures
-    within Parquet or Arrow. If `like` scales pictures, they are scaled to the size of `like`. Raises `DataError`, which
-    names the file and, if possible, the row, or `StorageError`, which names the URL.
+    Pictures in files of their own are scaled to one size (`PictureFolder.find_dims`). With a `side`, pictures within
+    Parquet or Arrow are scaled to it, too. If `like` scales pictures, its size is used instead. Raises `DataError`,
+    which names the file and, if possible, the row, or `StorageError`, which names the URL.
     """
     location = absolute(location)
     files = find_files(location)
@@ -100,7 +100,7 @@ def find_images(path: str) -> pa.Field:
 
 
 def _declare_images(path: str, side: int) -> ImageColumn:
-    """Return the column of a file's images, as its type or else the first image determines it."""
+    """Return the column for a file's images, which depends on the column's type or else on the first image."""
     file = open_table_file(path)
     if isinstance(file, PictureFolder):
         return ImageColumn.of_dims(file.find_dims(side), path, scales=True)
@@ -118,7 +118,7 @@ def _declare_images(path: str, side: int) -> ImageColumn:
         raise DataError(f"{path}: has no rows; add rows, or remove it")
     first = encoded(file.read([IMAGE], filled)[IMAGE])
     if not len(first):
-        raise DataError(f"{path}: damaged: its footer counts rows that it does not have")
+        raise DataError(f"{path}: damaged: its footer counts rows that are missing")
     found = _declare_image(first[0], file.name_row(0))
     if side and is_bytes(first.type):
         return ImageColumn.of_dims((side, side, *found.dims[2:]), path, scales=True)

@@ -89,7 +89,7 @@ UNSPECIFIED_CHANNEL = 0
 def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
     """Read a file as uint8 [B, *shape]: a single image, or an array [B, C, H, W] of several.
 
-    A picture of another size or colour is refused, or with `scales` its middle is scaled to `shape`. Raises
+    A picture of another size or colour is refused, unless `scales` is set: then its middle is scaled to `shape`. Raises
     `SettingsError`, which names the file, its content and what was expected.
     """
     try:
@@ -121,7 +121,7 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
         found, in_columns, dtype = read_header(stream)
     except Exception as error:  # NumPy's parsers raise all kinds
-        raise SettingsError(f"{place}: an array that cannot be read: {shorten(error)}") from error
+        raise SettingsError(f"{place}: cannot be read as a NumPy array: {shorten(error)}") from error
     if dtype != np.uint8 or found[-3:] != shape or len(found) not in (3, 4) or found[0] < 1:
         raise SettingsError(
             f"{place}: an array of {dtype} {list(found)}, but the model takes uint8 {list(shape)} "
@@ -144,7 +144,7 @@ def is_picture(name: str) -> bool:
 def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
     """Return uint8 [C, H, W] of an encoded picture; raises `DataError`, which says what is wrong with it.
 
-    A picture of another size or colour is refused, or with `scales` its middle is scaled to `shape`.
+    A picture of another size or colour is refused, unless `scales` is set: then its middle is scaled to `shape`.
     """
     image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
     grey = image.mode in GREY_MODES

@@ -114,10 +114,11 @@ class TableSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of names, groups and columns, then a '-', then a digest of the content. A copy elsewhere has the same.
+        """Digest of names, groups and columns, then a '-', then a digest of the content.
 
-        The content is represented by all labels, the sizes of all row groups, and samples of the files' bytes. Changes
-        to values are missed if they lie outside the samples and keep the file's size.
+        A copy of the files elsewhere has the same fingerprint. The content is represented by all labels, the sizes of
+        all row groups, and samples of the files' bytes. Changes to values are missed if they lie outside the samples
+        and keep the file's size.
         """
         names = [name or os.path.basename(self.location) for name in self.files]
         image = self.columns.get("image")

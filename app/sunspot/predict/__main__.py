@@ -115,7 +115,7 @@ def show_table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def show_summary(result: dict[str, Any]) -> Iterator[str]:
-    """Yield lines on the rows predicted, the accuracy, and the location of the predictions."""
+    """Yield lines with the number of rows, the accuracy, and the location of the predictions."""
     yield f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})"
     if result["accuracy"] is not None:
         yield f"  accuracy: {result['accuracy']:.4f}"
