@@ -1,4 +1,4 @@
-"""Predictions that a run stores for its report."""
+"""What a run keeps of its predictions, for its report."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ PREDICTIONS = Predictions(
 )
 
 
-def test_stored_predictions_are_read_back_unchanged(run: Run) -> None:
+def test_predictions_come_back_as_they_were_kept(run: Run) -> None:
     assert read_shown(run, Predictions) is None
     write_shown(run, PREDICTIONS)
     assert read_shown(run, Predictions) == PREDICTIONS
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"mistakes": [{"image": "?"}], "right": [], "samples": []}'])
-def test_unreadable_predictions_are_left_out(run: Run, content: bytes, warned: list[str]) -> None:
+def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes, warned: list[str]) -> None:
     run.storage.write(run.key("predictions.json"), content)
     assert read_shown(run, Predictions) is None
     assert "predictions.json cannot be used: " in warned[0]
@@ -54,10 +54,8 @@ def test_unreadable_predictions_are_left_out(run: Run, content: bytes, warned: l
 # ----------------------------------------------------------------------------------------------- at the end of training
 
 
-def test_a_finished_run_stores_predictions_of_its_newest_checkpoint(finished_run: FinishedRun) -> None:
-    kept = read_shown(finished_run.run, Predictions)
-    newest = finished_run.newest
-    rows = finished_run.rows()
+def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(finished_run: FinishedRun) -> None:
+    kept, newest, rows = read_shown(finished_run.run, Predictions), finished_run.newest, finished_run.rows()
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
     model = Classifier("run", storage=finished_run.storage, task=SETTINGS_OF_RUN["TASK"])
@@ -93,7 +91,7 @@ def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
 
 
 @pytest.mark.slow
-def test_predict_rows_are_predicted_once_for_each_checkpoint(
+def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     run, newest = copied_run.run, copied_run.newest
@@ -124,7 +122,7 @@ def test_predict_rows_are_predicted_once_for_each_checkpoint(
         ("tests.tasks.tiny", "warning: no predictions for the report: storage is full"),
     ],
 )
-def test_missing_predictions_are_logged_but_do_not_fail_the_run(
+def test_a_reason_against_predictions_is_logged_and_fails_nothing(
     task: str, said: str, finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*words: Any) -> Any:
@@ -135,7 +133,7 @@ def test_missing_predictions_are_logged_but_do_not_fail_the_run(
     assert said in capsys.readouterr().out
 
 
-def test_predictions_made_before_the_time_limit_are_stored(
+def test_when_time_is_up_what_was_predicted_is_kept(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_here(act: Any, plan: Plan, run: str, checkpoint: str, limit_s: float) -> Any:
@@ -151,7 +149,7 @@ def test_predictions_made_before_the_time_limit_are_stored(
     assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
 
 
-def test_the_most_certain_mistakes_and_right_examples_of_every_class_are_kept() -> None:
+def test_the_most_certain_mistakes_are_kept_and_right_ones_of_every_class() -> None:
     random = np.random.default_rng(0)
     summary, certainties = PredictionSummary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):

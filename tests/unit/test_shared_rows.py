@@ -25,7 +25,7 @@ NODES = ("a", "b", "a", "a")
 
 @dataclass
 class CountingSource:
-    """Rows of an odd number of bytes, made from their ids. It counts the reads of complete groups."""
+    """Source that counts the reads of complete groups. Its rows have an odd number of bytes, made from their ids."""
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""The task's own exhibits of its model: their form, their place in the report, and what is left out."""
+"""What a task shows of its model: its form, its place in the report, and what shows nothing."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_images_become_pngs(run: Run) -> None:
         ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
-def test_unsupported_values_from_show_are_refused(found: Any, said: str) -> None:
+def test_other_things_are_refused(found: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_parts(found)
 
 
-def test_the_report_shows_the_exhibit_beside_the_predictions(run: Run) -> None:
+def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
     trained(run)
     before = page_of(run)
     shown = [
@@ -87,7 +87,7 @@ def test_the_report_shows_the_exhibit_beside_the_predictions(run: Run) -> None:
     assert "Confusion matrix" in page
 
 
-def test_the_report_gives_the_reason_if_there_are_no_predictions(run: Run) -> None:
+def test_the_reason_stands_in_the_place_of_predictions(run: Run) -> None:
     trained(run)
     run.storage.delete(run.key("predictions.json"))
     assert "No predictions are stored" in page_of(run)
@@ -95,13 +95,13 @@ def test_the_report_gives_the_reason_if_there_are_no_predictions(run: Run) -> No
     assert "No predictions are stored" not in page_of(run)
 
 
-def test_damaged_exhibits_are_left_out_of_the_report(run: Run) -> None:
+def test_what_is_damaged_is_left_out(run: Run) -> None:
     trained(run)
     run.storage.write(run.key("shown.json"), b'{"checkpoint": 3}')
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_show_is_called_with_the_model_of_a_checkpoint(run: Run) -> None:
+def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},
@@ -120,14 +120,14 @@ def test_show_is_called_with_the_model_of_a_checkpoint(run: Run) -> None:
     assert checkpoints.newest
     perplexity, texts = show(plan, run.name, checkpoints.newest.name, "false")
     assert perplexity.title == "Perplexity of 40 held-out texts"
-    assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # the model has learned nothing
+    assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # it has learned nothing
     losses = [row[0] for row in texts.rows]
     assert len(losses) == 2 * SHOWN
     assert losses == sorted(losses)
 
 
 @pytest.mark.parametrize("library", KINDS)
-def test_trees_show_the_gain_of_each_feature(library: str) -> None:
+def test_trees_show_what_gained(library: str) -> None:
     pytest.importorskip(library, reason="the extra `trees` is not installed")
     settings = Settings(task="sunspot.tasks.trees", task_args={"library": library})
     task: Any = load_task(settings)

@@ -32,7 +32,7 @@ def main() -> int:
     parser = CommandParser("sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu"))
     add_arguments(parser)
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     arguments = parser.parse()
     print_logs("stderr")
     predict(arguments)
