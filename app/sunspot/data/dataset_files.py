@@ -31,10 +31,10 @@ SUPPORTED = (
 KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-"""Suffixes of tables that are compressed as a whole. Compression within Parquet adds no suffix."""
+"""Suffixes of compressed tables. Compression within Parquet adds no suffix."""
 
 PICTURES = "*/*"
-"""Name that stands for all pictures of a folder together."""
+"""Name that `DatasetFiles.names` has for all pictures of a folder together."""
 
 STATE_FILE = "state.json"
 """File that `datasets` writes beside the files of a saved dataset. It lists their names, in order."""
@@ -90,9 +90,9 @@ def join(location: str, name: str) -> str:
 def list_files(location: str) -> DatasetFiles:
     """List the files of one format below a folder; raises `DataError` if the format is ambiguous.
 
-    For a dataset that Hugging Face's `datasets` saved, the files are those in its STATE_FILE, in that order. For a
-    folder with a folder of pictures for each class, the only name is PICTURES. Other tables and pictures beside Parquet
-    are skipped, with a note.
+    For a dataset that Hugging Face's `datasets` saved, these are the files named in its STATE_FILE, in that order. For
+    a folder with a folder of pictures for each class, the only name is PICTURES. Other tables and pictures beside
+    Parquet are skipped, with a note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -237,7 +237,7 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """Open a new reader on each call. Readers have state; the open file that they share has none."""
+    """Open a new reader on each call. Readers have state, but the open file that they share has no state."""
     return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 

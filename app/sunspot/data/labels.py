@@ -23,7 +23,7 @@ LABEL = "label"
 """Column name whose integers and text are classes. Values of other types in it are ordinary numbers."""
 
 MAX_LABEL = 2**31 - 1
-"""Largest allowed label. A larger one is a mistake, because no model has a score for so many classes."""
+"""Largest allowed label. A larger label is a mistake, because no model has a score for that many classes."""
 
 CLASS_NAMES = b"classes"
 """Metadata key of class names from `sunspot.data.convert`: a JSON list by label."""
@@ -38,7 +38,7 @@ class ClassLabels(NamedTuple):
     classes: int
     "Number of classes."
     names: tuple[str, ...]
-    """Class names in any order: those that occur if labels are text, else those in the file's metadata."""
+    """Class names in any order: the labels themselves if they are text, else the names in the file's metadata."""
     text: bool
     "True if the labels are text."
     digest: str = ""

@@ -27,8 +27,8 @@ POSITION = "position"
 class PackedSource:
     """Rows of `length` values; a `Source`.
 
-    The columns are the declared ones [n, length]; NAME_length for each of them, int64 [n], the number of values that
-    are not padding; and `position`.
+    Its columns are the declared columns, [n, length], and `position`. For each declared column, NAME_length is the
+    number of values that are not padding, int64 [n].
     """
 
     table: TableSource

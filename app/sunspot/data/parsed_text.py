@@ -102,7 +102,7 @@ def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
 
 
 def _has_large_floats(values: pa.ChunkedArray) -> bool:
-    """Return True if a column has floats, at any depth, that may stand for an integer that they cannot represent."""
+    """Return True if a column has floats, at any depth, that may replace an integer that they cannot represent."""
     if pa.types.is_list(values.type):
         return _has_large_floats(pc.list_flatten(values))
     if pa.types.is_struct(values.type):
@@ -111,7 +111,7 @@ def _has_large_floats(values: pa.ChunkedArray) -> bool:
 
 
 def _find_changed(value: Any, stored: pa.DataType) -> int | None:
-    """Return the first integer in a JSON value that differs from the float that stands for it, or None."""
+    """Return the first integer in a JSON value that its float in Arrow does not equal, or None."""
     inner: Iterator[tuple[Any, pa.DataType]] = iter(())
     if isinstance(value, list) and pa.types.is_list(stored):
         inner = ((each, stored.value_type) for each in value)

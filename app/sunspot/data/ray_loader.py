@@ -98,7 +98,7 @@ class RoundReader:
     steps: Steps
     world_size: int
     streams: int
-    "Number of workers that get a part: those that get rows in any step."
+    "Number of workers that get rows in any step, and therefore get a part."
 
     def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
         """Yield each worker's part of the planned rounds.

@@ -134,7 +134,7 @@ class ModelData:
 
 @dataclass(frozen=True)
 class EmptySource(ModelData):
-    """A `Source` without rows, for building a model where there is no dataset."""
+    """A `Source` without rows, for building a model when there is no dataset."""
 
     row_groups: tuple[int, ...] = ()
     fingerprint: str = ""

@@ -168,7 +168,7 @@ class _BuiltDatasets:
             return self._build(settings, folder)
 
     def get(self, source: DatasetSource) -> Any:
-        """Return the dataset of a source; raises `ConflictError` if its rows are not those of the driver."""
+        """Return the dataset of a source; raises `ConflictError` if its rows differ from the driver's."""
         settings = source.settings
         held_out = source.held_out
         with self._lock:
@@ -268,7 +268,7 @@ def find_fault(dataset: Any) -> str:
 
 
 def find_class_names(dataset: Any) -> tuple[str, ...]:
-    """Return the names of the classes: torchvision's `classes`, or those of the `label` feature of `datasets`."""
+    """Return the names of the classes, from torchvision's `classes` or from the `label` feature of `datasets`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     features = getattr(dataset, "features", None)

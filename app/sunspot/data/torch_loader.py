@@ -1,4 +1,4 @@
-"""LOADER=torch: all rows in memory, once per node, behind a DataLoader that takes an epoch's rows in order.
+"""LOADER=torch: all rows in memory, once per node, and a DataLoader that takes an epoch's rows in order.
 
 Rows are kept on the GPU if they leave enough memory for training. A step then only sends the row numbers to the GPU.
 """

@@ -116,7 +116,7 @@ class PredictionSummary:
         self._data = data
         self._confusion = np.zeros((data.classes, data.classes), np.int64)
         self._mistakes: list[Example] = []
-        "Mistakes, those with the highest probability first."
+        "Mistakes, in order of falling probability."
         self._right: dict[int, list[Example]] = {}
 
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
