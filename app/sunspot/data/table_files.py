@@ -1,4 +1,4 @@
-"""Files of tables with a common interface: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and picture folders."""
+"""Files of tables with one interface: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and picture folders."""
 
 import contextlib
 import io
