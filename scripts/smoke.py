@@ -89,7 +89,8 @@ def _train(image: str, loader: str) -> None:
 
 def _score(checkpoint: str) -> float:
     """Return the accuracy of the downloaded model on the sample's held-out rows."""
-    from sunspot.data.source import find_sources, read_rows, rows_in
+    from sunspot.data.image_sources import find_sources
+    from sunspot.data.source import read_rows, rows_in
     from sunspot.predict.classifier import Classifier
     from sunspot.settings import load_settings
 

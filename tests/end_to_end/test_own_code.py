@@ -16,7 +16,7 @@ from tests.harness.program import Program
 TASK = """
 from lib.model import build_model
 from pytest import MINE  # which is installed, too, but the code is first
-from sunspot.data.source import find_sources as find
+from sunspot.data.image_sources import find_sources as find
 from sunspot.tasks.images import loss
 
 

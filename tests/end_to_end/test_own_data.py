@@ -1,4 +1,4 @@
-"""Whole runs on data as people have them: trained in both loaders, resumed, audited, predicted, with class names."""
+"""Complete runs on common data formats: trained with both loaders, resumed, audited, and predicted with class names."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def write_table(folder: Path, suffix: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "loader"), [("csv", "torch"), pytest.param("jsonl", "ray", marks=pytest.mark.slow)])
-def test_a_table_of_text(
+def test_a_run_on_a_table_of_text_is_trained_and_predicted(
     suffix: str, loader: str, program: Program, predict: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
     for split, rows in (("train", 90), ("test", 40)):
         write_table(data / split, suffix, rows)
     (tmp_path / "start").write_text("0.5")
-    monkeypatch.chdir(tmp_path)  # what a relative path means in the shell, it means in the workers
+    monkeypatch.chdir(tmp_path)  # workers must resolve relative paths like the shell
     settings = {"DATASET": "data", "LOADER": loader, "TASK": "tests.tasks.measured", "GLOBAL_BATCH_SIZE": 30}
     settings |= {"TASK_ARGS": '{"start": "start"}', "PREDICT_ROWS": 100, "LEARNING_RATE": 0.3}
     program.run(**settings, EPOCHS=1)
@@ -75,7 +75,9 @@ def test_a_table_of_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_folder_of_pictures(loader: str, program: Program, predict: Predict, tmp_path: Path) -> None:
+def test_a_run_on_a_folder_of_pictures_is_trained_and_predicted(
+    loader: str, program: Program, predict: Predict, tmp_path: Path
+) -> None:
     random = np.random.default_rng(0)
     for split, count in (("train", 20), ("test", 5)):
         for name, brightness in (("day", 160), ("night", 0)):

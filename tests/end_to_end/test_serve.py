@@ -1,4 +1,4 @@
-"""The server of docs/predict.md: a run's model over HTTP."""
+"""The server of docs/predict.md, which serves a run's model over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.finished_run import SETTINGS_OF_RUN, FinishedRun
 
 
 @pytest.mark.slow
-def test_a_png_gets_its_class(finished_run: FinishedRun, ray_address: str) -> None:
+def test_the_server_classifies_a_png(finished_run: FinishedRun, ray_address: str) -> None:
     pytest.importorskip("fastapi", reason="Ray Serve is not installed; it comes with the extra 'serve'")
     from ray import serve
 

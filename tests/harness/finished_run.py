@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from sunspot.data.source import Source, find_sources, read_rows, rows_in
+from sunspot.data.image_sources import find_sources
+from sunspot.data.source import Source, read_rows, rows_in
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good, write_manifest

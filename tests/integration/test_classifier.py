@@ -1,4 +1,4 @@
-"""A checkpoint's model: nothing is unpickled before it is verified, and it says what the run's evaluation says."""
+"""A checkpoint's model: nothing is unpickled before it is verified, and predictions agree with the run's evaluation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Trap:
 # ------------------------------------------------------------------------------------------------------- what it says
 
 
-def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_accuracy_equals_that_of_the_runs_own_evaluation(classifier: Classifier, finished_run: FinishedRun) -> None:
     rows = finished_run.rows()
     predictions, probabilities = classifier.predict(rows["image"])
     assert (predictions.dtype, predictions.shape) == (np.int64, (TEST_ROWS,))
@@ -68,7 +68,7 @@ def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, fin
     assert all((ours == theirs).all() for ours, theirs in zip(from_python, (predictions, probabilities), strict=True))
 
 
-def test_no_forward_pass_is_larger_than_those_of_the_run() -> None:
+def test_forward_passes_are_no_larger_than_in_the_run() -> None:
     passes: list[int] = []
 
     def predict(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -77,10 +77,12 @@ def test_no_forward_pass_is_larger_than_those_of_the_run() -> None:
 
     classifier: Any = object.__new__(Classifier)
     classifier._settings = Settings(global_batch_size=64, num_workers="2..4", micro_batch_size=10)
-    classifier._device, classifier._model, classifier._predict = torch.device("cpu"), None, predict
+    classifier._device = torch.device("cpu")
+    classifier._model = None
+    classifier._predict = predict
     classifier.shape, classifier.classes = SHAPE, 3
     assert len(classifier.predict(np.zeros((50, *SHAPE), np.uint8))[0]) == 50
-    assert max(passes) == 8, "shares of 32 rows, in four parts"
+    assert max(passes) == 8, "each rank takes 32 rows in four passes"
 
 
 def test_the_forward_pass_has_the_precision_of_the_run(classifier: Classifier, finished_run: FinishedRun) -> None:
@@ -94,7 +96,7 @@ def test_the_forward_pass_has_the_precision_of_the_run(classifier: Classifier, f
     assert (probabilities != in_fp32.numpy()).any()
 
 
-def test_one_image_a_batch_a_tensor_and_files_say_the_same(
+def test_an_image_a_batch_a_tensor_and_files_give_the_same_predictions(
     classifier: Classifier, finished_run: FinishedRun, tmp_path: Path
 ) -> None:
     images = finished_run.rows()["image"][:3]
@@ -114,7 +116,7 @@ def test_one_image_a_batch_a_tensor_and_files_say_the_same(
     ]:
         said, how_sure = classifier.predict(given)
         assert said.tolist() == predictions[of].tolist()
-        assert how_sure == pytest.approx(probabilities[of], abs=0.02)  # bf16, in another batch
+        assert how_sure == pytest.approx(probabilities[of], abs=0.02)  # bf16 differs slightly between batch sizes
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_an_image_of_another_shape_is_refused_with_both_shapes(images: Any, seen
         classifier.predict(images)
 
 
-def test_files_that_are_no_images_of_the_model_are_refused(classifier: Classifier, tmp_path: Path) -> None:
+def test_files_without_suitable_images_are_refused(classifier: Classifier, tmp_path: Path) -> None:
     Image.new("L", (SIDE + 1, SIDE)).save(tmp_path / "wide.png")
     Image.new("RGB", (SIDE, SIDE)).save(tmp_path / "colour.jpeg")
     np.save(tmp_path / "floats.npy", np.zeros(SHAPE))
@@ -158,7 +160,7 @@ def test_files_that_are_no_images_of_the_model_are_refused(classifier: Classifie
 # ----------------------------------------------------------------------------------------------- which checkpoint it is
 
 
-def test_newest_best_a_name_and_directories(copied_run: FinishedRun, tmp_path: Path) -> None:
+def test_a_checkpoint_is_chosen_by_newest_best_name_or_directory(copied_run: FinishedRun, tmp_path: Path) -> None:
     newest = copied_run.newest
     names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
     older = min(names - {newest.name})
@@ -190,7 +192,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning_and_refused_by_na
 
 @pytest.mark.parametrize("file", ["model.pt", "extra_state.pt"])
 @pytest.mark.parametrize("matching", [False, True])
-def test_what_a_checkpoint_hides_is_never_executed(
+def test_code_hidden_in_a_checkpoint_is_never_executed(
     file: str, matching: bool, copied_run: FinishedRun, tmp_path: Path
 ) -> None:
     newest, trap = copied_run.newest, tmp_path / "trapped"
@@ -206,7 +208,7 @@ def test_what_a_checkpoint_hides_is_never_executed(
         assert not trap.exists()
 
 
-def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: FinishedRun) -> None:
+def test_an_unreadable_manifest_or_one_without_a_model_is_reported_as_damage(copied_run: FinishedRun) -> None:
     directory = copied_run.directory(copied_run.newest)
     content = (directory / MANIFEST).read_bytes()
     for damaged in (b"", b"[]", b"{}", content.replace(b'"step": ', b'"step": 1')):
@@ -224,7 +226,7 @@ def test_a_task_without_predict_is_named(copied_run: FinishedRun) -> None:
         Classifier("run", newest.name, copied_run.storage, task="tests.tasks.batch_norm")
 
 
-def test_a_gpu_that_is_not_there_is_not_waited_for(finished_run: FinishedRun) -> None:
+def test_a_missing_gpu_is_not_waited_for(finished_run: FinishedRun) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     with pytest.raises(SettingsError, match="USE_GPU=true"):

@@ -1,4 +1,4 @@
-"""`python -m sunspot.predict`: the model in Ray actors, for a few images and for whole datasets."""
+"""`python -m sunspot.predict`: the model in Ray actors, for a few images and for complete datasets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def own_task(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def predict(
     finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
 ) -> Predict:
-    """Runs the command in this process, on the suite's Ray; returns its JSON document, or its text."""
+    """Return a function that runs the command in this process, and returns its JSON document or its text."""
 
     def run(*words: str, storage: str = finished_run.storage, as_json: bool = True) -> Any:
         monkeypatch.setattr("sys.argv", ["predict", *words, "--storage", storage, *(["--json"] if as_json else [])])
@@ -63,7 +63,9 @@ def read_all(output: str | Path) -> pa.Table:
 # ------------------------------------------------------------------------------------------------------------- a few
 
 
-def test_the_actor_says_what_the_model_says_and_is_gone_afterwards(finished_run: FinishedRun, ray_address: str) -> None:
+def test_the_actor_predicts_like_the_model_and_is_stopped_afterwards(
+    finished_run: FinishedRun, ray_address: str
+) -> None:
     images = finished_run.rows()["image"][:5]
     predictions, probabilities = Classifier("run", storage=finished_run.storage).predict(images)
     workers = []
@@ -86,12 +88,12 @@ def test_the_actor_says_what_the_model_says_and_is_gone_afterwards(finished_run:
             return True
         return False
 
-    wait_until(is_gone)  # Ray does not wait for the end of what it kills
-    assert ray.is_initialized()  # the caller's, not ours to end
+    wait_until(is_gone)  # Ray does not wait until a killed actor has ended
+    assert ray.is_initialized()  # the caller's Ray must stay
 
 
 @pytest.mark.slow
-def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: FinishedRun, ray_address: str) -> None:
+def test_an_actor_that_cannot_load_reports_why_and_is_stopped(copied_run: FinishedRun, ray_address: str) -> None:
     newest = copied_run.newest
     path = copied_run.directory(newest) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -105,7 +107,9 @@ def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: FinishedRun,
         get_result(ModelWorker.remote("nothing", "newest", copied_run.storage).describe.remote(), 60, "it")
 
 
-def test_a_table_of_files(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
+def test_predictions_of_files_are_printed_as_a_table(
+    predict: Predict, finished_run: FinishedRun, tmp_path: Path
+) -> None:
     rows = finished_run.rows()
     Image.fromarray(rows["image"][0, 0]).save(tmp_path / "one.png")
     np.save(tmp_path / "two.npy", rows["image"][1:3])
@@ -133,7 +137,7 @@ def test_a_table_of_files(predict: Predict, finished_run: FinishedRun, tmp_path:
         ["run", "--dataset", "sample", "--output", "x", "--workers", "-1"],
     ],
 )
-def test_words_that_do_not_go_together_are_usage(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_combinations_of_arguments_are_usage_errors(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["predict", *words])
     with pytest.raises(SettingsError):
         main()
@@ -142,7 +146,7 @@ def test_words_that_do_not_go_together_are_usage(words: list[str], monkeypatch: 
 # ---------------------------------------------------------------------------------------------------------- a dataset
 
 
-def test_a_dataset_is_predicted_as_the_run_evaluated_it(
+def test_a_dataset_is_predicted_with_the_accuracy_of_the_runs_evaluation(
     predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predict_batch, "PART_ROWS", 30)
@@ -170,7 +174,7 @@ def test_a_dataset_is_predicted_as_the_run_evaluated_it(
     assert table["prediction"].to_pylist() == predictions.tolist()
     assert np.array(table["probabilities"].to_pylist()) == pytest.approx(probabilities, abs=0.02)
 
-    # What is there stays: only the file that was lost is made again.
+    # Existing files stay: only the lost file is written again.
     files = sorted(Path(output).glob("*.parquet"))
     files[1].unlink()
     times = {file: file.stat().st_mtime_ns for file in files if file.exists()}
@@ -180,7 +184,7 @@ def test_a_dataset_is_predicted_as_the_run_evaluated_it(
     assert read_all(output) == table
     assert "accuracy" in predict(*words, as_json=False)
 
-    # Neither another checkpoint nor other data goes into the same folder.
+    # Predictions of another checkpoint or of other data are refused in the same folder.
     newest = finished_run.newest
     older = min({path.name for path in finished_run.directory(newest).parent.iterdir()} - {newest.name})
     with pytest.raises(ConflictError, match=rf"checkpoint: {newest.name} -> {older}\n(.*\n)*.*choose another"):
@@ -193,7 +197,7 @@ def test_a_dataset_is_predicted_as_the_run_evaluated_it(
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on_where_it_was(
+def test_a_killed_prediction_resumes_with_the_missing_files(
     predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     output = tmp_path / "out"
@@ -212,7 +216,7 @@ def test_a_killed_command_goes_on_where_it_was(
         time.sleep(0.005)
     process.kill()
     _, said = process.communicate()
-    assert b"max_restarts" not in said, "a user can do nothing about this warning of Ray's"
+    assert b"max_restarts" not in said, "users can do nothing about this warning from Ray"
     there = {file: file.stat().st_mtime_ns for file in output.glob("*.parquet")}
     assert 2 <= len(there) < TEST_ROWS
     monkeypatch.setattr(predict_batch, "PART_ROWS", 1)
@@ -224,7 +228,7 @@ def test_a_killed_command_goes_on_where_it_was(
 
 
 @pytest.mark.slow
-def test_rows_without_labels_are_predicted_too(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
+def test_rows_without_labels_are_predicted(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
     table = pq.read_table(f"{finished_run.data}/test/part.parquet")
     pq.write_table(table.drop_columns("label"), tmp_path / "unlabelled.parquet")
     words = ["--dataset", str(tmp_path / "unlabelled.parquet"), "--output", str(tmp_path / "out"), "--workers", "1"]
@@ -241,7 +245,7 @@ def table_of(*rows: int) -> pa.Table:
 
 
 def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was deleted and begun again has a checkpoint of the same name."""
+    """A run that was deleted and started again has a checkpoint of the same name."""
     monkeypatch.setattr(predict_batch, "rows_in", lambda source: 2)
     storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 2)]
     source: Any = SimpleNamespace(fingerprint="layout-content")
@@ -257,24 +261,24 @@ def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("rows", [(4, 5), (0, 1, 3), (0, 1, 2, 3, 4)])
-def test_rows_that_were_not_asked_for_are_not_written(tmp_path: Path, rows: tuple[int, ...]) -> None:
+def test_rows_that_were_not_requested_are_not_written(tmp_path: Path, rows: tuple[int, ...]) -> None:
     storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 4)]
     returned: Any = SimpleNamespace(iter_batches=lambda **_: [table_of(*rows)])
-    with pytest.raises(SunspotError, match="rows that were not asked for"):
+    with pytest.raises(SunspotError, match="rows that were not requested"):
         predict_batch.write_parts(storage, returned, parts, 4)
     assert storage.list("") == []
 
 
-def test_a_file_with_other_rows_than_its_name_says_is_damage(tmp_path: Path) -> None:
+def test_a_file_whose_rows_do_not_match_its_name_is_damaged(tmp_path: Path) -> None:
     storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 2)]
     pq.write_table(table_of(0, 1), tmp_path / parts[0].key)
     assert predict_batch.count_correct(storage, parts) == (True, 2)
     pq.write_table(table_of(1, 2), tmp_path / parts[0].key)
-    with pytest.raises(DamageError, match="its rows are not those of its name"):
+    with pytest.raises(DamageError, match="its row numbers do not match the range in its name"):
         predict_batch.count_correct(storage, parts)
 
 
-def test_what_cannot_be_predicted_is_refused_before_anything_is_written(
+def test_unpredictable_rows_are_refused_before_anything_is_written(
     predict: Predict, finished_run: FinishedRun, copied_run: FinishedRun, make_data: Callable[..., str], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
@@ -294,13 +298,13 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_written(
     assert not output.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    with pytest.raises(SettingsError, match="is not empty, and holds no predictions"):
+    with pytest.raises(SettingsError, match="is not empty, but holds no predictions"):
         predict("run", "--dataset", finished_run.data, "--output", str(tmp_path / "mine"))
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
 
 
 @pytest.mark.slow
-def test_a_run_a_dataset_and_predictions_in_s3(finished_run: FinishedRun, s3_bucket: str) -> None:
+def test_run_dataset_and_predictions_may_be_in_s3(finished_run: FinishedRun, s3_bucket: str) -> None:
     from sunspot.storage import open_storage
 
     bucket = open_storage(f"s3://{s3_bucket}")
@@ -308,7 +312,7 @@ def test_a_run_a_dataset_and_predictions_in_s3(finished_run: FinishedRun, s3_buc
         for path in folder.rglob("*"):
             if path.is_file():
                 bucket.write(str(path.relative_to(Path(finished_run.storage).parent)), path.read_bytes())
-    # A Ray of its own, as its workers get their AWS environment from the process that starts it.
+    # This test starts its own Ray, because workers get their AWS environment from the process that starts Ray.
     words = ["run", "--storage", f"s3://{s3_bucket}/runs", "--dataset", f"s3://{s3_bucket}/data", "--json"]
     said = subprocess.run(
         [sys.executable, "-m", "sunspot.predict", *words, "--output", f"s3://{s3_bucket}/out"],

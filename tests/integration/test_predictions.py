@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sunspot.data.source import ModelData, find_sources, read_rows
+from sunspot.data.image_sources import find_sources
+from sunspot.data.source import ModelData, read_rows
 from sunspot.errors import StorageError
 from sunspot.plan import Plan, make_plan
 from sunspot.predict.classifier import Classifier
-from sunspot.predict.for_report import Summary, save_predictions
+from sunspot.predict.for_report import PredictionSummary, save_predictions
 from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.predictions import Example, Predictions, read_shown, write_shown
@@ -156,7 +157,7 @@ def test_predictions_made_before_the_time_limit_are_kept(
 
 def test_the_most_certain_mistakes_and_right_predictions_of_every_class_are_kept() -> None:
     random = np.random.default_rng(0)
-    summary, certainties = Summary(ModelData((3, 70, 4), 5)), []
+    summary, certainties = PredictionSummary(ModelData((3, 70, 4), 5)), []
     for first in range(0, 4000, 1000):
         probabilities = random.dirichlet(np.ones(5), 1000).astype(np.float32)
         labels = np.arange(1000) % 5

@@ -1,4 +1,4 @@
-"""LOADER=ray on a real Ray: one stream, of which each worker gets its own rows."""
+"""LOADER=ray in a real Ray cluster: one stream, from which each worker gets its own rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ GROUPS, WORKERS = (1000,) * 20, 3
 
 @dataclass(frozen=True)
 class WatchedSource:
-    """Rows whose `value` is twice their id; each read of a group leaves a file in `folder`."""
+    """Rows whose `value` is twice their id. Each read of a group leaves a file in `folder`."""
 
     folder: str
     row_groups: tuple[int, ...] = GROUPS
     shape: tuple[int, ...] = (1 << 20,)
-    "As if a row had so many bytes: then each window is a round."
+    "Size that makes each window a round."
 
     def read(self, group: int, rows: np.ndarray) -> dict[str, np.ndarray]:
         tempfile.mkstemp(prefix=f"{group}-", dir=self.folder)
@@ -40,10 +40,10 @@ class WatchedSource:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_rank_that_waits_for_rows_is_not_taken_for_hung(
+def test_a_rank_that_waits_for_rows_does_not_count_as_hung(
     held_out: bool, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No node has the CPUs that reading takes, as when its pods were reclaimed."""
+    """No node has the CPUs that reading needs, as after a preemption of its pods."""
     steps, source = Steps(sum(GROUPS), 50), cast(Any, WatchedSource(str(tmp_path)))
     streams = StepStreams(DataPlan(source, source, steps, 7), steps.per_epoch, lambda: 0, reading_cpus=1000)
     shards = {name: streams.configure({name: None}, 1)[0][name] for name in ("train", "test")}

@@ -1,4 +1,4 @@
-"""Every Arrow type that can hold text, bytes, numbers or lists, read as its values are."""
+"""Every Arrow type that can hold text, bytes, numbers or lists is read like the plain type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def runs(values: list[Any], stored: pa.DataType) -> pa.Array:
 
 
 def read(folder: Path, values: pa.Array, column: Column) -> dict[str, np.ndarray]:
-    """Read a column of a saved dataset and, if it can hold the type, of Parquet: whole, and by chosen rows."""
+    """Read a column of a saved dataset, completely and by chosen rows.
+
+    If Parquet can hold the type, the column of a Parquet file must read back the same.
+    """
     save_dataset(folder / "saved", [pa.table({"label": values})])
     locations = [folder / "saved"]
     with contextlib.suppress(pa.ArrowNotImplementedError):
@@ -116,6 +119,8 @@ def test_views_within_other_values_are_read(tmp_path: Path, values: list[Any], s
     ],
     ids=str,
 )
-def test_types_that_are_no_numbers_are_named(tmp_path: Path, form: Any, values: list[Any], stored: pa.DataType) -> None:
-    with refusal(DataError, "but the task declares a number for float32"):
+def test_types_that_are_not_numeric_are_refused_by_name(
+    tmp_path: Path, form: Any, values: list[Any], stored: pa.DataType
+) -> None:
+    with refusal(DataError, "but the task declares numbers of type float32"):
         read(tmp_path, form(values, stored), Column())

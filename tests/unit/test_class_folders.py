@@ -1,4 +1,4 @@
-"""Folders of pictures: which files are read, which class each belongs to, and what is reported of the others."""
+"""Folders of pictures: which files are read, which class each belongs to, and notes on the other files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from sunspot.data import table
 from sunspot.data.class_folders import find_classes
 from sunspot.data.columns import Column
 from sunspot.data.convert import convert_image_folder
-from sunspot.data.parquet_files import list_all
-from sunspot.data.source import PREDICTED_BY, ModelData, find_sources, notes_on, rows_in
+from sunspot.data.dataset_files import list_all
+from sunspot.data.image_sources import find_sources
+from sunspot.data.source import ModelData, PredictionSettings, notes_on, rows_in
 from sunspot.data.table import TableSource, open_table
 from sunspot.errors import DataError
 from sunspot.plan import make_plan
@@ -29,7 +30,7 @@ FORMATS_BY_SUFFIX = {".jfif": "JPEG", ".jpg": "JPEG", ".gif": "GIF"}
 
 
 def put_files(folder: Path, *names: str) -> str:
-    """Write pictures, other files, and (names that end with "/") empty folders."""
+    """Write pictures, other files and, for names that end with "/", empty folders."""
     for name in names:
         path = folder / name
         if name.endswith("/"):
@@ -51,7 +52,7 @@ def open_rows(location: str, test_dataset: str = "") -> tuple[TableSource, Table
     return train, test
 
 
-def test_one_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
+def test_a_class_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
     composed, decomposed = "caf\u00e9/a.png", "cafe\u0301/b.png"
     with pytest.raises(DataError, match="the same text in different Unicode forms"):
         open_rows(put_files(tmp_path / "one", composed, decomposed, "tea/a.png"))
@@ -73,7 +74,7 @@ def test_one_name_in_two_unicode_forms_is_refused(tmp_path: Path) -> None:
         (["cat/indoors/a.png", "cat/b.png", "dog/indoors/a.png"], ("cat", "dog"), 3),
     ],
 )
-def test_every_picture_is_a_row_of_its_class(
+def test_every_picture_becomes_a_row_of_its_class(
     tmp_path: Path, files: list[str], classes: tuple[str, ...], rows: int
 ) -> None:
     train, test = open_rows(put_files(tmp_path, *files))
@@ -96,7 +97,7 @@ def test_every_picture_is_a_row_of_its_class(
         (["a/b/cat/a.png", "a/b/dog/a.png"], ["one class, a", "/a/b, which contains"]),
         (
             ["train/cat/a.png", "train/dog/a.png", "more/a.png"],
-            ["but more/ is beside it", "set SUNSPOT_DATASET to", "/train"],
+            ["but more/ beside it has pictures, too", "set SUNSPOT_DATASET to", "/train"],
         ),
         (["train/cat/a.png", "Validation/cat/a.png"], ["train/ and Validation/", "TEST_DATASET"]),
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/", "TEST_DATASET"]),
@@ -106,11 +107,11 @@ def test_every_picture_is_a_row_of_its_class(
             ["/up: has train/ and test/", "set SUNSPOT_DATASET to", "/up/train and"],
         ),
         (["train/a.png", "test1/a.png"], ["train/ and test1/"]),
-        (["a.png", "b.png"], ["no folders of pictures (a.png is not in one)"]),
-        ([".git/a.png"], ["no folders of pictures in it", "1 file in hidden folders, such as .git/a.png"]),
+        (["a.png", "b.png"], ["no folders of pictures (a.png is in no such folder)"]),
+        ([".git/a.png"], ["contains no folders of pictures", "1 file in hidden folders, such as .git/a.png"]),
     ],
 )
-def test_a_lost_class_or_a_wrong_level_is_refused_with_the_fix(
+def test_a_lost_class_or_a_wrong_folder_level_is_refused_with_the_fix(
     tmp_path: Path, files: list[str], said: list[str]
 ) -> None:
     location = put_files(tmp_path, *files)
@@ -129,11 +130,11 @@ def test_folders_of_training_and_held_out_rows_are_paired_without_case(tmp_path:
     assert notes_on(rows, held_out) == []
 
 
-def test_a_validation_folder_beside_test_is_said_to_be_left_out(tmp_path: Path) -> None:
+def test_a_note_names_a_validation_folder_that_is_not_read(tmp_path: Path) -> None:
     location = put_files(tmp_path, "train/cat/a.png", "train/dog/a.png", "test/cat/a.png", "val/dog/a.png")
     rows, held_out = open_rows(location)
     assert notes_on(rows, held_out) == [
-        f"{location}: not read: val/; SUNSPOT_TEST_DATASET may name it instead of test/"
+        f"{location}: not read: val/; SUNSPOT_TEST_DATASET can name it instead of test/"
     ]
     rows, held_out = open_rows(location, f"{location}/val")
     assert held_out
@@ -152,7 +153,7 @@ def test_files_of_training_and_held_out_rows_are_not_read_together(tmp_path: Pat
         open_table(Settings(dataset=str(tmp_path)), {"x": Column()})
 
 
-def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None:
+def test_the_plan_counts_files_that_are_not_read(tmp_path: Path) -> None:
     files = ["cat/a.png", "dog/a.png", *(f"cat/{number}.heic" for number in range(8)), "dog/n.txt", "b.png"]
     location = put_files(tmp_path, *files, ".thumbs/a.png", "dog/.ipynb_checkpoints/a.png", "cat/0001")
     (tmp_path / "cat" / "c.png").symlink_to("nowhere")
@@ -168,32 +169,29 @@ def test_files_that_are_not_read_are_counted_in_the_plan(tmp_path: Path) -> None
     assert steps.startswith("steps: ")
 
 
-def test_pictures_in_deeper_folders_are_said_to_belong_to_the_outermost(tmp_path: Path) -> None:
+def test_a_note_says_that_nested_pictures_belong_to_the_outermost_folder(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/indoors/a.png", "dog/b.png")
     assert open_rows(location)[0].notes == (
         f"{location}: nested pictures belong to the class of the outermost folder, such as cat/indoors/a.png to cat",
     )
 
 
-def test_a_classifier_of_one_class_is_refused_and_a_task_that_predicts_nothing_is_not(tmp_path: Path) -> None:
+def test_a_single_class_is_refused_only_if_the_task_predicts(tmp_path: Path) -> None:
     settings = Settings(dataset=put_files(tmp_path, "images/a.png", "images/b.png"))
     with refusal(DataError, "one class, images", "a folder of its own", "without `label`"):
         make_plan(settings, type("Classifier", (), {"predict": None}))
     assert rows_in(make_plan(settings, object()).source) == 2
 
 
-def test_rows_to_predict_may_be_of_one_class_or_lack_one(tmp_path: Path) -> None:
+def test_rows_to_predict_may_have_one_class_or_lack_a_class(tmp_path: Path) -> None:
     location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
-    asked = PREDICTED_BY.set(ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True))
-    try:
-        train, _ = open_rows(location)
-    finally:
-        PREDICTED_BY.reset(asked)
+    model = ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True)
+    train, _ = find_sources(PredictionSettings.of(Settings(dataset=location), model))
     assert rows_in(train) == 2
-    assert "1 .heic file" in train.notes[0]
+    assert "1 .heic file" in notes_on(train)[0]
 
 
-def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+def test_links_are_followed_but_a_circle_is_refused(tmp_path: Path) -> None:
     location = put_files(tmp_path / "data", "cat/a.png", "dog/a.png")
     put_files(tmp_path / "elsewhere", "b.png")
     (tmp_path / "data" / "cat" / "more").symlink_to(tmp_path / "elsewhere")
@@ -203,7 +201,7 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
         open_rows(location)
 
 
-def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_picture_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/a.png", "dog/a.png")
     os.rename(tmp_path / "cat", os.fsencode(tmp_path) + b"/c\xe4t")
     with refusal(DataError, r"c\udce4t: its name is not UTF-8; rename it"):
@@ -222,7 +220,7 @@ def test_an_empty_picture_is_named_with_its_path(tmp_path: Path) -> None:
         open_rows(location)
 
 
-def test_the_size_of_a_dataset_is_that_of_upright_pictures(tmp_path: Path) -> None:
+def test_image_size_is_that_of_the_upright_pictures(tmp_path: Path) -> None:
     content = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -261,20 +259,20 @@ def test_folders_of_pictures_in_a_bucket_are_read_by_the_same_rules(tmp_path: Pa
         (["training_set/cat/a.png", "test_set/cat/a.png"], ["training_set/ and test_set/"]),
     ],
 )
-def test_convert_refuses_what_training_would(tmp_path: Path, files: list[str], said: list[str]) -> None:
+def test_convert_refuses_what_training_refuses(tmp_path: Path, files: list[str], said: list[str]) -> None:
     root = put_files(tmp_path / "root", *files)
     with refusal(DataError, *said):
         convert_image_folder(root, 8, str(tmp_path / "out"))
 
 
-def test_convert_names_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_convert_names_the_files_that_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = put_files(tmp_path / "root", "Train/cat/a.png", "Train/cat/a.heic", "TEST/cat/b.png", "val/cat/c.png")
     assert convert_image_folder(root, 8, str(tmp_path / "out")) == {"train": 1, "test": 1}
     assert "1 .heic file, such as cat/a.heic" in caplog.text
     assert "val: not converted; TEST/ has the held-out rows" in caplog.text
 
 
-def test_a_change_in_how_pictures_are_read_changes_their_fingerprint(
+def test_changing_how_pictures_are_decoded_changes_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = put_files(tmp_path / "folders", "cat/a.png", "dog/a.png")

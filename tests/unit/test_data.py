@@ -1,4 +1,4 @@
-"""Datasets: every form of a column of images, local and in S3, the bundled digits, MNIST, and what is refused."""
+"""Datasets of images: every form of an image column, local files and S3, the bundled digits, MNIST, and refusals."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from scripts import object_stores
-from sunspot.data import fingerprint, mnist, parquet_files
+from sunspot.data import dataset_files, fingerprint, mnist
+from sunspot.data.image_sources import find_sources
 from sunspot.data.image_table import SAMPLE, open_image_splits, open_images
 from sunspot.data.mnist import open_mnist
-from sunspot.data.source import check_labels_match, find_sources, rows_in
+from sunspot.data.source import check_labels_match, rows_in
 from sunspot.errors import DataError, StorageError
 from sunspot.settings import Settings
 from sunspot.storage import open_storage
@@ -68,7 +69,7 @@ def lists(images: np.ndarray, pixel: pa.DataType | None = None) -> pa.Array:
 
 
 def channels_first(images: np.ndarray) -> np.ndarray:
-    """What a source must give for images [n, H, W], [n, H, W, C] or [n, C, H, W]."""
+    """Return the images that a source must give for [n, H, W], [n, H, W, C] or [n, C, H, W]."""
     if images.ndim == 3:
         return images[:, None]
     return images.transpose(0, 3, 1, 2) if images.shape[3] in (1, 3) else images
@@ -92,7 +93,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @given(shape=SHAPES, seed=st.integers(0, 99))
 @effort(max_examples=25, deadline=None)
-def test_every_shape_reads_back(tmp_path_factory, form, shape, seed):
+def test_images_of_every_shape_are_read_back(tmp_path_factory, form, shape, seed):
     images = random_images(*shape, seed=seed)
     path = write(tmp_path_factory.mktemp("form") / "a.parquet", FORMS[form](images), range(shape[0]), row_group_size=2)
     source = open_images(str(path))
@@ -108,7 +109,7 @@ def test_every_shape_reads_back(tmp_path_factory, form, shape, seed):
 
 
 @pytest.mark.parametrize("form", [*FORMS, "png"])
-def test_chosen_rows_come_in_the_order_asked_for(tmp_path, form):
+def test_chosen_rows_are_returned_in_the_requested_order(tmp_path, form):
     images = random_images(8, 5, 7, 3)
     column = pa.array([encode(image) for image in images]) if form == "png" else FORMS[form](images)
     source = open_images(str(write(tmp_path / "a.parquet", column, range(8), row_group_size=4)))
@@ -127,7 +128,7 @@ def test_only_chosen_rows_are_decoded(tmp_path):
 
 
 def test_a_permuted_tensor_is_refused(tmp_path):
-    column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # channels first by strides only
+    column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # only the strides put channels first
     path = write(tmp_path / "a.parquet", column, range(4))
     with refusal(DataError, "a.parquet", "permutation"):
         open_images(str(path))
@@ -142,7 +143,7 @@ def test_tensors_are_read_without_a_copy(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "channels"), [("L", 1), ("LA", 1), ("1", 1), ("RGB", 3), ("RGBA", 3), ("P", 3), ("CMYK", 3)]
 )
-def test_encoded_bytes_of_every_mode(tmp_path, mode, channels):
+def test_encoded_images_of_every_mode_are_read(tmp_path, mode, channels):
     pixels = np.zeros((6, 5, 3), np.uint8)
     pixels[:3] = 255
     form = "JPEG" if mode == "CMYK" else "PNG"
@@ -154,13 +155,13 @@ def test_encoded_bytes_of_every_mode(tmp_path, mode, channels):
     assert (image[:, :, 4:] < 5).all()
 
 
-def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
+def test_sixteen_bit_pixels_are_scaled_not_clipped(tmp_path):
     pixels = np.array([[0, 256, 0x1234, 65535]] * 4, np.uint16)
     source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(pixels)]), [0])))
     np.testing.assert_array_equal(source.read(0)["image"][0, 0, 0], [0, 1, 0x12, 255])
 
 
-def test_grey_images_become_colour_but_not_the_reverse(tmp_path):
+def test_grey_images_become_colour_but_colour_never_becomes_grey(tmp_path):
     grey, colour = random_images(4, 4), random_images(4, 4, 3)
     source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
     np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([grey] * 3))
@@ -172,7 +173,7 @@ def test_grey_images_become_colour_but_not_the_reverse(tmp_path):
 # -------------------------------------------------------------------------------------------------------- many files
 
 
-def test_row_ids_follow_the_paths_then_the_rows(tmp_path):
+def test_row_ids_are_ordered_by_path_and_then_by_row(tmp_path):
     for name, label in (("b/1.parquet", 2), ("a.parquet", 0), ("b/0.parquet", 1), ("c.parquet", 3)):
         write(tmp_path / name, tensors(random_images(3, 4, 4)), [label] * 3, row_group_size=2)
     write(tmp_path / "_temporary" / "x.parquet", tensors(random_images(1, 4, 4)), [9])
@@ -184,7 +185,7 @@ def test_row_ids_follow_the_paths_then_the_rows(tmp_path):
     assert source.where(3, 0) == f"{tmp_path}/b/0.parquet, row 2"
 
 
-def test_the_fingerprint_is_of_names_groups_and_shape(tmp_path):
+def test_the_fingerprint_depends_on_names_groups_and_shape(tmp_path):
     def fingerprint(folder: str, name: str = "a.parquet", rows: int = 4, size: int = 4, group: int = 2) -> str:
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
         images = tensors(random_images(rows, size, 4, seed=rows))
@@ -202,7 +203,7 @@ ROWS_OF_CONTENT = 200
 
 @pytest.fixture(params=["whole", "sampled"])
 def fingerprint_of(request, tmp_path, monkeypatch):
-    """The fingerprint of two files of 100 images each, all of whose bytes are read, or 2 kB in 8 samples."""
+    """Return the fingerprint of two files of 100 images each, read completely or as 8 samples of 2 kB in total."""
     if request.param == "sampled":
         monkeypatch.setattr(fingerprint, "SAMPLES", 8)
         monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 256)
@@ -216,19 +217,19 @@ def fingerprint_of(request, tmp_path, monkeypatch):
     return make
 
 
-def test_other_content_of_equal_size_has_another_fingerprint(fingerprint_of):
+def test_different_content_of_equal_size_changes_the_fingerprint(fingerprint_of):
     images, labels = random_images(ROWS_OF_CONTENT, 8, 8), np.arange(ROWS_OF_CONTENT) % 7
     base = fingerprint_of(images, labels)
-    assert fingerprint_of(images, labels) == base, "written anew at another time"
+    assert fingerprint_of(images, labels) == base, "written again at another time"
     swapped = labels.copy()
     swapped[[120, 121]] = swapped[[121, 120]]
     found = [fingerprint_of(images, swapped), fingerprint_of(images[::-1], labels), fingerprint_of(images, labels)]
     assert found[2] == base
     assert len(set(found)) == 3
-    assert {name.partition("-")[0] for name in found} == {base.partition("-")[0]}, "what earlier versions compared"
+    assert {name.partition("-")[0] for name in found} == {base.partition("-")[0]}, "earlier versions compared this part"
 
 
-def test_a_changed_pixel_is_seen_where_all_bytes_are_read(tmp_path):
+def test_a_changed_pixel_changes_the_fingerprint_if_all_bytes_are_read(tmp_path):
     images = random_images(4, 8, 8)
     prints = []
     for pixel in (0, 1):
@@ -239,7 +240,7 @@ def test_a_changed_pixel_is_seen_where_all_bytes_are_read(tmp_path):
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
-def test_samples_are_bounded_and_within_their_files(sizes):
+def test_samples_are_limited_and_lie_within_their_files(sizes):
     ranges = fingerprint.sample_ranges([size * 4096 for size in sizes])
     assert len(ranges) == len(sizes)
     for size, places in zip(sizes, ranges, strict=True):
@@ -249,7 +250,7 @@ def test_samples_are_bounded_and_within_their_files(sizes):
     assert read <= fingerprint.SAMPLES * fingerprint.SAMPLE_BYTES
 
 
-def test_a_source_travels_and_is_read_by_many_threads(tmp_path):
+def test_a_source_can_be_pickled_and_read_by_many_threads(tmp_path):
     images = random_images(64, 8, 8)
     write(tmp_path / "a.parquet", tensors(images), range(64), row_group_size=4, compression="zstd")
     source = pickle.loads(pickle.dumps(open_images(str(tmp_path))))
@@ -259,7 +260,7 @@ def test_a_source_travels_and_is_read_by_many_threads(tmp_path):
         np.testing.assert_array_equal(group["image"][:, 0], images[turn % 16 * 4 :][:4])
 
 
-def test_a_file_that_changed_is_refused_and_opened_anew(tmp_path):
+def test_a_changed_file_is_refused_and_can_be_opened_again(tmp_path):
     path = write(tmp_path / "a.parquet", tensors(random_images(4, 4, 4)), [0] * 4)
     before = open_images(str(path))
     path.unlink()
@@ -269,12 +270,12 @@ def test_a_file_that_changed_is_refused_and_opened_anew(tmp_path):
         before.read(0)
 
 
-def test_a_file_of_as_many_rows_that_changed_is_refused(tmp_path):
+def test_a_changed_file_with_the_same_number_of_rows_is_refused(tmp_path):
     path = write(tmp_path / "a.parquet", pa.array([encode(random_images(4, 4))] * 2), [0, 1])
     before = open_images(str(path))
     path.unlink()
     write(path, pa.array([encode(random_images(4, 4, seed=1)), b"longer than before" * 10]), [0, 1])
-    parquet_files.forget_open_files()
+    dataset_files.clear_open_files()
     with refusal(DataError, "a.parquet", "changed"):
         before.read(0, np.array([0]))
 
@@ -282,15 +283,17 @@ def test_a_file_of_as_many_rows_that_changed_is_refused(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 GOOD = tensors(random_images(3, 4, 4))
-TYPE, NULL, NEGATIVE = pa.array([0.0, 1.0, 2.0]), pa.array([0, 1, None]), pa.array([0, -1, 2])
+FLOATS = pa.array([0.0, 1.0, 2.0])
+WITH_NULL = pa.array([0, 1, None])
+NEGATIVE = pa.array([0, -1, 2])
 
 
 @pytest.mark.parametrize(
     ("image", "label", "parts"),
     [
         (None, [0, 1, 2], ("no column 'image'", "label")),
-        (GOOD, TYPE, ("row 0", "double", "integer")),
-        (GOOD, NULL, ("row 2", "null")),
+        (GOOD, FLOATS, ("row 0", "double", "integer")),
+        (GOOD, WITH_NULL, ("row 2", "null")),
         (GOOD, NEGATIVE, ("row 1", "-1")),
         (GOOD, pa.array([0, 2**63, 1], pa.uint64()), ("row 1", str(2**63))),
         (GOOD.slice(0, 0), pa.array([], pa.int64()), ("no rows",)),
@@ -302,7 +305,7 @@ TYPE, NULL, NEGATIVE = pa.array([0.0, 1.0, 2.0]), pa.array([0, 1, None]), pa.arr
         (pa.array([[[]]] * 3, pa.list_(pa.list_(pa.int64()))), [0, 1, 2], ("row 0", "[1, 0]")),
     ],
 )
-def test_what_is_refused_before_training(tmp_path, image, label, parts):
+def test_unusable_datasets_are_refused_before_training(tmp_path, image, label, parts):
     write(tmp_path / "a.parquet", GOOD, [0, 1, 2])
     write(tmp_path / "bad.parquet", image, label)
     with refusal(DataError, "bad.parquet", *parts):
@@ -333,7 +336,7 @@ HOLED = pa.ExtensionArray.from_storage(
         (HOLED, ("null",)),
     ],
 )
-def test_what_is_refused_at_reading_names_the_row_of_the_file(tmp_path, image, parts):
+def test_values_refused_on_reading_are_reported_with_file_and_row(tmp_path, image, parts):
     good = pa.concat_arrays([image[:1]] * 3)
     path = write(tmp_path / "a.parquet", pa.concat_arrays([good, image]), range(5), row_group_size=3)
     source = open_images(str(path))
@@ -343,22 +346,22 @@ def test_what_is_refused_at_reading_names_the_row_of_the_file(tmp_path, image, p
 
 
 @pytest.mark.parametrize("twice", ["image", "label"])
-def test_a_column_that_is_there_twice_is_refused(tmp_path, twice):
+def test_a_duplicate_column_is_refused(tmp_path, twice):
     names = ["image", "label", twice]
     columns = {"image": tensors(random_images(2, 4, 4)), "label": pa.array([0, 1])}
     pq.write_table(pa.table([columns[name] for name in names], names=names), tmp_path / "a.parquet")
-    with refusal(DataError, "a.parquet", f"several columns '{twice}'", "rename the others"):
+    with refusal(DataError, "a.parquet", f"several columns '{twice}'", "rename all but one"):
         open_images(str(tmp_path))
 
 
-def test_files_of_unlike_shape_are_refused(tmp_path):
+def test_files_with_images_of_different_shapes_are_refused(tmp_path):
     write(tmp_path / "a.parquet", tensors(random_images(2, 4, 4)), [0, 1])
     write(tmp_path / "b.parquet", tensors(random_images(2, 4, 5)), [0, 1])
     with refusal(DataError, "b.parquet", "[4, 5]", "[4, 4]"):
         open_images(str(tmp_path))
 
 
-def test_damaged_files_are_refused_by_name(tmp_path):
+def test_a_damaged_file_is_refused_and_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
     with refusal(DataError, "a.parquet", "not a Parquet file"):
         open_images(str(tmp_path))
@@ -375,7 +378,7 @@ def test_damaged_files_are_refused_by_name(tmp_path):
         source.read(0)
 
 
-def test_missing_and_empty_places_are_refused(tmp_path):
+def test_missing_and_empty_locations_are_refused(tmp_path):
     with refusal(DataError, str(tmp_path / "none"), "not found", "DATASET"):
         open_images(str(tmp_path / "none"))
     with refusal(DataError, str(tmp_path), "no *.parquet"):
@@ -393,7 +396,7 @@ def folders(path: Path, **labels: list[int]) -> str:
     return str(path)
 
 
-def test_train_and_test_folders_are_told_apart(tmp_path):
+def test_train_and_test_folders_become_training_and_held_out_rows(tmp_path):
     both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
     train, test = find_sources(Settings(dataset=both))
     assert test
@@ -408,7 +411,7 @@ def test_train_and_test_folders_are_told_apart(tmp_path):
     assert (rows_in(train), rows_in(test)) == (2, 2)
 
 
-def test_the_test_dataset_wins_and_may_be_the_dataset_itself(tmp_path):
+def test_test_dataset_takes_precedence_and_may_equal_dataset(tmp_path):
     both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
     other = folders(tmp_path / "other", rest=[0])
     train, test = open_image_splits(both, other)
@@ -436,13 +439,13 @@ def test_the_sample_is_balanced_and_split():
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == test.classes == 10
     content = "ee2866cee3309fbf"
-    assert train.fingerprint == f"a1d44e11a4dc988a-{content}", "runs that have begun are refused with another"
+    assert train.fingerprint == f"a1d44e11a4dc988a-{content}", "a run that has begun refuses another fingerprint"
     assert test.fingerprint == f"e5deddb15e94b2d1-{content}"
     assert np.bincount(everything(train)["label"]).tolist() == [1200] * 10
     assert np.bincount(everything(test)["label"]).tolist() == [200] * 10
 
 
-def test_the_sample_is_the_file_that_its_note_describes():
+def test_the_sample_matches_its_description():
     content = SAMPLE.read_bytes()
     note = SAMPLE.with_name("SAMPLE.md").read_text()
     assert hashlib.sha256(content).hexdigest() in note
@@ -451,7 +454,7 @@ def test_the_sample_is_the_file_that_its_note_describes():
 
 
 @needs_mnist
-def test_the_sample_is_made_again_alike(tmp_path):
+def test_making_the_sample_again_gives_the_same_rows(tmp_path):
     from scripts.make_sample import make_sample
 
     make_sample(str(MNIST_ROOT), tmp_path / "sample.parquet")
@@ -462,7 +465,7 @@ def test_the_sample_is_made_again_alike(tmp_path):
 # --------------------------------------------------------------------------------------------------------------- MNIST
 
 
-def test_mnist_files_are_read_and_left_alone(tmp_path):
+def test_mnist_files_are_read_and_not_changed(tmp_path):
     images = put_mnist(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     train, test = open_mnist(str(tmp_path))
@@ -477,7 +480,7 @@ def test_mnist_files_are_read_and_left_alone(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written when the files are complete"
 
 
-def test_packed_mnist_files_need_no_download(tmp_path, monkeypatch):
+def test_compressed_mnist_files_need_no_download(tmp_path, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise socket.gaierror("no name service here")
 
@@ -490,7 +493,7 @@ def test_packed_mnist_files_need_no_download(tmp_path, monkeypatch):
     assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
 
 
-def test_other_mnist_files_have_another_fingerprint(tmp_path):
+def test_different_mnist_files_have_different_fingerprints(tmp_path):
     def fingerprints(**options) -> list[str]:
         put_mnist(tmp_path, **options)
         return [source.fingerprint for source in open_mnist(str(tmp_path))]
@@ -505,19 +508,19 @@ def test_other_mnist_files_have_another_fingerprint(tmp_path):
 
 
 @needs_mnist
-def test_the_published_files():
+def test_the_published_mnist_files_are_read():
     train, test = find_sources(Settings(dataset="mnist", data_root=str(MNIST_ROOT)))
     assert test
     assert (rows_in(train), rows_in(test), train.shape) == (60000, 10000, (1, 28, 28))
     assert np.bincount(everything(test)["label"])[0] == 980
 
 
-def test_without_network_one_error_says_what_to_do(tmp_path, monkeypatch):
+def test_a_failed_download_gives_one_error_with_the_fix(tmp_path, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise socket.gaierror("no name service here")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    importlib.import_module("torchvision.datasets")  # not part of the time limit
+    importlib.import_module("torchvision.datasets")  # the import is not part of the time limit
     began = time.monotonic()
     with refusal(DataError, "MNIST/raw", "train-images-idx3-ubyte", "cannot download", "DATASET=sample"):
         open_mnist(str(tmp_path))
@@ -525,7 +528,7 @@ def test_without_network_one_error_says_what_to_do(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*ubyte*")), "a failed download leaves nothing behind"
 
 
-def test_a_download_that_fails_half_way_is_not_taken_for_complete(tmp_path, monkeypatch):
+def test_a_partial_download_does_not_count_as_complete(tmp_path, monkeypatch):
     def half(folder: str) -> None:
         put_mnist(Path(folder))
         raise OSError("connection reset")
@@ -533,13 +536,13 @@ def test_a_download_that_fails_half_way_is_not_taken_for_complete(tmp_path, monk
     monkeypatch.setattr(mnist, "_fetch", half)
     with pytest.raises(DataError, match="cannot download it: connection reset") as failed:
         open_mnist(str(tmp_path))
-    assert not failed.value.final, "another try of the job may reach a mirror"
+    assert not failed.value.final, "a retry of the job may reach a mirror"
     assert not list(tmp_path.rglob("*ubyte*"))
     monkeypatch.setattr(mnist, "_fetch", lambda folder: put_mnist(Path(folder)))
     assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
 
 
-def test_a_missing_file_is_downloaded_and_a_damaged_one_named(tmp_path, monkeypatch):
+def test_a_missing_mnist_file_is_downloaded_and_a_damaged_file_is_named(tmp_path, monkeypatch):
     put_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-100])
@@ -561,7 +564,7 @@ def _open_counting(data_root: str, count: str) -> int:
     return rows_in(open_mnist(data_root)[0])
 
 
-def test_one_process_downloads_and_the_others_wait(tmp_path):
+def test_one_process_downloads_mnist_while_the_others_wait(tmp_path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         count = str(tmp_path / "count")
         assert pool.starmap(_open_counting, [(str(tmp_path / "data"), count)] * 3, chunksize=1) == [5000] * 3
@@ -569,7 +572,7 @@ def test_one_process_downloads_and_the_others_wait(tmp_path):
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {"MNIST", ".mnist.lock"}
 
 
-def test_waiting_is_bounded_and_says_for_what(tmp_path, monkeypatch, caplog):
+def test_waiting_for_another_download_ends_with_an_explanation(tmp_path, monkeypatch, caplog):
     from filelock import FileLock
 
     monkeypatch.setattr(mnist, "WAIT_S", 0.2)
@@ -593,7 +596,7 @@ def s3_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", *CLOUDS])
-def test_a_dataset_in_a_bucket_is_the_same_dataset(tmp_path, request, scheme):
+def test_a_dataset_in_a_bucket_equals_its_local_copy(tmp_path, request, scheme):
     url = f"{scheme}://{request.getfixturevalue(BUCKETS[scheme])}"
     both = folders(tmp_path, train=[0, 1, 2], test=[1, 2])
     bucket = open_storage(url)
@@ -614,15 +617,15 @@ def test_a_dataset_in_a_bucket_is_the_same_dataset(tmp_path, request, scheme):
 
 
 @pytest.mark.parametrize("scheme", CLOUDS)
-def test_a_cloud_that_cannot_be_reached_is_no_damaged_file(monkeypatch, scheme):
-    monkeypatch.setattr(parquet_files, "REQUEST_TIMEOUT_S", 0.5)
+def test_an_unreachable_cloud_is_not_reported_as_a_damaged_file(monkeypatch, scheme):
+    monkeypatch.setattr(dataset_files, "REQUEST_TIMEOUT_S", 0.5)
     use = {"gs": use_google, "az": use_azure}[scheme]
     use(object_stores.free_port(), monkeypatch)
     with refusal(StorageError, f"{scheme}://data/digits", "cannot be read"):
         open_images(f"{scheme}://data/digits")
 
 
-def test_a_url_that_is_forbidden_is_named(monkeypatch):
+def test_a_forbidden_url_is_named(monkeypatch):
     class Refuse(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_error(403)
@@ -639,7 +642,7 @@ def test_a_url_that_is_forbidden_is_named(monkeypatch):
         server.shutdown()
 
 
-def test_an_unreachable_url_is_named_within_its_time(monkeypatch):
+def test_an_unreachable_url_is_named_before_the_timeout(monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         s3_environment(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
@@ -649,8 +652,8 @@ def test_an_unreachable_url_is_named_within_its_time(monkeypatch):
     assert time.monotonic() - began < 30
 
 
-def test_a_silent_server_is_given_up(monkeypatch):
-    monkeypatch.setattr(parquet_files, "REQUEST_TIMEOUT_S", 1)
+def test_reading_from_a_silent_server_fails_within_the_timeout(monkeypatch):
+    monkeypatch.setattr(dataset_files, "REQUEST_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         s3_environment(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()

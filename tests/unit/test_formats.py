@@ -1,4 +1,4 @@
-"""Datasets as people have them: folders of pictures, CSV, JSON lines, and what `datasets` saves, with named classes."""
+"""Datasets in common formats: folders of pictures, CSV, JSON lines, and what `datasets` saves, with class names."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from PIL import Image
 
 from sunspot.data.columns import Column
 from sunspot.data.convert import convert_image_folder
+from sunspot.data.image_sources import find_sources
 from sunspot.data.order import Steps, run_order
 from sunspot.data.ray_loader import RoundPlanner, RoundReader
-from sunspot.data.source import PREDICTED_BY, ModelData, find_sources, rows_in
+from sunspot.data.source import ModelData, PredictionSettings, rows_in
 from sunspot.data.table import TableSource, find_files, open_table
 from sunspot.errors import DataError
 from sunspot.settings import Settings
@@ -34,7 +35,7 @@ LABELS = ["up", "down", "level", "down"]
 
 
 def write_rows(path: Path, labels: list[Any]) -> Path:
-    """Rows of CSV or JSON lines; the text has line breaks, quotes and commas."""
+    """Write rows of CSV or JSON lines whose text has line breaks, quotes and commas."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"x": number / 2, "text": 'two\n"lines", \u00e9', "label": label} for number, label in enumerate(labels)]
     if path.suffix == ".csv":
@@ -87,7 +88,7 @@ def save_rows(folder: Path) -> None:
     ],
     ids=["CSV", "JSON lines", "saved by datasets", "pictures"],
 )
-def test_both_loaders_read_each_row_as_it_is(write: Callable[[Path], object], tmp_path: Path) -> None:
+def test_both_loaders_read_each_row_unchanged(write: Callable[[Path], object], tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     write(folder)
     source = find_sources(Settings(dataset=str(folder)))[0] if write is put_pictures else open_rows(folder)
@@ -107,7 +108,7 @@ def test_both_loaders_read_each_row_as_it_is(write: Callable[[Path], object], tm
         np.testing.assert_array_equal(np.concatenate([part[name][0] for part in parts]), values[ids])
 
 
-def test_parsed_text_is_dropped_once_its_rows_are_in_memory(tmp_path: Path) -> None:
+def test_parsed_text_is_freed_once_its_rows_are_in_memory(tmp_path: Path) -> None:
     source = open_rows(write_rows(tmp_path / "a.csv", LABELS * 600))
     parsed = pa.total_allocated_bytes()
     load_in_threads([source], ["node"])
@@ -118,7 +119,7 @@ def test_parsed_text_is_dropped_once_its_rows_are_in_memory(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "json"])
-def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
+def test_rows_of_csv_and_json_are_read_unchanged(tmp_path: Path, suffix: str) -> None:
     for split, labels in (("train", LABELS * 500), ("test", ["down", "up"])):
         write_rows(tmp_path / split / f"rows.{suffix}", labels)
     columns = {**COLUMNS, "text": Column("int64", (1,), decode=length)}
@@ -148,23 +149,27 @@ def test_rows_of_text_are_read_as_they_are(tmp_path: Path, suffix: str) -> None:
         ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["both CSV and JSON lines", "a folder of its own"]),
         ({"a.csv": LABELS, "pictures/b.png": []}, COLUMNS, ["both CSV and pictures"]),
         ({"a.csv": ["up", "down"], "val/b.csv": [], "train/b.csv": []}, COLUMNS, ["train/ and val/", "TEST_DATASET"]),
-        ({"train/a.csv": ["up"], "test/a.csv": ["left"]}, COLUMNS, ["'left' is no class of the training rows (up)"]),
+        ({"train/a.csv": ["up"], "test/a.csv": ["left"]}, COLUMNS, ["'left' is not a class of the training rows (up)"]),
         (
             {"train/a.jsonl": ["1", "x"], "test/a.jsonl": [1]},
             COLUMNS,
-            ["test: its classes are numbers", "training rows 1, x"],
+            ["test: its classes are numbers", "the training rows have 1, x"],
         ),
-        ({"train/a.csv": [0, 1], "test/a.csv": ["up"]}, COLUMNS, ["test: its classes are up", "training rows numbers"]),
+        (
+            {"train/a.csv": [0, 1], "test/a.csv": ["up"]},
+            COLUMNS,
+            ["test: its classes are up", "the training rows have numbers"],
+        ),
         ({"a.csv": ["up", ""]}, COLUMNS, ["a.csv, row 1", "label is empty"]),
         ({"a.jsonl": LABELS}, {"label": Column("float32")}, ["a.jsonl", "label is string"]),
         ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv, row 0 (line 2): label is 'up'; float32 takes"]),
-        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declares it as float32"]),
+        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declare it as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
         ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1 (line 2)", "label is null"]),
         ({"a.xlsx.txt": []}, COLUMNS, ["no *.parquet, *.csv or *.jsonl", "DATASET takes", "save_to_disk"]),
     ],
 )
-def test_rows_that_cannot_be_read_are_named(
+def test_rows_that_cannot_be_read_are_reported_with_their_line(
     tmp_path: Path, files: dict[str, list[Any]], columns: dict[str, Column], said: list[str]
 ) -> None:
     for name, labels in files.items():
@@ -176,7 +181,7 @@ def test_rows_that_cannot_be_read_are_named(
         open_table(Settings(dataset=str(tmp_path)), columns)
 
 
-def test_images_are_not_looked_for_in_a_table(tmp_path: Path) -> None:
+def test_a_table_without_images_is_refused_by_an_image_task(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", LABELS)
     with refusal(DataError, "no column 'image' among its columns (x, text, label)", "SUNSPOT_TASK"):
         find_sources(Settings(dataset=str(path)))
@@ -184,7 +189,7 @@ def test_images_are_not_looked_for_in_a_table(tmp_path: Path) -> None:
         find_sources(Settings(dataset=str(path.rename(tmp_path / "a.txt"))))
 
 
-def test_an_array_of_json_is_told_from_lines(tmp_path: Path) -> None:
+def test_a_json_array_is_refused_where_json_lines_are_expected(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('\n[{"x": 1}]')
     with refusal(DataError, "a.json: is one JSON array", "on its own line"):
         open_rows(tmp_path)
@@ -197,21 +202,23 @@ def test_decoded_labels_are_counted(tmp_path: Path) -> None:
         open_rows(write_rows(tmp_path / "a.csv", ["up", "left"]), label=Column("int64", decode=number_of))
 
 
-def test_rows_to_predict_need_no_labels_and_take_those_of_the_model(tmp_path: Path) -> None:
+def test_rows_to_predict_may_lack_labels_and_use_the_models_classes(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", ["down", "up"])
-    asked = PREDICTED_BY.set(ModelData((1,), 3, ("down", "level", "up")))
-    try:
-        assert everything(open_rows(path))["label"].tolist() == [0, 2]
-        assert list(everything(open_rows(write_rows(path, ["down", "left"])))) == ["x"]
-        for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
-            path.write_text(text)
-            assert everything(open_rows(path))["x"].tolist() == [1, 2]
-        for missing in (None, math.nan):  # pandas writes the one or the other
-            unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
-            pq.write_table(unlabelled, tmp_path / "a.parquet")
-            assert list(everything(open_rows(tmp_path / "a.parquet"))) == ["x"]
-    finally:
-        PREDICTED_BY.reset(asked)
+    model = ModelData((1,), 3, ("down", "level", "up"))
+
+    def rows_to_predict(location: Path) -> dict[str, np.ndarray]:
+        train, _ = open_table(PredictionSettings.of(Settings(dataset=str(location)), model), COLUMNS)
+        return everything(train)
+
+    assert rows_to_predict(path)["label"].tolist() == [0, 2]
+    assert list(rows_to_predict(write_rows(path, ["down", "left"]))) == ["x"]
+    for text in ("x\n1\n2\n", "x,label\n1,\n2,\n", "x,label\n1,up\n2,\n"):
+        path.write_text(text)
+        assert rows_to_predict(path)["x"].tolist() == [1, 2]
+    for missing in (None, math.nan):  # pandas writes either
+        unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
+        pq.write_table(unlabelled, tmp_path / "a.parquet")
+        assert list(rows_to_predict(tmp_path / "a.parquet")) == ["x"]
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures
@@ -238,7 +245,7 @@ def test_a_folder_of_pictures_is_read_at_one_size(tmp_path: Path) -> None:
     assert everything(test)["label"].tolist() == [1]
     assert find_sources(Settings(dataset=str(tmp_path), image_size=10))[0].shape == (3, 10, 10)
 
-    # Exactly as `convert` does it, which keeps names and the rule in the files.
+    # The result is exactly that of `convert`, which stores names and the scaling in the files.
     convert_image_folder(str(tmp_path / "train"), 64, str(tmp_path / "out"))
     converted, _ = find_sources(Settings(dataset=str(tmp_path / "out")))
     assert ModelData.of(converted) == ModelData.of(train)
@@ -246,7 +253,7 @@ def test_a_folder_of_pictures_is_read_at_one_size(tmp_path: Path) -> None:
     assert {image.tobytes() for image in same} == {image.tobytes() for image in found["image"]}
 
 
-def test_pictures_of_one_size_stay_as_they_are(tmp_path: Path) -> None:
+def test_pictures_of_equal_size_are_not_scaled(tmp_path: Path) -> None:
     pixels = random_images(40, 5, 7)
     for number, image in enumerate(pixels):
         (tmp_path / str(number % 2)).mkdir(exist_ok=True)
@@ -255,7 +262,7 @@ def test_pictures_of_one_size_stay_as_they_are(tmp_path: Path) -> None:
     assert (source.shape, source.row_groups) == ((1, 5, 7), (32, 8))
     np.testing.assert_array_equal(everything(source)["image"][:, 0], np.concatenate([pixels[::2], pixels[1::2]]))
     before = source.fingerprint
-    Image.fromarray(pixels[0]).save(tmp_path / "1" / "01.png")  # as many bytes
+    Image.fromarray(pixels[0]).save(tmp_path / "1" / "01.png")  # the file keeps its size
     assert find_sources(Settings(dataset=str(tmp_path)))[0].fingerprint != before
     (tmp_path / "1" / "01.png").unlink()
     find_sources(Settings(dataset=str(tmp_path)))
@@ -266,13 +273,13 @@ def test_pictures_of_one_size_stay_as_they_are(tmp_path: Path) -> None:
         find_sources(Settings(dataset=str(tmp_path)))
 
 
-def test_a_task_may_declare_the_pictures_of_a_folder(tmp_path: Path) -> None:
+def test_a_task_can_declare_how_pictures_of_a_folder_are_read(tmp_path: Path) -> None:
     put_picture(tmp_path / "a" / "0.png", 4, 4)
     source = open_rows(tmp_path, image=Column("int64", (1,), decode=length), label=Column("int64"))
     assert everything(source)["image"].tolist() == [[(tmp_path / "a" / "0.png").stat().st_size]]
 
 
-def test_a_damaged_picture_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_reading_a_damaged_picture_names_its_file(tmp_path: Path) -> None:
     path = put_picture(tmp_path / "a" / "0.png", 40, 40)
     path.write_bytes(path.read_bytes()[:200])
     source, _ = find_sources(Settings(dataset=str(tmp_path)))
@@ -289,13 +296,13 @@ def test_files_that_name_their_classes_differently_are_refused(tmp_path: Path) -
         labels = [0, min(1, len(names) - 1)]
         named = rows.set_column(1, "label", [labels]).replace_schema_metadata({"classes": json.dumps(names)})
         pq.write_table(named, tmp_path / f"{number}.parquet")
-    with refusal(DataError, "name the classes cat, dog, and dog, cat; number them alike"):
+    with refusal(DataError, "some files name the classes cat, dog, and others dog, cat; number them in the same way"):
         open_rows(tmp_path)
     (tmp_path / "2.parquet").unlink()
     assert open_rows(tmp_path).class_names == ("cat", "dog")
 
 
-def test_saved_pictures_and_class_names_are_read_as_they_are(tmp_path: Path) -> None:
+def test_pictures_and_class_names_saved_by_datasets_are_read(tmp_path: Path) -> None:
     images = [{"bytes": png(6, 5), "path": "a.png"}, {"bytes": png(6, 5), "path": None}]
     names = {"info": {"features": {"label": {"names": ["cat", "dog", "cow"], "_type": "ClassLabel"}}}}
     table = pa.table({"image": images, "label": [1, 0]}).replace_schema_metadata({"huggingface": json.dumps(names)})
@@ -309,24 +316,28 @@ def test_saved_pictures_and_class_names_are_read_as_they_are(tmp_path: Path) -> 
     (tmp_path / "dictionary").mkdir()
     (tmp_path / "saved").rename(tmp_path / "dictionary" / "all")
     (tmp_path / "dictionary" / "dataset_dict.json").write_text("{}")
-    with refusal(DataError, "saved as all; set SUNSPOT_DATASET to one such as", "/dictionary/all"):
+    with refusal(
+        DataError, "saved as several datasets (all); set SUNSPOT_DATASET to one of them, such as", "/dictionary/all"
+    ):
         find_sources(Settings(dataset=str(tmp_path / "dictionary")))
     pq.write_table(table.set_column(1, "label", pa.array([1, 3])), tmp_path / "a.parquet")
-    with refusal(DataError, "a.parquet: label 3, but its metadata names 3 classes"):
+    with refusal(DataError, "a.parquet: label 3, but its metadata names only 3 classes"):
         find_sources(Settings(dataset=str(tmp_path / "a.parquet")))
 
 
-def test_tables_and_pictures_that_are_passed_over_are_named(tmp_path: Path) -> None:
+def test_skipped_tables_and_pictures_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1.0], "label": [0]}), tmp_path / "a.parquet")
     assert open_rows(tmp_path).notes == ()
     write_rows(tmp_path / "b.csv", LABELS)
     put_picture(tmp_path / "cat" / "a.png", 4, 4)
     (tmp_path / "README.md").touch()
-    told = f"{tmp_path}: only its Parquet is read; not read: 2 other files of tables or pictures, such as b.csv"
+    told = (
+        f"{tmp_path}: only its Parquet files are read; not read: 2 other files with tables or pictures, such as b.csv"
+    )
     assert open_rows(tmp_path).notes == (told,)
 
 
-def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf_8_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "hund"
     folder.mkdir()
     (folder / os.fsdecode(b"x\xff.png")).touch()

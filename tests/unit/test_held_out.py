@@ -1,4 +1,4 @@
-"""TEST_SHARE: which rows are held out, and that they are the same everywhere."""
+"""TEST_SHARE: which rows are held out, and that every process holds out the same rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Numbers:
 
 
 @given(SIZES, st.floats(0.01, 0.99), st.integers(0, 3))
-def test_each_row_is_trained_on_or_held_out(sizes: list[int], share: float, seed: int) -> None:
+def test_each_row_is_either_for_training_or_held_out(sizes: list[int], share: float, seed: int) -> None:
     whole = Numbers(tuple(sizes))
     train, test = hold_out(whole, share, seed)
     assert rows_in(test) == min(max(1, round(share * sum(sizes))), sum(sizes) - 2)
@@ -70,13 +70,13 @@ def test_the_same_rows_are_held_out_by_every_version() -> None:
     assert count_held_out((1,) * 12, 0.25, 0) == (0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1)
 
 
-def test_rows_are_taken_from_all_groups_alike() -> None:
+def test_all_groups_give_the_same_fraction_of_rows() -> None:
     assert set(count_held_out((100,) * 50, 0.1, 0)) == {10}
     single = count_held_out((1,) * 1000, 0.1, 0)
     assert len({place % 10 for place in np.flatnonzero(single)}) == 10
 
 
-def test_a_part_names_the_rows_and_attributes_of_its_source() -> None:
+def test_a_subset_has_the_row_names_and_attributes_of_its_source() -> None:
     train, test = (pickle.loads(pickle.dumps(part)) for part in hold_out(Numbers((10, 10)), 0.2, seed=0))
     assert train.class_names == ("a", "b")
     assert (train.notes, test.notes) == (("a note",), ())
@@ -89,10 +89,10 @@ def test_a_part_names_the_rows_and_attributes_of_its_source() -> None:
     assert all(each.endswith("-content") for each in prints)
 
 
-def test_groups_that_lose_all_their_rows_are_not_read() -> None:
+def test_groups_without_remaining_rows_are_not_read() -> None:
     class NoEmptyReads(Numbers):
         def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-            assert rows is None or len(rows), "a reader may not be able to read no rows"
+            assert rows is None or len(rows), "some readers cannot read zero rows"
             return super().read(group, rows)
 
     parts = hold_out(NoEmptyReads((1,) * 8), 0.5, seed=0)
@@ -101,8 +101,8 @@ def test_groups_that_lose_all_their_rows_are_not_read() -> None:
     assert len(read_rows(parts[0], 0, 4)["number"]) == 4
 
 
-def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(DataError, match=r"TEST_SHARE=0\.5: the data have only 2 rows, and 2 must be left"):
+def test_too_few_rows_for_a_test_share_are_refused() -> None:
+    with pytest.raises(DataError, match=r"TEST_SHARE=0\.5: the data have only 2 rows, and 2 must remain for training"):
         hold_out(Numbers((2,)), 0.5, seed=0)
 
 
@@ -115,7 +115,7 @@ def write_table(path: Path, first: int = 0) -> str:
 
 
 @pytest.mark.parametrize("loader", ["torch", "ray"])
-def test_a_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None:
+def test_a_test_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None:
     write_table(tmp_path / "rows.parquet")
     given = {"TASK": "tests.tasks.table", "DATASET": str(tmp_path / "rows.parquet"), "LOADER": loader}
     settings = load_settings({**given, "TEST_SHARE": "0.25"})
@@ -131,14 +131,14 @@ def test_a_share_of_files_is_evaluated(tmp_path: Path, loader: str) -> None:
     )
 
 
-def test_held_out_rows_of_the_data_come_first() -> None:
+def test_held_out_rows_of_the_dataset_take_precedence_over_test_share() -> None:
     settings = load_settings({"TEST_SHARE": "0.5"})
     plan = make_plan(settings, load_task(settings))
     assert plan.reasons[0].endswith("2000 held-out rows (those of the data; SUNSPOT_TEST_SHARE=0.5 has no effect)")
     assert plan.steps.rows == 12_000
 
 
-def test_a_run_keeps_its_share(run: Run) -> None:
+def test_a_run_keeps_its_test_share(run: Run) -> None:
     environment = load_settings({"TEST_SHARE": "0.1"}).environment()
     record_identity(run, environment, IDENTITY)
     record_identity(run, environment, IDENTITY)
@@ -146,7 +146,7 @@ def test_a_run_keeps_its_share(run: Run) -> None:
         record_identity(run, load_settings({"TEST_SHARE": "0.2"}).environment(), IDENTITY)
 
 
-def test_a_run_of_an_older_version_goes_on(run: Run) -> None:
+def test_a_run_of_an_older_version_continues(run: Run) -> None:
     older = [name for name in IDENTITY if name != "test_share"]
     record_identity(run, load_settings().environment(), older)
     record_identity(run, load_settings().environment(), IDENTITY)

@@ -1,4 +1,4 @@
-"""Images from files: what is decoded, and what is refused before memory is taken for it."""
+"""Images from files: what is decoded, and what is refused before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save(form: str, size: tuple[int, int] = (8, 8), mode: str = "RGB", **options
 
 
 def png(width: int, height: int, content: bytes = b"") -> bytes:
-    """A grey PNG that claims any size."""
+    """Return a grey PNG whose header claims the given size."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -65,13 +65,13 @@ both = pytest.mark.parametrize("decode", [of_a_request, of_a_row])
 
 @both
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "I;16"])
-def test_every_mode_of_png(decode: Decode, mode: str) -> None:
+def test_png_images_of_every_mode_are_decoded(decode: Decode, mode: str) -> None:
     assert decode(save("PNG", mode=mode)).shape == SHAPE
 
 
 @both
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_every_mode_of_jpeg(decode: Decode, mode: str) -> None:
+def test_jpeg_images_of_every_mode_are_decoded(decode: Decode, mode: str) -> None:
     assert decode(save("JPEG", mode=mode)).shape == SHAPE
 
 
@@ -96,9 +96,9 @@ def test_an_animation_is_refused(decode: Decode) -> None:
 @pytest.mark.parametrize(
     "content",
     [png(20_000, 8000, bytes(8_000 * 20_001)), png(30_000, 30_000), png(2**31 - 1, 2**31 - 1), png(1, 2**31 - 1)],
-    ids=["whole", "short", "huge", "tall"],
+    ids=["complete", "short", "huge", "tall"],
 )
-def test_a_bomb_of_pixels_takes_no_memory(decode: Decode, content: bytes) -> None:
+def test_a_decompression_bomb_allocates_no_memory(decode: Decode, content: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(SunspotError, match=r"pixels|height x width|damaged"):
@@ -108,14 +108,14 @@ def test_a_bomb_of_pixels_takes_no_memory(decode: Decode, content: bytes) -> Non
         tracemalloc.stop()
 
 
-def test_a_bomb_as_the_first_row_is_refused() -> None:
+def test_a_decompression_bomb_in_the_first_row_is_refused() -> None:
     with pytest.raises(DataError, match="pixels"):
         open_image(io.BytesIO(png(12_000, 12_000)))
 
 
 @both
 @pytest.mark.parametrize("form", ["PNG", "JPEG"])
-def test_every_cut_is_refused_or_an_image(decode: Decode, form: str) -> None:
+def test_a_truncated_image_is_refused_or_decoded(decode: Decode, form: str) -> None:
     whole = save(form)
     for length in range(len(whole)):
         try:
@@ -135,11 +135,11 @@ TO_STORED = {
     7: "TRANSVERSE",
     8: "ROTATE_270",
 }
-"""How an upright picture is turned to be stored with each EXIF orientation."""
+"""Operation that turns an upright picture into the stored form of each EXIF orientation."""
 
 
 def bright_top() -> Image.Image:
-    """A picture of 8 by 12 pixels whose upper half is bright."""
+    """Return a picture of 8 by 12 pixels whose upper half is bright."""
     pixels = np.zeros((8, 12, 3), np.uint8)
     pixels[:4] = 250
     return Image.fromarray(pixels)
@@ -153,7 +153,7 @@ def encode(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "TIFF in LZW"])
 @pytest.mark.parametrize("orientation", [1, *TO_STORED])
-def test_a_picture_is_read_upright_as_viewers_show_it(orientation: int, form: str) -> None:
+def test_a_picture_is_turned_upright_as_in_viewers(orientation: int, form: str) -> None:
     turn = TO_STORED.get(orientation)
     stored = bright_top().transpose(Image.Transpose[turn]) if turn else bright_top()
     exif = Image.Exif()
@@ -168,12 +168,12 @@ def test_a_picture_is_read_upright_as_viewers_show_it(orientation: int, form: st
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
-def test_unreadable_exif_data_do_not_turn_a_picture(exif: bytes) -> None:
+def test_unreadable_exif_data_are_ignored(exif: bytes) -> None:
     pixels = decode_picture(encode(bright_top(), "JPEG", exif=exif), (3, 8, 12))
     assert pixels[:, :3].min() > 200
 
 
-def test_invalid_exif_data_do_not_keep_a_picture_from_being_turned() -> None:
+def test_a_picture_is_turned_despite_other_invalid_exif_data() -> None:
     resolution = struct.pack("<HHII", 0x011A, 10, 1, 38)  # a fraction of signed numbers, -1 / 0
     orientation = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
     entries = struct.pack("<IH", 8, 2) + orientation + resolution + bytes(4) + struct.pack("<ii", -1, 0)
@@ -184,7 +184,7 @@ def test_invalid_exif_data_do_not_keep_a_picture_from_being_turned() -> None:
 def tiff(
     bits: list[int], row: bytes, photometric: int = 1, sample_format: int = 1, extra: tuple[int, ...] = ()
 ) -> bytes:
-    """A TIFF of 8 equal rows of 8 pixels."""
+    """Return a TIFF of 8 equal rows of 8 pixels."""
     content = row * 8
     shorts = {256: [8], 257: [8], 258: bits, 259: [1], 262: [photometric], 277: [len(bits)], 278: [8]}
     shorts |= {339: [sample_format] * len(bits)} | ({338: list(extra)} if extra else {})
@@ -193,7 +193,8 @@ def tiff(
         [(tag, 3, "H", values) for tag, values in shorts.items()] + [(t, 4, "I", v) for t, v in longs.items()]
     )
     begin = 8 + len(content)
-    entries, values_at, rest = b"", begin + 2 + 12 * len(tags) + 4, b""
+    entries = rest = b""
+    values_at = begin + 2 + 12 * len(tags) + 4
     for tag, kind, letter, values in tags:
         packed = struct.pack(f"<{len(values)}{letter}", *values)
         if len(packed) > 4:
@@ -207,7 +208,7 @@ SIXTEEN_BITS = np.arange(8, dtype="<u2") * 8192
 
 
 def pages(*kinds: int) -> bytes:
-    """A TIFF with a page of each kind (0, or 1 for a smaller version, or 4 for a mask)."""
+    """Return a TIFF with a page of each kind: 0 for a full page, 1 for a smaller version, 4 for a mask."""
     sink = io.BytesIO()
     with TiffImagePlugin.AppendingTiffWriter(sink, True) as writer:
         for kind in kinds:
@@ -237,21 +238,21 @@ def pages(*kinds: int) -> bytes:
         (b"\0\0\0\x1cftypheic\0\0\0\0mif1", "ftypheic"),
     ],
 )
-def test_a_picture_that_would_lose_something_is_refused(content: bytes, said: str) -> None:
+def test_a_picture_that_would_lose_information_is_refused(content: bytes, said: str) -> None:
     with pytest.raises(DataError, match=said) as error:
         decode_picture(content, SHAPE, scales=True)
     assert "object at" not in str(error.value)
 
 
 @pytest.mark.parametrize("content", [pages(0), pages(1), pages(0, 1, 1), pages(0, 4)])
-def test_smaller_versions_and_masks_are_no_pages(content: bytes) -> None:
+def test_smaller_versions_and_masks_do_not_count_as_pages(content: bytes) -> None:
     assert decode_picture(content, (1, 8, 8), scales=True).shape == (1, 8, 8)
 
 
 @pytest.mark.parametrize(
     "content", [tiff([16], SIXTEEN_BITS.tobytes()), encode(Image.fromarray(np.tile(SIXTEEN_BITS, (8, 1))), "PNG")]
 )
-def test_the_upper_8_bits_of_16_are_kept(content: bytes) -> None:
+def test_16_bit_pixels_keep_their_upper_8_bits(content: bytes) -> None:
     assert decode_picture(content, (1, 8, 8), scales=True)[0, 0].tolist() == [0, 32, 64, 96, 128, 160, 192, 224]
 
 
@@ -272,8 +273,8 @@ def noise(mode: str) -> Image.Image:
         *(("MPO", mode) for mode in ("RGB",)),
     ],
 )
-def test_pixels_are_those_that_torchvision_reads(form: str, mode: str) -> None:
-    """ImageFolder opens a file by Pillow and converts it to RGB: it applies no profile and drops transparency."""
+def test_pixels_equal_those_that_torchvision_reads(form: str, mode: str) -> None:
+    """ImageFolder opens a file with Pillow and converts it to RGB, which ignores profiles and drops transparency."""
     options = {"MPO": {"save_all": True, "append_images": [noise("RGB")]}, "GIF": {"transparency": 3}}
     image = noise("RGB").convert(mode) if mode in ("P", "CMYK", "YCbCr") else noise(mode)
     content = encode(image, form, **options.get(form, {}))
@@ -286,7 +287,7 @@ def test_pixels_are_those_that_torchvision_reads(form: str, mode: str) -> None:
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", [SHAPE, (2, *SHAPE)])
-def test_an_array_is_read(shape: tuple[int, ...], order: str, tmp_path: Path) -> None:
+def test_an_npy_array_is_read(shape: tuple[int, ...], order: str, tmp_path: Path) -> None:
     array = np.asarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8), order=order)
     np.save(tmp_path / "a.npy", array)
     assert (decode_images((tmp_path / "a.npy").read_bytes(), SHAPE, "a.npy") == array.reshape(-1, *SHAPE)).all()
@@ -320,7 +321,7 @@ HEADER = "{'descr': '|u1', 'fortran_order': False, 'shape': (%s,), }\n"
     ],
     ids=lambda content: repr(content[10:60]),
 )
-def test_a_malformed_array_is_refused_before_it_takes_memory(content: bytes) -> None:
+def test_a_malformed_array_is_refused_before_memory_is_allocated(content: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(SettingsError, match="the body: an array"):
@@ -331,7 +332,7 @@ def test_a_malformed_array_is_refused_before_it_takes_memory(content: bytes) -> 
 
 
 @pytest.mark.timeout(20)
-def test_a_device_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "MAX_BYTES", 10**6)
-    with pytest.raises(SettingsError, match=r"/dev/zero: it has more than 1 MB"):
+    with pytest.raises(SettingsError, match=r"/dev/zero: has more than 1 MB"):
         read_images(Path("/dev/zero"), SHAPE)

@@ -62,13 +62,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_task_that_a_run_names_is_not_imported(run: Run, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})
     storage = run.storage.locate("")
-    said = f"the run says that its task is {module}, and SUNSPOT_TASK is not set.* give --task {module}, "
+    said = f"the run names {module} as its task, but SUNSPOT_TASK is not set.* give --task {module}, "
     with pytest.raises(SettingsError, match=said):
         Classifier("run", storage=storage)
     monkeypatch.setenv("SUNSPOT_TASK", "another")
-    with pytest.raises(SettingsError, match=f"task is {module}, and SUNSPOT_TASK is another"):
+    with pytest.raises(SettingsError, match=f"names {module} as its task, but SUNSPOT_TASK is another"):
         Classifier("run", storage=storage)
-    with pytest.raises(SettingsError, match=f"task is {module}"):
+    with pytest.raises(SettingsError, match=f"names {module} as its task"):
         Classifier("run", storage=storage, task="mine")
     assert not Path("ran").exists()
 
@@ -90,7 +90,7 @@ def test_the_readers_own_task_is_imported(
 
 
 @pytest.mark.parametrize("named_by", ["option", "environment"])
-def test_the_command_takes_the_task_by_its_file(
+def test_the_command_accepts_the_task_as_a_file(
     run: Run, module: str, named_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})
@@ -104,7 +104,7 @@ def test_the_command_takes_the_task_by_its_file(
         arguments.begin(arguments)
 
 
-def test_a_file_in_another_folder_is_found_here_and_in_child_processes(
+def test_a_task_file_in_another_folder_is_found_here_and_in_child_processes(
     run: Run, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("tasks").mkdir()
@@ -131,13 +131,13 @@ def test_a_file_in_another_folder_is_found_here_and_in_child_processes(
         ),
     ],
 )
-def test_a_task_that_is_not_found_is_said_with_what_to_do(job_id: str, fix: str, module: str) -> None:
+def test_a_task_that_is_not_found_is_reported_with_the_fix(job_id: str, fix: str, module: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_task(Settings(task="bystandr", job_id=job_id))
     assert str(refused.value) == f"SUNSPOT_TASK=bystandr: cannot be imported: No module named 'bystandr'; {fix}"
 
 
-def test_a_run_that_does_not_exist_is_said_with_those_that_do(run: Run) -> None:
+def test_a_missing_run_is_reported_with_the_existing_runs(run: Run) -> None:
     begin(run)
     storage = run.storage.locate("")
     with pytest.raises(NotFoundError, match=f"^no run rum in {storage.rstrip('/')}; there are run$"):
@@ -148,7 +148,7 @@ def test_a_run_that_does_not_exist_is_said_with_those_that_do(run: Run) -> None:
         choose_init(Settings(init_from="run:rum", storage_path=storage))
 
 
-def test_the_tasks_that_come_with_sunspot_need_no_name(run: Run) -> None:
+def test_sunspots_own_tasks_need_no_task_argument(run: Run) -> None:
     keep(run, {"settings": settings_with("sunspot.tasks.mnist"), "data": DATA})
     loaded = open_checkpoint("run", "newest", run.storage.locate(""))
     assert loaded.settings.task == "sunspot.tasks.mnist"

@@ -1,4 +1,4 @@
-"""Lists packed into rows of one length: every value once, lists told apart, and what is refused."""
+"""Lists packed into rows of one length: every value once, lists kept separate, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_lists_are_laid_end_to_end(tmp_path: Path) -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12), length=st.integers(1, 9))
-def test_every_value_is_in_one_row(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int) -> None:
+def test_every_packed_value_is_in_exactly_one_row(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int
+) -> None:
     if not sum(lengths):
         return
     values = iter(range(sum(lengths)))
@@ -62,7 +64,7 @@ def test_every_value_is_in_one_row(tmp_path_factory: pytest.TempPathFactory, len
         np.testing.assert_array_equal(array, source.read(group)[name][chosen])
 
 
-def test_several_columns_are_packed_alike(tmp_path: Path) -> None:
+def test_several_columns_are_packed_at_the_same_places(tmp_path: Path) -> None:
     columns = {"x": Column("int64"), "weight": Column()}
     good = pa.table({"x": [[1, 2], [3]], "weight": [[0.5, 1], [0]]})
     pq.write_table(good, tmp_path / "good.parquet")
@@ -70,17 +72,17 @@ def test_several_columns_are_packed_alike(tmp_path: Path) -> None:
     np.testing.assert_array_equal(everything(source)["weight"], [[0.5, 1], [0, 0]])
     assert rows_in(source) == 2
     pq.write_table(pa.table({"x": [[1, 2], [3]], "weight": [[0.5, 1], [0, 1]]}), tmp_path / "bad.parquet")
-    with refusal(DataError, "bad.parquet, row 1", "weight has 2 values", "x 1"):
+    with refusal(DataError, "bad.parquet, row 1", "weight has 2 values", "x has 1"):
         open_packed(Settings(dataset=str(tmp_path / "bad.parquet")), columns, 2)
 
 
-def test_the_fingerprint_follows_the_length(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_packed_length(tmp_path: Path) -> None:
     lists = [[1, 2, 3], [4]]
     assert pack(tmp_path, lists, 2).fingerprint == pack(tmp_path, lists, 2).fingerprint
     assert pack(tmp_path, lists, 2).fingerprint != pack(tmp_path, lists, 4).fingerprint
 
 
-def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+def test_columns_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     with refusal(DataError, "a.parquet", "all lists of x are empty"):
         pack(tmp_path, [[], []], 2)
     with refusal(SettingsError, "column 'x' cannot be packed"):

@@ -1,4 +1,4 @@
-"""The rounds of LOADER=ray: each row read once at any number of workers, and each worker's rows in its stream."""
+"""Rounds of LOADER=ray: each row is read once with any number of workers, and each worker gets its own rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda
 
 @dataclass
 class CountingSource:
-    """Rows whose `value` is twice their id; counts the reads of each group."""
+    """Rows whose `value` is twice their id. It counts the reads of each group."""
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ def test_workers_get_their_rows_and_each_group_is_read_once(
     streams: list[list[int]] = [[] for _ in range(world_size)]
     for planned in planner(pa.table({"step": [start]})):
         parts = list(reader(planned))
-        assert len(parts) == steps.workers(world_size)  # the n-th part of a round goes to the n-th worker
+        assert len(parts) == steps.workers(world_size)  # part n of a round goes to rank n
         for rank, part in enumerate(parts):
             assert part["_rank"].tolist() == [rank]
             [rows], [values] = part["row"], part["value"]
@@ -67,8 +67,8 @@ def test_workers_get_their_rows_and_each_group_is_read_once(
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 9))
-def test_held_out_rows_are_cut_evenly_however_large_a_group_is(groups: list[int], world_size: int) -> None:
-    """Each on one worker; most of Parquet's writers put up to a million rows into one group."""
+def test_held_out_rows_are_divided_evenly_for_any_group_size(groups: list[int], world_size: int) -> None:
+    """Each row is on exactly one worker. Most Parquet writers put up to a million rows into one group."""
     source = CountingSource(tuple(groups))
     evaluated, counts = list[int](), list[int]()
     for rank in range(world_size):
@@ -81,12 +81,12 @@ def test_held_out_rows_are_cut_evenly_however_large_a_group_is(groups: list[int]
         counts.append(len(rows))
     assert evaluated == list(range(sum(groups)))
     assert max(counts) - min(counts) <= 1
-    assert sum(source.reads.values()) < len(groups) + world_size, "a group is read again only where it is cut"
+    assert sum(source.reads.values()) < len(groups) + world_size, "a group is only read again if it is cut"
 
 
 @pytest.mark.parametrize("start", [0, 2, 4])
-def test_a_stream_from_another_step_is_refused(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As storage may show an older attempt to whoever makes the stream."""
+def test_a_stream_that_begins_at_another_step_is_refused(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage may show an older attempt to the process that makes the stream."""
     steps = Steps(40, 10)
     order = Order((20, 20), 7, 20)
     reader = RoundReader(CountingSource((20, 20)), order, steps, 1, 1)
@@ -100,12 +100,14 @@ def test_a_stream_from_another_step_is_refused(start: int, monkeypatch: pytest.M
     epoch, first = start // steps.per_epoch + 1, start % steps.per_epoch
     loader, stale = (RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False) for _ in range(2))
     assert len(next(loader.train(epoch, first, 4))["row"]) == 10
-    with pytest.raises(RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, and the step at row 30 of"):
+    with pytest.raises(
+        RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, but its step begins at row 30 of"
+    ):
         next(stale.train(1, 3, 4))
 
 
 def visited(order: Order, epoch: int) -> list[int]:
-    """The ids of all rows, in the order that an epoch visits them."""
+    """Return the ids of all rows, in the order in which an epoch visits them."""
     starts = np.cumsum([0, *order.row_groups])
     ids: list[int] = []
     for window in order.windows(epoch):

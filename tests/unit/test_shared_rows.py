@@ -20,12 +20,12 @@ from sunspot.errors import DataError
 from tests.harness.threads import load_in_threads
 
 NODES = ("a", "b", "a", "a")
-"""The node of each worker."""
+"""Node of each worker."""
 
 
 @dataclass
 class CountingSource:
-    """Rows of an odd number of bytes, made of their ids; counts the reads of whole groups."""
+    """Source that counts the reads of complete groups. Its rows have an odd number of bytes, made from their ids."""
 
     row_groups: tuple[int, ...]
     reads: Counter[int] = field(default_factory=Counter)
@@ -39,9 +39,7 @@ class CountingSource:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
-def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_a_node_read_rows_once_into_shared_pages(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not shared:
 
         def refuse(*_: Any, **options: Any) -> None:
@@ -66,20 +64,22 @@ def test_rows_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pyte
     source: Any = CountingSource((1000,))
     alone = LocalWorkers(0, 1, "a", lambda mine: [mine], lambda act: act())
     monkeypatch.setattr(sunspot.data.shared_rows, "MEMORY_WAIT_S", 0)
-    size = 3008 + 8000  # a column begins at a multiple of 64 bytes
+    size = 3008 + 8000  # columns begin at multiples of 64 bytes
     for left, fits in [(size, True), (None, True), (size - 1, False)]:
         monkeypatch.setattr(sunspot.data.shared_rows, "memory_left", lambda left=left: left)
         source.reads.clear()
         if fits:
             load_shared([source], alone)
         else:
-            with pytest.raises(DataError, match=r"take 11 KB, and 11 KB are left.*set SUNSPOT_LOADER=ray"):
+            with pytest.raises(DataError, match=r"take 11 KB, but only 11 KB are left.*set SUNSPOT_LOADER=ray"):
                 load_shared([source], alone)
         assert bool(source.reads) == fits
 
 
 @given(st.integers(2, 300), st.integers(2, 40), st.integers(1, 9), st.data())
-def test_a_worker_keeps_its_shares_of_an_epoch(rows: int, batch: int, world_size: int, data: st.DataObject) -> None:
+def test_a_worker_only_keeps_its_own_shares_of_an_epoch(
+    rows: int, batch: int, world_size: int, data: st.DataObject
+) -> None:
     steps, whole = Steps(rows, batch), Order((rows,), 3, rows)
     rank = data.draw(st.integers(0, world_size - 1))
     first = data.draw(st.integers(0, steps.per_epoch - 1))

@@ -1,4 +1,4 @@
-"""Datasets of declared columns: every kind of value, chosen rows, what identifies them, and what is refused."""
+"""Datasets of declared columns: every kind of value, chosen rows, fingerprints and refusals."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def as_many(value: str) -> list[int]:
         "decoded",
     ],
 )
-def test_values_become_arrays(tmp_path: Path, values: Any, column: Column, expected: Any) -> None:
+def test_column_values_become_arrays(tmp_path: Path, values: Any, column: Column, expected: Any) -> None:
     source = open_column(tmp_path, values, column)
     found = everything(source)["x"]
     assert found.dtype == column.dtype
@@ -105,20 +105,20 @@ def test_values_become_arrays(tmp_path: Path, values: Any, column: Column, expec
 @pytest.mark.parametrize(
     "values", [[[7, 8], [], [9, 9, 9]], pa.array([[7, 8], [], [9, 9, 9]], pa.large_list(pa.int8()))]
 )
-def test_lists_are_filled_up(tmp_path: Path, values: Any) -> None:
+def test_short_lists_are_padded(tmp_path: Path, values: Any) -> None:
     found = read(tmp_path, values, Column("int64", longest=4, fill=-1))
     np.testing.assert_array_equal(found["x"], [[7, 8, -1, -1], [-1, -1, -1, -1], [9, 9, 9, -1]])
     np.testing.assert_array_equal(found["x_length"], [2, 0, 3])
 
 
-def test_lists_are_cut_where_the_task_says_so(tmp_path: Path) -> None:
+def test_long_lists_are_truncated_if_the_task_allows_it(tmp_path: Path) -> None:
     found = read(tmp_path, ["1", "5", "2"], Column("int64", longest=2, decode=as_many, cut=True))
     np.testing.assert_array_equal(found["x"], [[0, 0], [0, 1], [0, 1]])
     np.testing.assert_array_equal(found["x_length"], [1, 2, 2])
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 6), (1, 4, 6)])
-def test_pictures_of_any_size_are_read_at_one(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+def test_pictures_of_any_size_are_read_at_one_size(tmp_path: Path, shape: tuple[int, int, int]) -> None:
     pictures = [png(9, 9), {"bytes": png(30, 8, "L"), "path": None}["bytes"], png(2, 3)]
     location = write(tmp_path / "a.parquet", {"picture": pictures, "label": [0, 1, 4]})
     columns = {"image": Column("uint8", shape, decode=Resized(shape), of="picture"), "label": Column("int64")}
@@ -131,7 +131,7 @@ def test_pictures_of_any_size_are_read_at_one(tmp_path: Path, shape: tuple[int, 
     assert abs(float(np.asarray(whole).mean()) - float(found["image"][0].mean())) < 20
 
 
-def test_several_columns_and_held_out_rows(tmp_path: Path) -> None:
+def test_several_columns_are_read_with_held_out_rows(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write(
             tmp_path / split / "a.parquet", {"a": [1.0, 2.0], "b": [[1, 2], [3, 4]], "label": [0.5, 1.5], "c": ["", ""]}
@@ -143,7 +143,7 @@ def test_several_columns_and_held_out_rows(tmp_path: Path) -> None:
     assert list(everything(test)) == ["a", "b", "label"]
 
 
-def test_the_example_of_the_documentation_reads(tmp_path: Path) -> None:
+def test_the_documented_table_example_reads_its_rows(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(find_example("python", "# columns.py"), names)
     values = {"age": [30, 40], "place": [[1.5, 2], [3, 4]], "visits": [[5], []], "photo": [png(70, 80), png(3, 3)]}
@@ -160,7 +160,7 @@ def test_the_example_of_the_documentation_reads(tmp_path: Path) -> None:
 
 
 def save_dataset(folder: Path, parts: list[pa.Table]) -> None:
-    """As `datasets.Dataset.save_to_disk` does."""
+    """Write a folder like `datasets.Dataset.save_to_disk`."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
@@ -170,7 +170,7 @@ def save_dataset(folder: Path, parts: list[pa.Table]) -> None:
     (folder / "dataset_info.json").write_text("{}")
 
 
-def test_a_saved_dataset_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_dataset_saved_by_datasets_is_read_unchanged(tmp_path: Path) -> None:
     whole = pa.table({"x": [[1, 2], [3], [], [4, 5, 6], [7]], "label": [0, 2, 1, 1, 0], "more": list("abcde")})
     for split in ("train", "test"):
         save_dataset(tmp_path / split, [whole[:3], whole[3:]])
@@ -191,11 +191,11 @@ def test_a_saved_dataset_is_read_as_it_is(tmp_path: Path) -> None:
     with refusal(DataError, "data-00001-of-00002.arrow, row 0: x has 4 values"):
         everything(changed)
     (tmp_path / "train" / "state.json").write_text("{}")
-    with refusal(DataError, "state.json: names no files", "save the dataset again"):
+    with refusal(DataError, "state.json: does not list the dataset's files", "save it again"):
         open_table(Settings(dataset=str(tmp_path)), columns)
 
 
-def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
+def test_damage_to_a_saved_dataset_is_reported_with_its_location(tmp_path: Path) -> None:
     save_dataset(tmp_path / "data", [pa.table({"x": [1.0]})])
     file = tmp_path / "data" / "data-00000-of-00001.arrow"
     file.write_bytes(file.read_bytes()[:100])
@@ -206,7 +206,7 @@ def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- what identifies it
 
 
-def test_the_fingerprint_follows_content_and_declaration(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_and_declaration(tmp_path: Path) -> None:
     column = Column("int64", longest=3)
     first = open_column(tmp_path, [[1], [2]], column).fingerprint
     assert open_column(tmp_path, [[1], [2]], column).fingerprint == first
@@ -230,7 +230,7 @@ def test_the_fingerprint_follows_content_and_declaration(tmp_path: Path) -> None
         ([1.0, 2.0, float("nan")], Column(), ["row 2: x has nan; float32 takes finite numbers"]),
         ([1.0, 2.0, 1e300], Column(), ["row 2: x has 1e+300"]),
         ([1, 2, 300], Column("uint8"), ["row 2: x has 300; uint8 takes 0 to 255"]),
-        ([1, 2, 16777217], Column(), ["row 2: x has 16777217; float32 holds whole", "float64 or int64"]),
+        ([1, 2, 16777217], Column(), ["row 2: x has 16777217; float32 represents integers", "float64 or int64"]),
         ([1, -(2**63), -(2**63) + 1], Column(), ["row 2: x has -9223372036854775807"]),
         ([1, 2, 2**53 + 1], Column("float64"), ["row 2: x has 9007199254740993", "declare the column as int64"]),
         ([1, 2, 2049], Column("float16"), ["row 2: x has 2049; float16"]),
@@ -248,7 +248,9 @@ def test_the_fingerprint_follows_content_and_declaration(tmp_path: Path) -> None
         ([b"", b"", b""], Column("uint8", (1, 2, 2), decode=Resized((1, 2, 2))), ["row 0: x is not a PNG"]),
     ],
 )  # fmt: skip
-def test_unfit_values_are_named(tmp_path: Path, values: Any, column: Column, said: list[str]) -> None:
+def test_values_that_do_not_fit_are_reported_with_their_row(
+    tmp_path: Path, values: Any, column: Column, said: list[str]
+) -> None:
     source = open_column(tmp_path, values, column)
     with refusal(DataError, "one.parquet", *said):
         everything(source)
@@ -257,7 +259,7 @@ def test_unfit_values_are_named(tmp_path: Path, values: Any, column: Column, sai
 @pytest.mark.parametrize(
     ("values", "column", "said"),
     [
-        ([1.5], Column("int64"), ["x is double", "a number for int64"]),
+        ([1.5], Column("int64"), ["x is double", "numbers of type int64"]),
         (["1"], Column(), ["x is string", "a function that decodes it"]),
         ([[1]], Column("int64"), ["x is list"]),
         ([1], Column("int64", longest=2), ["x is int64", "lists of up to 2 int64"]),
@@ -265,7 +267,9 @@ def test_unfit_values_are_named(tmp_path: Path, values: Any, column: Column, sai
         ([], Column(), ["one.parquet"]),
     ],
 )
-def test_unfit_types_are_named_before_training(tmp_path: Path, values: Any, column: Column, said: list[str]) -> None:
+def test_types_that_do_not_fit_are_reported_before_training(
+    tmp_path: Path, values: Any, column: Column, said: list[str]
+) -> None:
     with refusal(DataError, "one.parquet", *said):
         open_column(tmp_path, values, column)
 
@@ -281,25 +285,25 @@ def test_unfit_types_are_named_before_training(tmp_path: Path, values: Any, colu
         Column("float16", longest=3, fill=1e6),
     ],
 )
-def test_a_wrong_declaration_is_refused(tmp_path: Path, column: Column) -> None:
+def test_an_invalid_column_declaration_is_refused(tmp_path: Path, column: Column) -> None:
     with refusal(SettingsError, "SUNSPOT_TASK=", "column 'x'"):
         open_column(tmp_path, [1], column)
 
 
 @pytest.mark.parametrize("labels", [[0, -1], [0, None]])
-def test_classes_are_checked_before_training(tmp_path: Path, labels: list[Any]) -> None:
+def test_class_labels_are_checked_before_training(tmp_path: Path, labels: list[Any]) -> None:
     location = write(tmp_path / "a.parquet", {"label": labels})
     with refusal(DataError, "a.parquet, row 1", "label is" if None in labels else "label -1"):
         open_table(Settings(dataset=str(location)), {"label": Column("int64")})
 
 
-def test_held_out_rows_have_the_classes_of_the_training_rows(tmp_path: Path) -> None:
+def test_held_out_rows_use_the_classes_of_the_training_rows(tmp_path: Path) -> None:
     for split, label in (("train", 1), ("test", 2)):
         write(tmp_path / split / "a.parquet", {"label": [0, label]})
     with refusal(DataError, "test/a.parquet, row 1", "label 2"):
         open_table(Settings(dataset=str(tmp_path)), {"label": Column("int64")})
 
 
-def test_the_digits_are_no_table() -> None:
+def test_the_bundled_digits_are_refused_as_a_table() -> None:
     with refusal(DataError, "SUNSPOT_DATASET=sample", "set it to a path"):
         open_table(Settings(), {"x": Column()})

@@ -1,4 +1,4 @@
-"""CSV and JSON lines from other programs: text stays as it is written, and errors name the line."""
+"""CSV and JSON lines from other programs: text is kept as written, and errors name the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sunspot.data.columns import Column
-from sunspot.data.source import PREDICTED_BY, ModelData
+from sunspot.data.source import ModelData, PredictionSettings
 from sunspot.data.table import TableSource, open_table
 from sunspot.errors import DataError
 from sunspot.plan import describe_classes
@@ -48,18 +48,18 @@ def read_text(path: Path) -> list[str]:
     "text",
     ["00042", "True", "2024-05-01", "2024-05-01T10:00:00Z", "1.50", "NA", "null", "", " padded ", "1e5", "10:30"],
 )
-def test_text_reaches_the_task_as_it_is_written(tmp_path: Path, text: str) -> None:
+def test_text_reaches_the_task_as_written(tmp_path: Path, text: str) -> None:
     assert read_text(write(tmp_path / "a.csv", f"n,text\n1,{text}\n2,{text}\n")) == [text, text]
     assert read_text(write(tmp_path / "a.jsonl", f'{{"n": 1, "text": "{text}"}}\n' * 2)) == [text, text]
 
 
-def test_dates_within_lists_and_objects_of_json_stay_text(tmp_path: Path) -> None:
+def test_dates_in_json_lists_and_objects_stay_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"x": [{"on": "2024-05-01"}], "n": 1, "more": "2024-05-01"}\n')
     column = Column("int64", longest=50, decode=lambda value: characters(value[0]["on"]))
     assert everything(open_text(path, x=column, n=Column("int64")))["x_length"].tolist() == [10]
 
 
-def test_a_file_of_numbers_is_text_to_a_task_that_reads_text(tmp_path: Path) -> None:
+def test_numbers_in_csv_are_text_for_a_task_that_reads_text(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", "text\nhello\n")
     write(tmp_path / "b.csv", "text\n2024\n")
     assert read_text(tmp_path) == ["hello", "2024"]
@@ -87,7 +87,7 @@ def open_labels(folder: Path, files: dict[str, list[str]], suffix: str = "csv") 
         ({"a": ["2", "0"], "b": [" 1"]}, [], [2, 0, 1]),
     ],
 )
-def test_labels_of_csv_are_names_unless_all_files_hold_numbers(
+def test_csv_labels_are_names_unless_all_files_contain_numbers(
     tmp_path: Path, files: dict[str, list[str]], names: list[str], numbers: list[int]
 ) -> None:
     source = open_labels(tmp_path, files)
@@ -102,19 +102,16 @@ def test_dates_and_digits_in_json_strings_are_names(tmp_path: Path) -> None:
     assert open_labels(tmp_path, {"a": ['"10"', '"02"']}, "jsonl").class_names == ("02", "10")
 
 
-def test_held_out_and_predicted_labels_are_named_as_in_training(tmp_path: Path) -> None:
+def test_held_out_and_predicted_labels_use_the_training_classes(tmp_path: Path) -> None:
     write(tmp_path / "train/a.csv", "label\n01\n10\n")
     write(tmp_path / "test/a.csv", "label\n10\n")
     train, test = open_table(Settings(dataset=str(tmp_path)), LABEL)
     assert test
     assert (test.class_names, everything(test)["label"].tolist()) == (("01", "10"), [1])
-    asked = PREDICTED_BY.set(ModelData.of(train))
-    try:
-        assert everything(open_text(tmp_path / "test", **LABEL))["label"].tolist() == [1]
-    finally:
-        PREDICTED_BY.reset(asked)
+    to_predict = PredictionSettings.of(Settings(dataset=str(tmp_path / "test")), ModelData.of(train))
+    assert everything(open_table(to_predict, LABEL)[0])["label"].tolist() == [1]
     write(tmp_path / "test/a.csv", "label\n11\n")
-    with refusal(DataError, "'11' is no class of the training rows (01, 10)"):
+    with refusal(DataError, "'11' is not a class of the training rows (01, 10)"):
         open_table(Settings(dataset=str(tmp_path)), LABEL)
 
 
@@ -128,7 +125,7 @@ def test_held_out_and_predicted_labels_are_named_as_in_training(tmp_path: Path) 
         (["0", "3000000000"], "row 1 (line 3): label 3000000000; it must be an integer from 0 to 2147483647"),
     ],
 )
-def test_labels_that_are_not_classes_are_named(tmp_path: Path, labels: list[str], said: str) -> None:
+def test_labels_that_are_not_classes_are_reported_with_their_row(tmp_path: Path, labels: list[str], said: str) -> None:
     write(tmp_path / "a.csv", "label,x\n" + "".join(f"{label},1\n" for label in labels))
     with refusal(DataError, "a.csv", said):
         open_text(tmp_path / "a.csv", **LABEL)
@@ -140,7 +137,7 @@ def test_the_plan_counts_the_classes_that_have_rows(tmp_path: Path) -> None:
     assert describe_classes(open_labels(tmp_path, {"a": ["1", "0"]})) == "2 classes"
 
 
-def test_more_names_than_the_type_of_labels_holds_are_refused(tmp_path: Path) -> None:
+def test_more_class_names_than_the_label_type_holds_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "label\n" + "".join(f"c{number}\n" for number in range(300)))
     with refusal(DataError, "300 classes, more than uint8 holds; declare label as int64"):
         open_text(path, label=Column("uint8"))
@@ -162,7 +159,7 @@ def test_more_names_than_the_type_of_labels_holds_are_refused(tmp_path: Path) ->
         ("9223372036854775807,+1", "int64", [2**63 - 1, 1]),
     ],
 )
-def test_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype: str, expected: list[float]) -> None:
+def test_csv_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype: str, expected: list[float]) -> None:
     path = write(tmp_path / "a.csv", "x\n" + cells.replace(",", "\n"))
     found = everything(open_text(path, x=Column(dtype)))["x"]
     assert (found.dtype, found.tolist()) == (np.dtype(dtype), expected)
@@ -178,15 +175,15 @@ def test_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype: st
         ("inf", "float64", "has inf"),
         ("1e400", "float64", "has inf; float64 takes finite numbers"),
         ("1e39", "float32", "has 1e+39"),
-        ("3.0", "int64", "is '3.0'; int64 takes whole numbers"),
+        ("3.0", "int64", "is '3.0'; int64 takes integers"),
         ("0x10", "int64", "is '0x10'"),
         ("9223372036854775808", "int64", "is 9223372036854775808, which is too large for int64"),
         ("300", "uint8", "has 300; uint8 takes 0 to 255"),
-        ("16777217", "float32", "has 16777217; float32 holds whole numbers exactly only up to 16777216"),
-        ("9007199254740993", "float64", "has 9007199254740993; float64 holds"),
+        ("16777217", "float32", "has 16777217; float32 represents integers exactly only up to 16777216"),
+        ("9007199254740993", "float64", "has 9007199254740993; float64 represents"),
     ],
 )
-def test_cells_that_are_no_such_number_are_named_before_training(
+def test_cells_that_are_not_numbers_are_reported_before_training(
     tmp_path: Path, cell: str, dtype: str, said: str
 ) -> None:
     path = write(tmp_path / "a.csv", f'text,x\n"two\nlines",1\n\nb,{cell}\n')
@@ -194,7 +191,7 @@ def test_cells_that_are_no_such_number_are_named_before_training(
         open_text(path, x=Column(dtype))
 
 
-def test_a_list_in_a_csv_cell_needs_a_function_that_decodes_it(tmp_path: Path) -> None:
+def test_a_list_in_a_csv_cell_needs_a_decode_function(tmp_path: Path) -> None:
     with refusal(DataError, "x is string", "a function that decodes it"):
         open_text(write(tmp_path / "a.csv", 'x\n"1,2"\n'), x=Column(shape=(2,)))
 
@@ -208,26 +205,26 @@ def test_a_list_in_a_csv_cell_needs_a_function_that_decodes_it(tmp_path: Path) -
         ("x;label\n1,5;up\n", "a.csv: has semicolons between its cells (x;label); write it with commas"),
         ("x\tlabel\n1\tup\n", "a.csv: has tabs between its cells"),
         ("x|label\n1|up\n", "a.csv: has bars between its cells"),
-        ("x,label\n1,up\n".encode("utf-16"), "a.csv: is UTF-16, or no text; save it as UTF-8"),
+        ("x,label\n1,up\n".encode("utf-16"), "a.csv: is UTF-16 or binary; save it as UTF-8"),
         ("x,label\n1,up\n2,gr\u00fcn\n".encode("latin-1"), "line 3 is not UTF-8: its byte 0xfc is 'ü' in Latin-1"),
         ("x,gr\u00fcn\n1,2\n".encode("latin-1"), "a.csv: line 1 is not UTF-8"),
         ('x,label\n\n1,"up\nor down"\n2\n', "a.csv: line 5 has 1 cell, but the header has 2: 2; correct it"),
         ("x,label\n1,up,\n", "a.csv: line 2 has 3 cells, but the header has 2"),
         ('x,label\n1,up\n2,"down\n3,up\n', "a.csv: a cell of the row that begins on line 3 opens a quote"),
         (gzip.compress(b"x,label\n1,up\n", mtime=0), "a.csv: is compressed (gzip); unpack it"),
-        ("", "a.csv: is empty; write rows into it, or remove it"),
-        ("x,label\n", "a.csv: has no rows; write some into it, or remove it"),
+        ("", "a.csv: is empty; add rows, or remove it"),
+        ("x,label\n", "a.csv: has no rows; add rows, or remove it"),
         ("x, label\n1,up\n", "no column 'label' among its columns (x,  label); remove the spaces around its name"),
-        ("1,up\n2,down\n", "(1, up); rename the one that holds it; the first line must name the columns"),
+        ("1,up\n2,down\n", "(1, up); rename the column that has these values; the first line must name the columns"),
         ("x,x,label\n1,2,up\n", "several columns 'x' among its columns"),
     ],
 )  # fmt: skip
-def test_csv_that_cannot_be_read_is_explained(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_unreadable_csv_is_explained(tmp_path: Path, content: str | bytes, said: str) -> None:
     with refusal(DataError, said):
         open_text(write(tmp_path / "a.csv", content), x=Column(), **LABEL)
 
 
-def test_a_quote_within_an_unquoted_cell_needs_no_second_one(tmp_path: Path) -> None:
+def test_a_quote_within_an_unquoted_cell_need_not_be_closed(tmp_path: Path) -> None:
     assert read_text(write(tmp_path / "a.csv", 'text\n5" pipe\nb\n')) == ['5" pipe', "b"]
 
 
@@ -235,14 +232,14 @@ def test_a_quote_within_an_unquoted_cell_needs_no_second_one(tmp_path: Path) -> 
     ("content", "said"),
     [
         (b'\xef\xbb\xbf[{"x": 1}]', "a.jsonl: is one JSON array"),
-        ('{"x": 1}\n'.encode("utf-16"), "a.jsonl: is UTF-16, or no text"),
+        ('{"x": 1}\n'.encode("utf-16"), "a.jsonl: is UTF-16 or binary"),
         ('{"x": 1}\n{"x": 1, "y": "\u00fc"}\n'.encode("latin-1"), "a.jsonl: line 2 is not UTF-8"),
         (b'{"x": 1}\n{"x":', "a.jsonl: not a JSON lines file, or damaged: JSON parse error: Invalid value. in row 1"),
         (b'{"x": 1}\n{"x": "1"}\n', "changed from number to string in row 1"),
-        (b"", "a.jsonl: is empty; write rows into it, or remove it"),
+        (b"", "a.jsonl: is empty; add rows, or remove it"),
     ],
 )
-def test_json_that_cannot_be_read_is_explained(tmp_path: Path, content: bytes, said: str) -> None:
+def test_unreadable_json_lines_are_explained(tmp_path: Path, content: bytes, said: str) -> None:
     with refusal(DataError, said):
         open_text(write(tmp_path / "a.jsonl", content), x=Column())
 
@@ -256,14 +253,16 @@ def test_json_that_cannot_be_read_is_explained(tmp_path: Path, content: bytes, s
         ('{"u": 0.5}', '{"u": 9007199254740993}', "line 2: x has 9007199254740993; "),
     ],
 )
-def test_integers_that_json_lines_would_lose_are_named(tmp_path: Path, first: str, second: str, said: str) -> None:
+def test_json_integers_that_a_float_would_change_are_reported(
+    tmp_path: Path, first: str, second: str, said: str
+) -> None:
     path = write(tmp_path / "a.jsonl", f'{{"x": {first}, "y": 1}}\n{{"x": {second}, "y": 2}}\n')
-    with refusal(DataError, f"a.jsonl, {said}with fractions or larger integers in its column"):
+    with refusal(DataError, f"a.jsonl, {said}its column has fractions or larger integers"):
         everything(open_text(path, x=Column("float64", decode=lambda value: 0.0)))
     assert everything(open_text(path, y=Column()))["y"].tolist() == [1, 2], "a column that is not read does not matter"
 
 
-def test_large_numbers_of_json_lines_that_a_float64_holds_are_read(tmp_path: Path) -> None:
+def test_large_json_integers_that_fit_a_float64_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"x": 9007199254740994, "y": 9007199254740993}\n{"x": 1e300, "y": 1}\n')
     found = everything(open_text(path, x=Column("float64"), y=Column("int64")))
     assert (found["x"].tolist(), found["y"].tolist()) == ([2.0**53 + 2, 1e300], [2**53 + 1, 1])
@@ -273,9 +272,9 @@ def test_large_numbers_of_json_lines_that_a_float64_holds_are_read(tmp_path: Pat
     ("between", "named"),
     [("\n", "row 2 (line 3): x is null"), ("\n\n", "row 2 (line 5): x is null"), (" ", "row 2: x is null")],
 )
-def test_a_row_of_json_lines_is_named_by_its_line(tmp_path: Path, between: str, named: str) -> None:
+def test_a_json_row_is_named_by_its_line(tmp_path: Path, between: str, named: str) -> None:
     path = write(tmp_path / "a.jsonl", between.join(('{"x": 1}', '{"x": 2}', '{"x": null}')))
-    with refusal(DataError, f"a.jsonl, {named}; fill it in, or leave out the row"):
+    with refusal(DataError, f"a.jsonl, {named}; fill it in, or remove the row"):
         everything(open_text(path, x=Column()))
 
 
@@ -288,7 +287,7 @@ def test_a_file_whose_lists_are_all_empty_is_read(tmp_path: Path) -> None:
         everything(open_text(tmp_path, x=Column("int64", longest=2)))
 
 
-def test_a_message_names_few_of_many_columns(tmp_path: Path) -> None:
+def test_a_message_names_only_some_of_many_columns(tmp_path: Path) -> None:
     names = [*(f"f{number:04}" for number in range(5000)), "labels"]
     path = write(tmp_path / "a.csv", ",".join(names) + "\n" + ",".join(["1"] * 5001) + "\n")
     with pytest.raises(DataError, match=r"\(labels, f0000, .* and 4991 more\)") as caught:
@@ -297,7 +296,7 @@ def test_a_message_names_few_of_many_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["b.csv.gz", "b.jsonl.zst", "b.CSV.ZIP"])
-def test_compressed_files_are_not_passed_over(tmp_path: Path, name: str) -> None:
+def test_compressed_files_are_refused_instead_of_skipped(tmp_path: Path, name: str) -> None:
     write(tmp_path / "rows/a.csv", "x\n1\n")
     packed = write(tmp_path / "rows" / name, b"\x1f\x8b")
     for location in (tmp_path / "rows", packed):

@@ -1,4 +1,4 @@
-"""A Dataset of PyTorch as a task returns it: its rows as columns, and what is refused."""
+"""PyTorch Datasets that a task returns: their rows as columns, and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PICTURE = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4))
 
 
 class Rows(Dataset[Any]):
-    """Items that a function makes of their numbers."""
+    """Dataset whose items a function makes from their numbers."""
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
         self._count, self._make = count, make
@@ -59,7 +59,7 @@ Opener = Callable[..., tuple[DatasetSource, "DatasetSource | None"]]
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    """Opens what the `build_dataset` of a task returns."""
+    """Return a function that opens the result of a task's `build_dataset`."""
 
     def open_it(returned: Any, **settings: Any) -> tuple[DatasetSource, DatasetSource | None]:
         module = ModuleType("task_with_rows")
@@ -82,12 +82,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
         (Pair(1, torch.tensor(2.0, requires_grad=True)), {"left": ("int64", 1), "right": ("float32", 2)}),
     ],
 )
-def test_items_become_columns_of_the_same_numbers(item: Any, expected: dict[str, tuple[str, Any]]) -> None:
+def test_items_become_columns_with_the_same_numbers(item: Any, expected: dict[str, tuple[str, Any]]) -> None:
     found = to_columns(item, "row 0")
     assert {name: (value.dtype.name, value.tolist()) for name, value in found.items()} == expected
 
 
-def test_pictures_in_colour_have_their_channels_first() -> None:
+def test_colour_pictures_have_their_channels_first() -> None:
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     assert np.array_equal(to_columns(Image.fromarray(pixels), "row 0")["image"], pixels.transpose(2, 0, 1))
 
@@ -103,14 +103,14 @@ def test_pictures_in_colour_have_their_channels_first() -> None:
         ({}, ["row 5 is an empty dict"]),
         ({"row": 1}, ["row 5 has a column 'row'"]),
         ({1: 1}, ["row 5 has a column 1"]),
-        ({"x": [[1], [2, 3]]}, ["row 5: x is a list that is no array of numbers"]),
+        ({"x": [[1], [2, 3]]}, ["row 5: x is a list, which is not numeric"]),
         (PICTURE.convert("RGBA"), ["row 5: its input is a picture of mode RGBA", "convert it to L or RGB"]),
         (np.ones(2, np.uint16), ["row 5: its input is a ndarray of uint16"]),
         (torch.ones(2, dtype=torch.bfloat16), ["row 5: its input is a Tensor", "BFloat16"]),
         (2**70, ["row 5: its input is a int of object"]),
     ],
 )
-def test_what_no_batch_can_be_made_of_is_refused_by_row(item: Any, says: list[str]) -> None:
+def test_items_that_cannot_be_batched_are_refused_with_their_row(item: Any, says: list[str]) -> None:
     with refusal(DataError, *says):
         to_columns(item, "row 5")
 
@@ -128,13 +128,13 @@ def test_rows_are_read_by_number(opened: Opener) -> None:
     assert source.where(2, 7) == "row 2055 of the training rows of task_with_rows.build_dataset"
 
 
-def test_large_rows_are_in_small_groups(opened: Opener) -> None:
+def test_large_rows_get_small_groups(opened: Opener) -> None:
     source, _ = opened(Rows(40, lambda _: torch.zeros(1 << 20)))
     assert source.row_groups == (4,) * 10
 
 
 @pytest.mark.parametrize("kind", ["pair", "random_split", "dict"])
-def test_two_datasets_are_training_and_held_out_rows(kind: str, opened: Opener) -> None:
+def test_two_datasets_become_training_and_held_out_rows(kind: str, opened: Opener) -> None:
     rows = Rows(10, numbered)
     returned = {
         "pair": (rows, Rows(4, numbered)),
@@ -145,7 +145,7 @@ def test_two_datasets_are_training_and_held_out_rows(kind: str, opened: Opener) 
     assert test
     assert (rows_in(train), rows_in(test)) == (6 if kind == "random_split" else 10, 4)
     assert test.where(0, 1) == "row 1 of the held-out rows of task_with_rows.build_dataset"
-    notes = ("build_dataset: not read: validation; held-out rows are those called 'test'",)
+    notes = ("build_dataset: not read: validation; name the held-out rows 'test' to use them",)
     assert train.notes == (notes if kind == "dict" else ())
     assert test.notes == ()
 
@@ -158,38 +158,41 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (Stream(), "a Stream, which has no rows by number.*return a map-style Dataset, with __len__ and __getitem__"),
-        ((number for number in range(3)), "a generator, which has no rows by number"),
-        (None, "a NoneType, which has no rows by number"),
+        (
+            Stream(),
+            "a Stream, which does not return rows by number.*return a map-style Dataset, with __len__ and __getitem__",
+        ),
+        ((number for number in range(3)), "a generator, which does not return rows by number"),
+        (None, "a NoneType, which does not return rows by number"),
         (DataLoader(TensorDataset(torch.ones(2))), "a DataLoader; return its dataset"),
         (EmptySource((1,), 2), "a EmptySource, which is a Source; return it from find_sources"),
         ((1, 2, 3), "3 datasets; return the training rows and the held-out rows"),
         ({"training": [1]}, "a dict of training; name the training rows 'train'"),
         ([], "a list of length 0; return at least one row"),
-        (([1], Stream()), "a Stream, which has no rows by number"),
+        (([1], Stream()), "a Stream, which does not return rows by number"),
     ],
 )
-def test_what_is_no_dataset_is_refused_with_the_fix(returned: Any, says: str) -> None:
+def test_anything_but_a_dataset_is_refused_with_the_fix(returned: Any, says: str) -> None:
     with pytest.raises(SettingsError, match=f"SUNSPOT_TASK=mine: its build_dataset returned {says}"):
         find_splits(returned, "mine")
 
 
-def test_a_row_unlike_the_first_is_refused_by_number(opened: Opener) -> None:
+def test_a_row_that_differs_from_the_first_is_refused_by_number(opened: Opener) -> None:
     longer, _ = opened(Rows(200, lambda number: torch.ones(2 + (number == 1))))
     with refusal(DataError, "row 1 of the training rows of task_with_rows", "[3]", "[2] in row 0", "crop, pad"):
         longer.read(0)
     other, _ = opened(Rows(200, lambda number: {"x" if number != 1 else "y": 1}))
-    with refusal(DataError, "row 1 of", "has the columns y, and row 0 x"):
+    with refusal(DataError, "row 1 of", "has the columns y, but row 0 has x"):
         other.read(0)
     whole, _ = opened(Rows(200, lambda number: 1 if number != 1 else 1.5))
-    with refusal(DataError, "row 1 of", "input is float64 [], and int64 [] in row 0"):
+    with refusal(DataError, "row 1 of", "input is float64 [], but int64 [] in row 0"):
         whole.read(0)
     with refusal(DataError, "held-out rows of input float32 [2], label int64 []", "training rows of input float32 [2]"):
         opened(([torch.ones(2)], Rows(3, numbered)))
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_an_error_in_the_dataset_is_told_with_its_row_and_line(together: bool, opened: Opener) -> None:
+def test_an_error_in_the_dataset_is_reported_with_row_and_line(together: bool, opened: Opener) -> None:
     def fail(number: int) -> Any:
         if number == 3:
             raise FileNotFoundError("3.png")
@@ -204,7 +207,7 @@ def test_an_error_in_the_dataset_is_told_with_its_row_and_line(together: bool, o
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(2), lambda: np.random.rand(2), lambda: random.random()])
 def test_rows_that_change_at_random_are_refused(draw: Callable[[], Any], opened: Opener) -> None:
-    with pytest.raises(SettingsError, match=r"row 0 of .* has another input each time it is read.*augment_row"):
+    with pytest.raises(SettingsError, match=r"row 0 of .* has a different input each time it is read.*augment_row"):
         opened(Rows(20, lambda _: draw()))
 
 
@@ -213,7 +216,7 @@ def test_rows_with_nan_do_not_count_as_random(opened: Opener) -> None:
     assert np.isnan(everything(source)["input"][:, 1]).all()
 
 
-def test_a_split_without_a_generator_is_the_same_each_time(opened: Opener) -> None:
+def test_a_random_split_without_a_generator_is_reproducible(opened: Opener) -> None:
     rows = Rows(100, numbered)
     halves = []
     for seed in (0, 0, 1):
@@ -223,17 +226,19 @@ def test_a_split_without_a_generator_is_the_same_each_time(opened: Opener) -> No
     assert halves[0] == halves[1] != halves[2]
 
 
-def test_the_dataset_itself_does_not_travel(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dataset_itself_is_not_pickled(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.zeros(1 << 20)
     source, _ = opened(Rows(3000, lambda number: large[number]))
     content = pickle.dumps(source)
     assert len(content) < 20_000
     again = pickle.loads(content)
     assert again.read(2, np.array([1]))["input"].tolist() == [0]
-    opened(Rows(10, numbered))  # this process has built another dataset since
+    opened(Rows(10, numbered))  # this process now builds another dataset
     assert sys.modules["task_with_rows"]
     monkeypatch.setattr(sys.modules["task_with_rows"], "build_dataset", lambda _: Rows(3000, lambda n: large[n] + 1))
-    with pytest.raises(ConflictError, match="its build_dataset returns other rows here than on the driver; give what"):
+    with pytest.raises(
+        ConflictError, match="its build_dataset returns different rows here and on the driver; seed whatever"
+    ):
         source.read(0)
 
 
@@ -251,7 +256,7 @@ class Named(Rows):
     classes = ("cat", "dog")
 
 
-def test_classes_are_those_that_the_dataset_names(opened: Opener) -> None:
+def test_class_names_come_from_the_dataset(opened: Opener) -> None:
     named = Named(4, lambda number: (PICTURE, number % 2))
     for dataset in (named, random_split(random_split(named, [4])[0], [4])[0]):
         source, _ = opened(dataset)
@@ -262,7 +267,7 @@ def test_classes_are_those_that_the_dataset_names(opened: Opener) -> None:
 
 
 class LikeHuggingFace:
-    """Rows as `datasets.Dataset` has them: fetched together, and with the names of the classes among the features."""
+    """Rows as in `datasets.Dataset`: fetched together, with the class names among the features."""
 
     features = {"x": None, "label": SimpleNamespace(names=["no", "yes"])}  # noqa: RUF012
 
@@ -276,7 +281,7 @@ class LikeHuggingFace:
         return [{"x": torch.tensor([number, 0.5]), "label": number % 2} for number in numbers]
 
 
-def test_rows_of_hugging_face_are_fetched_together_and_have_class_names(opened: Opener) -> None:
+def test_hugging_face_rows_are_fetched_together_with_class_names(opened: Opener) -> None:
     train, test = opened({"train": LikeHuggingFace(), "test": LikeHuggingFace()})
     assert test
     assert train.class_names == test.class_names == ("no", "yes")
@@ -288,7 +293,7 @@ def test_rows_of_hugging_face_are_fetched_together_and_have_class_names(opened: 
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Settings]:
-    """Writes a task with these functions, and returns settings for it."""
+    """Return a function that writes a task with the given functions, and returns settings for it."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str, **settings: Any) -> Settings:
@@ -299,7 +304,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Set
     return write
 
 
-def test_a_share_of_a_dataset_is_held_out(task: Callable[..., Settings]) -> None:
+def test_test_share_holds_out_rows_of_a_dataset(task: Callable[..., Settings]) -> None:
     settings = task("def build_dataset(settings): return [float(each) for each in range(40)]", test_share=0.25)
     plan = make_plan(settings, load_task(settings))
     assert plan.test
@@ -323,7 +328,7 @@ def test_a_share_of_a_dataset_is_held_out(task: Callable[..., Settings]) -> None
         ("from sunspot.data.source import EmptySource; return EmptySource((1,), 2)", "one Source; return two"),
     ],
 )
-def test_what_find_sources_may_not_return_is_told(text: str, says: str, task: Callable[..., Settings]) -> None:
+def test_invalid_results_of_find_sources_are_refused(text: str, says: str, task: Callable[..., Settings]) -> None:
     settings = task(f"def find_sources(settings): {text}")
     with pytest.raises(SettingsError, match=rf"SUNSPOT_TASK={settings.task}: .*{says}"):
         open_rows_of_task(settings, load_task(settings))
@@ -343,13 +348,15 @@ def test_what_find_sources_may_not_return_is_told(text: str, says: str, task: Ca
         ),
     ],
 )
-def test_functions_that_do_not_go_together_are_refused(text: str, says: str, task: Callable[..., Settings]) -> None:
+def test_build_dataset_and_other_row_functions_exclude_each_other(
+    text: str, says: str, task: Callable[..., Settings]
+) -> None:
     settings = task(text)
     with pytest.raises(SettingsError, match=re.compile(f"SUNSPOT_TASK={settings.task}: .*{says}", re.DOTALL)):
         load_task(settings)
 
 
-def test_the_example_trains_as_the_plain_script_that_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dataset_example_trains_like_the_plain_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_dataset.py").write_text(find_patched("my_dataset.py"))
     monkeypatch.syspath_prepend(tmp_path)
     settings = Settings(task="my_dataset", global_batch_size=64, max_steps=12)

@@ -1,4 +1,4 @@
-"""Arrow's types in the plain form that the rest of this package reads: no views, dictionaries or run-end encoding."""
+"""Converts Arrow's types to the plain types that this package reads: no views, dictionaries or run-end encoding."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 def map_type(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """Return a type with `change` applied to it, or to the types within its lists and structs.
 
-    List views remain, because rows can be selected from them and pyarrow 26 casts them to lists of wrong lengths.
+    List views are kept, because rows can be selected from them and pyarrow 26 casts them to lists of wrong lengths.
     """
     types = pa.types
     if types.is_struct(stored):
@@ -28,7 +28,7 @@ def _map_items(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
 
 
 def plain_type(stored: pa.DataType) -> pa.DataType:
-    """Return the plain type for the same values, as Arrow cannot select rows of views or run-end encoded arrays."""
+    """Return the plain type for the same values. Arrow cannot select rows of views or run-end encoded arrays."""
     return map_type(stored, _plain_leaf)
 
 

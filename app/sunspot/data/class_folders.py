@@ -1,21 +1,24 @@
-"""A dataset with a folder of pictures for each class: which files are read, and which class each belongs to."""
+"""Datasets with a folder of pictures for each class: which files are read, and which class each of them belongs to."""
 
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from sunspot.data.dataset_files import Listing, join
 from sunspot.data.images import SUFFIXES, is_picture
-from sunspot.data.parquet_files import Listing, join
 from sunspot.data.splits import TRAINING, refuse_mixed_splits
 from sunspot.errors import DataError
 from sunspot.formatting import plural
 
-JUNK_FILES, JUNK_PREFIX = (".ds_store", "thumbs.db", "desktop.ini"), "._"
+JUNK_FILES = (".ds_store", "thumbs.db", "desktop.ini")
 """Files that macOS and Windows leave in folders, in lower case."""
 
+JUNK_PREFIX = "._"
+"""Prefix of files in which macOS keeps metadata of other files."""
+
 JUNK_FOLDERS = ("__MACOSX", "@eaDir")
-"""Folders of metadata and thumbnails that macOS adds to archives, and Synology to folders of pictures."""
+"""Folders of metadata that macOS adds to archives, and of thumbnails that Synology adds to picture folders."""
 
 MAX_KINDS_NAMED = 5
 """Largest number of kinds of unread files, and of lost classes, that a message names."""
@@ -23,17 +26,17 @@ MAX_KINDS_NAMED = 5
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """The pictures of a dataset that has a folder for each class."""
+    """Pictures of a dataset that has a folder for each class."""
 
     location: str
     pictures: dict[str, int]
-    "Size in bytes by the picture's path below `location`, in the order of the rows."
+    "Size in bytes of each picture, by its path below `location`, in the order of the rows."
     root: str
-    "Prefix of the class folders below `location`: '', or 'train/' if no other folder has pictures."
+    "Prefix of the class folders below `location`: '', or 'train/' if no other folder contains pictures."
     without_pictures: dict[str, str]
-    "A description of the files of each class folder without a picture; the first few folders."
+    "Description of the files in class folders that contain no picture. Only the first few folders are listed."
     unread: str
-    "Description of the files that are not read; empty if all are."
+    "Description of the files that are not read; empty if all are read."
 
     def class_of(self, name: str) -> str:
         """Return the class of a picture: the outermost folder that contains it."""
@@ -51,12 +54,12 @@ class ClassFolders:
         return tuple(notes)
 
     def refuse_lost_classes(self) -> None:
-        """Raise `DataError` if a class folder has no picture, because its class would be missing."""
+        """Raise `DataError` if a class folder contains no picture, because its class would be missing."""
         if self.without_pictures:
             lost = ", ".join(f"{folder}/ ({files})" for folder, files in self.without_pictures.items())
             raise DataError(
                 f"{self.location}: no readable picture in {lost}; move such a folder out of the dataset, or "
-                f"convert its files to one of {', '.join(SUFFIXES)}"
+                f"convert its files to one of the formats {', '.join(SUFFIXES)}"
             )
 
     def refuse_wrong_level(self) -> None:
@@ -71,9 +74,9 @@ class ClassFolders:
 
 
 def find_classes(location: str, listing: Listing) -> ClassFolders:
-    """Find the pictures of a dataset, and their classes.
+    """Find the pictures of a dataset and their classes.
 
-    Raises `DataError` if there are none, or if training and held-out rows are mixed.
+    Raises `DataError` if there are no pictures, or if training and held-out rows are mixed.
     """
     kept = [name for name in listing.sizes if not _is_junk(name)]
     visible = [name for name in kept if not _is_below_hidden(name)]
@@ -81,8 +84,8 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
     unread = _describe_unread(kept, set(pictures), listing.others)
     if not pictures:
         raise DataError(
-            f"{location}: no folders of pictures in it ({unread or 'it is empty'}); put the pictures of each class "
-            f"into a folder of its own, as one of {', '.join(SUFFIXES)}"
+            f"{location}: contains no folders of pictures ({unread or 'it is empty'}); put the pictures of each "
+            f"class into a folder of its own, with one of the suffixes {', '.join(SUFFIXES)}"
         )
     folders = {os.path.dirname(name) for name in pictures}
     refuse_mixed_splits(location, folders, classes=folders)
@@ -103,14 +106,14 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
 
 
 def _find_root(location: str, folders: set[str]) -> str:
-    """Return the prefix of the class folders: the folder of training rows if no other folder has pictures, else ''."""
+    """Return the prefix of the class folders: the training folder if no other folder contains pictures, else ''."""
     outermost = sorted({folder.partition("/")[0] for folder in folders})
     train = next((name for name in outermost if name.lower() in TRAINING and name not in folders), "")
     others = [name for name in outermost if name != train]
     if train and others:
         raise DataError(
-            f"{location}: {train}/ contains the class folders, but {others[0]}/ is beside it; set SUNSPOT_DATASET to "
-            f"{join(location, train)}"
+            f"{location}: {train}/ contains the class folders, but {others[0]}/ beside it has pictures, too; "
+            f"set SUNSPOT_DATASET to {join(location, train)}"
         )
     return f"{train}/" if train else ""
 
@@ -146,12 +149,12 @@ def _describe_unread(names: list[str], pictures: set[str], others: Sequence[str]
 
 
 def _describe_kinds(names: Iterable[str]) -> str:
-    """Describe the files of a folder that has no pictures, such as "8 .heic files"."""
+    """Describe the files of a folder that contains no pictures, such as "8 .heic files"."""
     counts = Counter(map(_kind_of, names)).most_common(MAX_KINDS_NAMED)
     return ", ".join(f"{plural(number, noun)}{rest}" for (noun, rest), number in counts) or "empty"
 
 
 def _kind_of(name: str) -> tuple[str, str]:
-    """Return the singular noun for a file's kind, and the words after it: (".heic file", "")."""
+    """Return the singular noun for a file's kind, and the words that follow it: (".heic file", "")."""
     suffix = os.path.splitext(name)[1]
     return (f"{suffix} file", "") if suffix else ("file", " without suffix")

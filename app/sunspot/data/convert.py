@@ -1,4 +1,4 @@
-"""`python -m sunspot.data.convert`: a dataset written as Parquet, in the form that reads fastest."""
+"""`python -m sunspot.data.convert`: writes a dataset as Parquet, in the form that reads fastest."""
 
 import contextlib
 import json
@@ -17,33 +17,36 @@ import pyarrow.parquet as pq
 from sunspot.background import AT_ONCE, map_parallel
 from sunspot.command_line import CommandParser
 from sunspot.data.columns import SCALED
+from sunspot.data.dataset_files import list_folders
 from sunspot.data.images import USUAL_SIDE, decode_picture
 from sunspot.data.labels import CLASS_NAMES
 from sunspot.data.mnist import open_mnist
-from sunspot.data.parquet_files import list_folders
 from sunspot.data.splits import OTHER_HELD_OUT, pair_folders
 from sunspot.data.table_files import PictureFolder
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from sunspot.formatting import plural, some_of
 from sunspot.log import print_logs
 
-log = logging.getLogger("sunspot.data.convert")  # when it is run, its name is __main__
+log = logging.getLogger("sunspot.data.convert")  # as a program, this module is called __main__
 
-GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
-"""Pixels of a row group, which a streaming reader fetches at once, and the limits of its rows."""
+GROUP_BYTES = 4 << 20
+"""Bytes of pixels in a row group, which a streaming reader fetches at once."""
+
+MIN_GROUP_ROWS, MAX_GROUP_ROWS = 64, 2048
+"""Smallest and largest number of rows in a row group."""
 
 FILE_BYTES = 256 << 20
-"""Bytes of pixels in one file; a larger dataset gets several."""
+"""Bytes of pixels in one file. A larger dataset gets several files."""
 
 DESCRIPTION = """\
 Write a dataset as Parquet in the form that reads fastest.
 
     --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
-    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; below DIR/train and DIR/test (or
-                                                  DIR/val) when there are both, else OUT/*.parquet
+    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; if they are in DIR/train and
+                                                  DIR/test (or DIR/val), OUT has train and test, too
 
-OUT is a new local directory and appears when everything is written. Class names are in the files' metadata.
-Training reads folders of images as they are, too; converted, they need not be decoded again in each epoch."""
+OUT is a new local directory, which appears when everything is written. Class names are in the files' metadata.
+Training also reads folders of images as they are, but then decodes them again in each epoch."""
 
 Rows = tuple[np.ndarray, np.ndarray]
 """Images, uint8 [n, H, W] or [n, H, W, 3], and labels, int64 [n]."""
@@ -63,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.form == "mnist":
         rows = convert_mnist(given.data_root, given.out)
     elif not given.root:
-        raise SettingsError("--from imagefolder: say which folder with --root DIR")
+        raise SettingsError("--from imagefolder: name the folder with --root DIR")
     elif given.size < 1:
-        raise SettingsError(f"--size {given.size}: a number from 1")
+        raise SettingsError(f"--size {given.size}: must be an integer from 1")
     else:
         rows = convert_image_folder(given.root, given.size, given.out)
     written = [f"{plural(count, 'row')}{' in ' + split if split else ''}" for split, count in rows.items()]
@@ -74,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert_mnist(data_root: str, out: str) -> dict[str, int]:
-    """Write MNIST to `out`; returns the rows of each split. Raises like `_new_directory` and `open_mnist`."""
+    """Write MNIST to `out`, and return the number of rows in each split.
+
+    Raises the errors of `open_mnist`, `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
+    """
     with _new_directory(out) as directory:
         written = {}
         for split, source in zip(("train", "test"), open_mnist(data_root), strict=True):
@@ -85,10 +91,10 @@ def convert_mnist(data_root: str, out: str) -> dict[str, int]:
 
 
 def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
-    """Write folders of images to `out`, cropped to the central square of `size`; returns the rows of each split.
+    """Write folders of images to `out`, cropped to the central square of `size`, and return the rows of each split.
 
-    Rows are shuffled once, with a fixed seed: folders are sorted by class, and a streaming reader shuffles only within
-    a window. Grey only if all images are. Raises `DataError` naming the image or folder.
+    Rows are shuffled once, with a fixed seed, because folders are sorted by class and a streaming reader only shuffles
+    within a window. The result is grey if all images are grey. Raises `DataError`, which names the image or folder.
     """
     folders = {split: PictureFolder(str(folder)) for split, folder in _split_folders(Path(root)).items()}
     labels = {split: folder.read(["label"])["label"].to_pylist() for split, folder in folders.items()}
@@ -98,9 +104,10 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
             log.warning(note)
     next(iter(folders.values())).folders.refuse_wrong_level()
     classes = sorted(set(next(iter(labels.values()))))
-    if unknown := set(labels.get("test", [])) - set(classes):
+    unknown = set(labels.get("test", [])) - set(classes)
+    if unknown:
         raise DataError(
-            f"{folders['test'].path}/{min(unknown)}: no such class among the training images ({some_of(classes)})"
+            f"{folders['test'].path}/{min(unknown)}: not a class of the training images ({some_of(classes)})"
         )
     number = {name: label for label, name in enumerate(classes)}
     channels = 1 if all(len(folder.find_dims(size)) == 2 for folder in folders.values()) else 3
@@ -117,7 +124,7 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
 
 
 def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scaled: bool = False) -> int:
-    """Write rows, in batches of any size, as part-00000.parquet and so on; returns their number.
+    """Write batches of rows as part-00000.parquet and so on, and return the number of rows.
 
     All files have been synced to disk when this returns.
     """
@@ -132,7 +139,8 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scale
             writer = None
         if writer is None:
             writer = open_writer(directory / f"part-{files:05}.parquet", table.schema, compression_level=3)
-            files, in_file = files + 1, 0
+            files += 1
+            in_file = 0
         writer.write_table(table, row_group_size=_rows_per_group(images[0].nbytes))
         in_file += images.nbytes
         total += len(table)
@@ -144,7 +152,7 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scale
 
 
 def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes]) -> pa.Table:
-    """Columns `image` (fixed_shape_tensor of uint8, of images [n, ...]) and `label` (int64)."""
+    """Return a table with the columns `image` (fixed_shape_tensor of uint8) and `label` (int64)."""
     image = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(images))
     return pa.table({"image": image, "label": pa.array(labels, pa.int64())}).replace_schema_metadata(metadata)
 
@@ -152,7 +160,7 @@ def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes
 def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.ParquetWriter:
     """Open a writer for the tables of `to_table`.
 
-    Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: MNIST's files are a third
+    Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: MNIST's files become a third
     smaller and a sixth faster to read.
     """
     encoding = {"image.list.element": "BYTE_STREAM_SPLIT"}
@@ -174,14 +182,14 @@ def _rows_per_group(image_bytes: int) -> int:
 def _new_directory(out: str) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `out` when the block ends, or deleted if it raises.
 
-    Raises `SettingsError` if `out` exists, `StorageError` if it cannot be written.
+    Raises `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
     """
     if "://" in out:
-        raise SettingsError(f"{out}: give a local directory, and copy it afterwards (aws s3 cp --recursive)")
+        raise SettingsError(f"{out}: is a URL; give a local directory, and copy it afterwards (aws s3 cp --recursive)")
     target = Path(os.path.abspath(os.path.expanduser(out)))
     if os.path.lexists(target):
-        raise SettingsError(f"{target}: exists already; remove it, or give another directory")
-    # Hidden from list_files, which skips such names; not mkdtemp, whose directories only their owner can read.
+        raise SettingsError(f"{target}: already exists; remove it, or give another directory")
+    # The leading dot hides it from list_files. Only the owner could read a directory from mkdtemp.
     aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
         aside.mkdir(parents=True)
@@ -207,9 +215,9 @@ def _fsync(path: Path) -> None:
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """Return the folder of class folders of each split; one split named '' if `root` is not split."""
+    """Return the folder of class folders for each split. Without splits, the only key is ''."""
     if not root.is_dir():
-        raise DataError(f"{root}: not a folder; give the folder of class folders with --root")
+        raise DataError(f"{root}: not a folder; name the folder of class folders with --root")
     names = list_folders(str(root))
     pair = pair_folders(names) or pair_folders(names, OTHER_HELD_OUT)
     if not pair:

@@ -1,7 +1,7 @@
-"""Rows as a `torch.utils.data.Dataset` returns them, turned into arrays by column.
+"""Converts the items of a `torch.utils.data.Dataset` to arrays by column.
 
-An item is a tuple, a dict or a single value, and a value is a tensor, an array, a number or a picture of Pillow. No
-number is changed on the way: what has no numbers, or another shape in another row, is refused by row.
+An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow picture. Numbers are
+never changed: a value that is not numeric, or whose shape differs from that of row 0, is refused with its row.
 """
 
 import traceback
@@ -19,29 +19,29 @@ from sunspot.errors import DataError, shorten
 from sunspot.formatting import some_of
 
 IMAGE, INPUT = "image", "input"
-"""Names for the value beside the label in a row without names: for a picture, and for anything else."""
+"""Column names for the value beside the label in a row without names: for a picture, and for anything else."""
 
 PICTURE_MODES = ("L", "RGB")
-"""Pillow's modes of pictures of bytes, grey or in colour."""
+"""Pillow's modes of 8-bit pictures, in grey or colour."""
 
 RowName = Callable[[int], str]
-"""Names the row of a number, for messages."""
+"""Function that returns the name of a row, by its number, for messages."""
 
 
 class RowColumn(NamedTuple):
-    """The dtype and shape that a column has in all rows."""
+    """Dtype and shape that a column has in all rows."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, value: np.ndarray) -> "RowColumn":
-        """Return the column of a value."""
+        """Return the column to which a value belongs."""
         return cls(value.dtype.name, value.shape)
 
     @property
     def is_picture(self) -> bool:
-        """Return True if the values are pictures as in other datasets: uint8 [C, H, W] with one or three channels."""
+        """True if the values are pictures as in other datasets: uint8 [C, H, W] with one or three channels."""
         return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[0] in (1, 3)
 
     def __str__(self) -> str:
@@ -49,13 +49,13 @@ class RowColumn(NamedTuple):
 
 
 def read_rows(dataset: Any, numbers: list[int], name: RowName) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the rows of some numbers, as arrays by column; raises `DataError` naming the row."""
+    """Yield the rows with these numbers, as arrays by column; raises `DataError`, which names the row."""
     for number, item in zip(numbers, fetch(dataset, numbers, name), strict=True):
         yield to_columns(item, name(number))
 
 
 def fetch(dataset: Any, numbers: list[int], name: RowName) -> list[Any]:
-    """Return the items of some numbers; raises `DataError` for one that the dataset fails to return."""
+    """Return the items with these numbers; raises `DataError` for an item that the dataset fails to return."""
     fetch_together = getattr(dataset, "__getitems__", None)
     if fetch_together:
         with suppress(Exception):  # the item that fails is found below
@@ -78,12 +78,12 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
         wrong = [name for name in named if not isinstance(name, str) or name == "row"]
         if wrong or not named:
             fault = f"has a column {wrong[0]!r}" if wrong else "is an empty dict"
-            raise DataError(f"{row} {fault}; name each column by text other than 'row', which is the row's number")
+            raise DataError(f"{row} {fault}; name each column with text other than 'row', which holds the row's number")
         return {name: to_array(value, f"{row}: {name}") for name, value in named.items()}
     if isinstance(named, list) or (isinstance(named, tuple) and len(named) not in (1, 2)):
         raise DataError(
-            f"{row} is a {type(named).__name__} of {len(named)} values; return a dict, which names each, or a tuple of "
-            f"two, whose names are {IMAGE} (for a picture) or {INPUT}, and {LABEL}"
+            f"{row} is a {type(named).__name__} of {len(named)} values; return a dict, which names its values, or a "
+            f"tuple of two: {IMAGE} (for a picture) or {INPUT}, and {LABEL}"
         )
     values = named if isinstance(named, tuple) else (named,)
     given = to_array(values[0], f"{row}: its input")
@@ -94,7 +94,7 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
 
 
 def to_array(value: Any, place: str) -> np.ndarray:
-    """Return the numbers of a value; raises `DataError`, which begins with its `place`, if it has none."""
+    """Return the numbers of a value; raises `DataError`, which begins with `place`, if the value is not numeric."""
     if isinstance(value, Image.Image):
         if value.mode not in PICTURE_MODES:
             raise DataError(f"{place} is a picture of mode {value.mode}; convert it to {' or '.join(PICTURE_MODES)}")
@@ -102,13 +102,13 @@ def to_array(value: Any, place: str) -> np.ndarray:
         return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
     shown = "None" if value is None else f"a {type(value).__name__}"
     if isinstance(value, str):
-        raise DataError(f"{place} is text, and a batch has only numbers; tokenize it, or number the classes")
+        raise DataError(f"{place} is text, but a batch has only numbers; tokenize it, or number the classes")
     if value is None or isinstance(value, (bytes, Mapping)):
-        raise DataError(f"{place} is {shown}, and a batch has only numbers; return a tensor, or leave the column out")
+        raise DataError(f"{place} is {shown}, but a batch has only numbers; return a tensor, or leave the column out")
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{place} is {shown} that is no array of numbers: {shorten(error)}; return a tensor") from error
+        raise DataError(f"{place} is {shown}, which is not numeric: {shorten(error)}; return a tensor") from error
     if array.dtype.name not in (*DTYPES, "bool"):
         raise DataError(f"{place} is {shown} of {array.dtype}; return a tensor of {', '.join(DTYPES)} or bool")
     return array
@@ -120,11 +120,14 @@ def describe_columns(columns: Mapping[str, RowColumn]) -> str:
 
 
 def describe_difference(columns: Mapping[str, RowColumn], first: Mapping[str, RowColumn]) -> str:
-    """Say how the columns of a row differ from those of the first row, and the fix."""
+    """Return how the columns of a row differ from those of row 0, and the fix."""
     if columns.keys() != first.keys():
-        return f"has the columns {some_of(list(columns))}, and row 0 {some_of(list(first))}; return the same for all"
+        return (
+            f"has the columns {some_of(list(columns))}, but row 0 has {some_of(list(first))}; return the same "
+            "columns for all rows"
+        )
     name = next(name for name in first if columns[name] != first[name])
     return (
-        f"{name} is {columns[name]}, and {first[name]} in row 0; crop, pad or convert it in the Dataset, because all "
-        "rows need one dtype and shape"
+        f"{name} is {columns[name]}, but {first[name]} in row 0; crop, pad or convert it in the Dataset, because all "
+        "rows need the same dtype and shape"
     )

@@ -1,4 +1,4 @@
-"""What identifies the bytes of a dataset without reading all of them."""
+"""Digests that identify a dataset without reading all of it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,12 +6,15 @@ from itertools import accumulate
 
 import numpy as np
 
-SAMPLES, SAMPLE_BYTES = 64, 64 << 10
-"""Samples of a dataset's files, and bytes of each. Up to 4 MiB, everything is read."""
+SAMPLES = 64
+"""Number of samples of a dataset's files."""
+
+SAMPLE_BYTES = 64 << 10
+"""Bytes of each sample. A dataset of up to 4 MiB is read completely."""
 
 
 def digest(*parts: bytes | memoryview) -> str:
-    """Return a short SHA-256 of some bytes, one after the other; each part's length counts too."""
+    """Return a short SHA-256 of the concatenated parts. The length of each part counts, too."""
     sha = hashlib.sha256()
     for part in parts:
         sha.update(b"%d " % len(part))
@@ -20,15 +23,15 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def digest_array(values: np.ndarray) -> str:
-    """Return a short SHA-256 of an array's values, whatever machine it is on."""
+    """Return a short SHA-256 of an array's values, the same on any machine."""
     little = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1)
     return digest(repr((values.dtype.kind, values.dtype.itemsize, values.shape)).encode(), little.view(np.uint8).data)
 
 
 def sample_ranges(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """For each file of a dataset, by its size in bytes, the ranges to look at: (offset, length).
+    """Return the ranges to sample in each file of a dataset, as (offset, length), given the files' sizes in bytes.
 
-    They are spread evenly over all files laid end to end, so their number does not grow with the dataset.
+    The ranges are spread evenly over all files laid end to end, so their number does not grow with the dataset.
     """
     total = sum(sizes)
     if total <= SAMPLES * SAMPLE_BYTES:
@@ -40,7 +43,7 @@ def sample_ranges(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     ]
 
 
-def spread(count: int, most: int) -> list[int]:
+def spread_evenly(count: int, most: int) -> list[int]:
     """Return at most `most` of the numbers 0 .. count - 1, spread evenly."""
     numbers: list[int] = np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
     return numbers

@@ -1,4 +1,4 @@
-"""TEST_SHARE: holds out a share of a source's rows, the same ones on every start and on any number of workers."""
+"""TEST_SHARE: holds out a fraction of a source's rows, the same rows on every start and any number of workers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sunspot.data.source import Source, rows_in
 from sunspot.errors import DataError
 
 GROUP_STREAM, ROW_STREAM = 2, 3
-"""Words that distinguish the seeds of the two drawings below. A change holds out other rows."""
+"""Words that distinguish the seeds of the two draws below. Changing them holds out other rows."""
 
 
 @dataclass(frozen=True)
 class RowSubset:
-    """The rows of a source that are held out, or all others; a `Source`, with the source's other attributes.
+    """Either the held-out rows of a source or all other rows; a `Source`, with the other attributes of that source.
 
-    Each row group gives its share, as exactly as whole rows allow, and the seed chooses the rows in it. So a row group
-    is read for both subsets, and no process needs a list of all rows.
+    Each row group gives the same fraction, up to rounding, and the seed chooses the rows in it. A row group is
+    therefore read for both subsets, and no process needs a list of all rows.
     """
 
     source: Source
@@ -32,8 +32,8 @@ class RowSubset:
     held_out: bool
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the whole source, such as `class_names`."""
-        if name.startswith("__") or name == "source":  # asked for while this is being unpickled
+        """Return an attribute of the underlying source, such as `class_names`."""
+        if name.startswith("__") or name == "source":  # unpickling asks for these before `source` is set
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -52,7 +52,7 @@ class RowSubset:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the source, which the training rows bring."""
+        """Notes on the source. Only the training rows have them, so that they are printed once."""
         return () if self.held_out else getattr(self.source, "notes", ())
 
     @property
@@ -69,7 +69,8 @@ class RowSubset:
         return self.source.where(group, int(self._positions(group)[row]))
 
     def _positions(self, group: int) -> np.ndarray:
-        rows, held_out = self.source.row_groups[group], self._held_out_counts[group]
+        rows = self.source.row_groups[group]
+        held_out = self._held_out_counts[group]
         return draw_rows(self.seed, group, rows, held_out)[0 if self.held_out else 1]
 
     @cached_property
@@ -81,17 +82,22 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[RowSubset, RowSub
     """Divide a source into training rows and held-out rows; raises `DataError` if it has too few rows for both."""
     if rows_in(source) <= MIN_ROWS:
         raise DataError(
-            f"SUNSPOT_TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must be left to "
-            "train on; leave it at 0"
+            f"SUNSPOT_TEST_SHARE={share:g}: the data have only {rows_in(source)} rows, and {MIN_ROWS} must remain for "
+            "training; leave it at 0"
         )
     return RowSubset(source, share, seed, held_out=False), RowSubset(source, share, seed, held_out=True)
 
 
 def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tuple[int, ...]:
-    """Return how many rows of each group are held out: together the share of all rows, rounded, and at least one."""
-    sizes, rows = np.array(row_groups, np.int64), sum(row_groups)
+    """Return the number of held-out rows in each group.
+
+    Together they are `share` of all rows, rounded, and at least one row.
+    """
+    sizes = np.array(row_groups, np.int64)
+    rows = sum(row_groups)
     wanted = min(max(1, round(share * rows)), rows - MIN_ROWS)
-    # In random order, because groups that are too small to give a row each must not give one at regular intervals.
+    # Groups that are too small to give a row each are visited in random order, because at regular intervals the
+    # held-out rows would not be random.
     order = _random_order([seed, GROUP_STREAM], len(sizes))
     counts = np.zeros_like(sizes)
     counts[order] = np.diff([int(end) * wanted // rows for end in np.cumsum(sizes[order])], prepend=0)
@@ -100,11 +106,11 @@ def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tupl
 
 @functools.lru_cache(maxsize=8)
 def draw_rows(seed: int, group: int, rows: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the held-out positions in a row group, and all others, both sorted."""
+    """Return the held-out positions in a row group and all other positions, both sorted."""
     order = _random_order([seed, ROW_STREAM, group], rows)
     return np.sort(order[:held_out]), np.sort(order[held_out:])
 
 
 def _random_order(words: list[int], count: int) -> np.ndarray:
-    # NumPy keeps the raw numbers of a bit generator the same in all versions, and not what a Generator makes of them.
+    # NumPy guarantees the raw numbers of a bit generator in all versions, but not the results of a Generator.
     return np.argsort(np.random.PCG64(words).random_raw(count), kind="stable")

@@ -1,8 +1,8 @@
-"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before anything of that size is made.
+"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before memory of that size is allocated.
 
 Pictures are decoded as by torchvision's ImageFolder (transparency and colour profiles are ignored), with two
-differences: they are turned upright by their EXIF orientation, and 16-bit pixels keep their upper 8 bits. A picture
-that would lose more than that is refused.
+differences: they are turned upright according to their EXIF orientation, and 16-bit pixels keep their upper 8 bits. A
+picture that would lose more than that is refused.
 """
 
 import io
@@ -20,21 +20,22 @@ from sunspot.formatting import as_bytes
 NPY_MAGIC = b"\x93NUMPY"
 
 FORMATS = ("PNG", "JPEG")
-"""Pillow knows forty more, and one of them hands the file to Ghostscript."""
+"""Formats that are decoded. Pillow supports forty more, and one of them passes the file to Ghostscript."""
 
 FILE_FORMATS = (*FORMATS, "BMP", "WEBP", "TIFF", "PPM", "GIF")
-"""What is read of files whose names end with one of SUFFIXES, whatever else Pillow would find in them."""
+"""Formats that are decoded if a file's name ends with one of SUFFIXES."""
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".webp", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".gif", ".mpo"),
 )
+"""Suffixes of picture files, in lower case."""
 
 USUAL_SIDE = 64
-"""Height and width that pictures of several sizes are scaled to, unless the user names another."""
+"""Default height and width to which pictures of different sizes are scaled."""
 
 MAX_BYTES = 10**9
-"""Largest file that is read. A device may have no end, and of more the model would be handed too much at once."""
+"""Largest file that is read. A device may be endless, and a larger file would give the model too much at once."""
 
 GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow's modes without colour."""
@@ -48,8 +49,11 @@ REFUSED_MODES = {
 }
 """Modes that cannot be converted to grey or RGB without loss, with the message for such a picture."""
 
-ORIENTATION, LAST_UNTURNED = 0x0112, 4
-"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A), and its last value that does not swap height and width."""
+ORIENTATION = 0x0112
+"""EXIF tag of a picture's orientation (EXIF 2.32, 4.6.4 A)."""
+
+LAST_NOT_ROTATED = 4
+"""Last value of ORIENTATION that does not swap height and width."""
 
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -60,9 +64,9 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""Pillow's name of the operation that turns a picture of each orientation upright.
+"""Pillow's name for the operation that turns a picture of each orientation upright.
 
-`ImageOps.exif_transpose` also writes the EXIF data again, and fails if a value in them is invalid
+`ImageOps.exif_transpose` also rewrites the EXIF data, and fails if a value in them is invalid
 (python-pillow/Pillow#8965).
 """
 
@@ -73,20 +77,20 @@ EXTRA_SAMPLES = 338
 """TIFF tags (TIFF 6.0, section 8)."""
 
 WHITE_IS_ZERO = 0
-"""Value of PHOTOMETRIC in negatives, which Pillow inverts only if they have 8 bits."""
+"""Value of PHOTOMETRIC in negatives. Pillow only inverts them if they have 8 bits."""
 
-NO_FULL_PAGE = 0b101
-"""Bits of SUBFILE_TYPE: a page that is a smaller version of another, or a mask."""
+REDUCED_OR_MASK = 0b101
+"""Bits of SUBFILE_TYPE for a page that is a mask or a smaller version of another page."""
 
-NO_TRANSPARENCY = 0
-"""Value of EXTRA_SAMPLES for a further channel of any other kind, such as infrared."""
+UNSPECIFIED_CHANNEL = 0
+"""Value of EXTRA_SAMPLES for an additional channel that is not transparency, such as infrared."""
 
 
 def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
-    """Read a file as uint8 [B, *shape]: one image, or all B of an array [B, C, H, W].
+    """Read a file as uint8 [B, *shape]: a single image, or an array [B, C, H, W] of several.
 
-    A picture of another size or colour is refused, or with `scales` scaled as those of a folder are. Raises
-    `SettingsError` naming the file, its content and what was expected.
+    A picture of another size or colour is refused, unless `scales` is set: then its middle is scaled to `shape`. Raises
+    `SettingsError`, which names the file, its content and what was expected.
     """
     try:
         with path.open("rb") as stream:
@@ -95,14 +99,14 @@ def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise SettingsError(
-            f"{path}: it has more than {as_bytes(MAX_BYTES)}, the most taken of a file; give several files, or "
-            "the images as a dataset (--dataset)"
+            f"{path}: has more than {as_bytes(MAX_BYTES)}, the most that a file may have; give several files, "
+            "or the images as a dataset (--dataset)"
         )
     return decode_images(content, shape, str(path), scales)
 
 
 def decode_images(content: bytes, shape: tuple[int, ...], place: str, scales: bool = False) -> np.ndarray:
-    """Do as `read_images` for bytes; `place` names them in messages."""
+    """Decode the content of a file like `read_images`; `place` is its name in messages."""
     if content.startswith(NPY_MAGIC):
         return _from_array(content, shape, place)
     try:
@@ -116,8 +120,8 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
     try:
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
         found, in_columns, dtype = read_header(stream)
-    except Exception as error:  # of numpy's parsers, all kinds
-        raise SettingsError(f"{place}: an array that cannot be read: {shorten(error)}") from error
+    except Exception as error:  # NumPy's parsers raise all kinds
+        raise SettingsError(f"{place}: cannot be read as a NumPy array: {shorten(error)}") from error
     if dtype != np.uint8 or found[-3:] != shape or len(found) not in (3, 4) or found[0] < 1:
         raise SettingsError(
             f"{place}: an array of {dtype} {list(found)}, but the model takes uint8 {list(shape)} "
@@ -127,28 +131,29 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
     if len(values) != math.prod(found):
         raise SettingsError(
             f"{place}: an array of {list(found)}, with {len(values)} bytes instead of {math.prod(found)}; it is "
-            "damaged, write it again"
+            "damaged; write it again"
         )
     return values.reshape(found, order="F" if in_columns else "C").reshape(-1, *shape)
 
 
 def is_picture(name: str) -> bool:
-    """Tell by its name whether a file is a picture."""
+    """Return True if a file name has the suffix of a picture."""
     return name.lower().endswith(SUFFIXES)
 
 
 def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
-    """Return uint8 [C, H, W] of an encoded picture; raises `DataError` that says what is wrong with it.
+    """Return uint8 [C, H, W] of an encoded picture; raises `DataError`, which says what is wrong with it.
 
-    One of another size or colour is refused, or with `scales` scaled as those of a folder are.
+    A picture of another size or colour is refused, unless `scales` is set: then its middle is scaled to `shape`.
     """
     image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
-    grey, (height, width) = image.mode in GREY_MODES, upright_size(image)
+    grey = image.mode in GREY_MODES
+    height, width = upright_size(image)
     if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not grey)):
         raise DataError(
             f"is {height} x {width} (height x width), {'grey' if grey else 'in colour'}, but the model takes "
-            f"{shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, as the first of its dataset; "
-            "convert it"
+            f"{shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}, like the first picture of its "
+            "dataset; convert it"
         )
     try:
         return fit_pixels(image, *shape) if scales else to_pixels(image, shape[0])
@@ -177,15 +182,15 @@ def open_image(file: BinaryIO, formats: tuple[str, ...] = FORMATS) -> Any:
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """Return the height and width with which viewers show a picture, from its header alone."""
-    # Pillow itself swaps them for TIFF. For PNG, it would decode the pixels to look for EXIF data after them.
+    """Return the height and width at which viewers show a picture, from its header alone."""
+    # Pillow itself swaps height and width of a TIFF. In a PNG, it would decode the pixels to find EXIF data after them.
     in_header = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
-    turned = in_header and _find_orientation(image) > LAST_UNTURNED
+    turned = in_header and _find_orientation(image) > LAST_NOT_ROTATED
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
-    """Turn a Pillow image into uint8 [C, H, W], as grey (1) or RGB (3)."""
+    """Convert a Pillow image to uint8 [C, H, W], as grey (1 channel) or RGB (3 channels)."""
     return _to_array(_convert(image, channels))
 
 
@@ -197,7 +202,7 @@ def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray
 
 
 def _convert(image: Any, channels: int) -> Any:
-    """Turn a Pillow image upright, and into a grey one (1) or one in RGB (3)."""
+    """Turn a Pillow image upright, and convert it to grey (1 channel) or RGB (3 channels)."""
     from PIL import Image
 
     image.load()
@@ -225,7 +230,8 @@ def _find_orientation(image: Any) -> int:
 def _find_obstacle(image: Any) -> str:
     """Return why a picture cannot be read as 8-bit grey or RGB without loss, and the fix; empty if it can.
 
-    One reason is more pixels than Pillow's limit: a small file may claim any number, and decoding would allocate them.
+    Pillow's pixel limit is checked as well: a small file may claim any number of pixels, and decoding would allocate
+    them.
     """
     from PIL import Image
 
@@ -240,12 +246,12 @@ def _find_obstacle(image: Any) -> str:
 
 
 def _find_obstacle_of_tiff(image: Any) -> str:
-    """Do the same as `_find_obstacle` for what only a TIFF may contain."""
+    """Return the same as `_find_obstacle` for features that only a TIFF has."""
     pages = range(image.n_frames)
-    full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & NO_FULL_PAGE]
+    full_pages = [page for page in pages if not _read_tag(image, page, SUBFILE_TYPE, 0) & REDUCED_OR_MASK]
     if len(pages) > 1 and full_pages != [0]:
         return f"has {len(pages)} pages, but only the first would be read; write each to its own file"
-    if NO_TRANSPARENCY in _read_tag(image, 0, EXTRA_SAMPLES, ()):
+    if UNSPECIFIED_CHANNEL in _read_tag(image, 0, EXTRA_SAMPLES, ()):
         return "has channels besides its colours and transparency; write it without them"
     bits = _read_tag(image, 0, BITS_PER_SAMPLE, (1,))[0]
     if image.mode == "I" or 8 < bits < 16:
@@ -277,9 +283,9 @@ class Resized:
 
     @property
     def fingerprint(self) -> str:
-        """What identifies the pixels that come out."""
+        """Text that identifies the resulting pixels."""
         return f"resized to {self.shape}, upright"
 
     def __call__(self, stored: Any) -> np.ndarray:
-        """Decode a file's bytes, or a dictionary that has them as `bytes`, to uint8 [C, H, W]; raises `DataError`."""
+        """Decode a file's bytes, or a dictionary with the bytes as `bytes`, to uint8 [C, H, W]; raises `DataError`."""
         return decode_picture(stored["bytes"] if isinstance(stored, dict) else stored, self.shape, scales=True)

@@ -1,4 +1,4 @@
-"""Labels of classes: whole numbers from 0, or text, whose classes are numbered in sorted order."""
+"""Class labels: integers from 0, or text, whose classes are numbered in sorted order."""
 
 import json
 from collections.abc import Iterable
@@ -11,69 +11,77 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from sunspot.data.columns import Column, Place, first_true
+from sunspot.data.columns import Column, ColumnOrigin, first_true
 from sunspot.data.fingerprint import digest, digest_array
 from sunspot.data.numeric import NUMBER
-from sunspot.data.source import PREDICTED_BY
+from sunspot.data.source import ModelData
 from sunspot.data.table_files import TableFile
 from sunspot.errors import DataError
 from sunspot.formatting import brief, some_of
 
 LABEL = "label"
-"""Whole numbers and text in a column of this name are classes; anything else there is a value like any other."""
+"""Column name whose integers and text are classes. Values of other types in it are ordinary numbers."""
 
 MAX_LABEL = 2**31 - 1
-"""A larger label is a mistake: no model has a score for each class up to it."""
+"""Largest allowed label. A larger label is a mistake, because no model has a score for that many classes."""
 
-CLASS_NAMES, HUGGINGFACE = b"classes", b"huggingface"
-"""Keys of a file's metadata: the class names, a JSON list by label, of `sunspot.data.convert`, and of `datasets`."""
+CLASS_NAMES = b"classes"
+"""Metadata key of class names from `sunspot.data.convert`: a JSON list by label."""
+
+HUGGINGFACE = b"huggingface"
+"""Metadata key of the features that `datasets` stores, which include class names."""
 
 
 class ClassLabels(NamedTuple):
-    """What the labels of a file, or of all files, say of the classes."""
+    """Classes that the labels of one file, or of all files, define."""
 
     classes: int
-    "How many there are."
+    "Number of classes."
     names: tuple[str, ...]
-    "Of labels in text all that occur, in any order; of numbers those in the file's metadata, if any."
+    """Class names in any order: the labels themselves if they are text, else the names in the file's metadata."""
     text: bool
-    "Whether they are text."
+    "True if the labels are text."
     digest: str = ""
     numbers: frozenset[int] = frozenset()
-    "The labels that occur, if they are numbers."
+    "Labels that occur, if they are numbers."
     as_text: "ClassLabels | None" = None
-    "The same labels as names, if they are numbers in CSV: they count as names if another file has names."
+    "The same labels as names, if they are numbers in CSV. They count as names if another file has names."
 
 
 NO_LABELS = ClassLabels(0, (), False, digest_array(np.empty(0, np.int64)))
 
-CLASS_NUMBER, CODE = r"^(0|[1-9][0-9]*)$", r"^0[0-9]+$"
-"""Matches CSV labels that are class numbers, and digits that are names because a number would lose their zeros."""
+CLASS_NUMBER = r"^(0|[1-9][0-9]*)$"
+"""Pattern of CSV labels that are class numbers."""
+
+CODE = r"^0[0-9]+$"
+"""Pattern of digits in CSV labels that are names, because a number would lose their leading zeros."""
 
 MISSING = pa.csv.ConvertOptions().null_values
-"""Words for a missing value in a column of numbers."""
+"""Words that mean a missing value in a column of numbers."""
 
 
 @dataclass(frozen=True)
 class TextLabels(Column):
-    """A column of class names in text, read as their numbers."""
+    """A column of class names in text, read as class numbers."""
 
     names: tuple[str, ...] = ()
 
-    def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
-        """Return the number of each class; raises `DataError` for what is none."""
+    def read(self, values: pa.ChunkedArray, origin: ColumnOrigin) -> dict[str, np.ndarray]:
+        """Return the number of each class; raises `DataError` for text that is not a class."""
         numbers = pc.index_in(values.cast(pa.string()), pa.array(self.names, pa.string()))
         if numbers.null_count:
             row = first_true(pc.is_null(numbers))
-            raise place.refuse(row, f"{brief(str(values[row]))} is no class of the training rows")
+            raise origin.error(row, f"{brief(str(values[row]))} is not a class of the training rows")
         return {"": numbers.to_numpy().astype(self.dtype)}
 
 
-def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> ClassLabels:
-    """Read the labels of a file; raises `DataError` naming the first bad row. Those of rows to predict may lack."""
-    to_predict = PREDICTED_BY.get() is not None
+def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
+    """Read the labels of a file. Rows `to_predict` may lack labels.
+
+    Raises `DataError`, which names the first bad row.
+    """
     if column.decode:
-        numbers = column.read(values, Place(LABEL, file, np.arange(len(values))))[""]
+        numbers = column.read(values, ColumnOrigin(LABEL, file, np.arange(len(values))))[""]
     elif not file.has_types:
         return _read_label_cells(values, file, to_predict)
     elif to_predict and pc.any(pc.is_null(values, nan_is_null=True)).as_py():
@@ -86,7 +94,7 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> Cla
     elif not pa.types.is_integer(values.type):
         raise DataError(
             f"{file.name_row(0)}: label is {brief(str(values.type))} ({brief(str(values[0]))}); it must be text or an "
-            "integer from 0 (for a value to predict, the task declares it as float32)"
+            "integer from 0 (for a value to predict, declare it as float32 in the task)"
         )
     else:
         numbers = values.to_numpy()
@@ -94,9 +102,10 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile) -> Cla
     if bad.any():
         row = first_true(bad)
         raise _refuse_number(file, row, numbers[row])
-    classes, names = int(numbers.max()) + 1, _stored_names(file.schema, column.of or LABEL)
+    classes = int(numbers.max()) + 1
+    names = _stored_names(file.schema, column.of or LABEL)
     if 0 < len(names) < classes:
-        raise DataError(f"{file.path}: label {classes - 1}, but its metadata names {len(names)} classes only")
+        raise DataError(f"{file.path}: label {classes - 1}, but its metadata names only {len(names)} classes")
     content = digest_array(numbers.astype(np.int64, copy=False))
     occurring = frozenset(pc.unique(pa.array(numbers)).to_pylist())
     return ClassLabels(max(classes, len(names)), names, False, content, occurring)
@@ -112,9 +121,9 @@ def _read_names(labels: pa.DictionaryArray, file: TableFile, to_predict: bool) -
 
 
 def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool) -> ClassLabels:
-    """Read the labels of a CSV file: class numbers if all cells are whole numbers from 0, else names.
+    """Read the labels of a CSV file: class numbers if all cells are integers from 0, else names.
 
-    Raises `DataError` if all are numbers or missing, but some cannot be the number of a class.
+    Raises `DataError` if all cells are numbers or missing, but some cannot be the number of a class.
     """
     labels = cells.combine_chunks().dictionary_encode()
     distinct = pc.utf8_trim_whitespace(labels.dictionary)
@@ -130,7 +139,7 @@ def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool)
         row = first_true(np.isin(labels.indices.to_numpy(), np.flatnonzero(~are_classes)))
         raise DataError(
             f"{file.name_row(row)}: label is {brief(cells[row].as_py().strip()) or 'empty'}; it must be text or an "
-            "integer from 0 (for a value to predict, the task declares it as float32)"
+            "integer from 0 (for a value to predict, declare it as float32 in the task)"
         )
     each = [int(label) for label in distinct.to_pylist()]
     if max(each) > MAX_LABEL:
@@ -144,41 +153,48 @@ def _refuse_number(file: TableFile, row: int, number: int) -> DataError:
     return DataError(f"{file.name_row(row)}: label {number}; it must be an integer from 0 to {MAX_LABEL}")
 
 
-def merge_labels(files: list[ClassLabels], location: str, as_names: bool = False) -> ClassLabels:
-    """Merge the labels of a dataset's files; raises `DataError`.
+def merge_labels(
+    files: list[ClassLabels], location: str, as_names: bool = False, model: ModelData | None = None
+) -> ClassLabels:
+    """Merge the labels of a dataset's files; raises `DataError` if they do not go together.
 
-    Classes in text are numbered in sorted order. If a model is to predict the rows, they get the model's numbers, or
-    there are no labels if one is not a class of the model. Numbers in CSV are names with `as_names`, if another file
-    has names, or if the model's classes have these names.
+    Classes in text are numbered in sorted order. With a `model` that predicts the rows, they get its class numbers, or
+    the rows have no labels if one of them is not a class of the model. Numbers in CSV are names with `as_names`, if
+    another file has names, or if the model's classes have these names.
     """
     if not files:
         return NO_LABELS
-    model = PREDICTED_BY.get()
     texts = [file.as_text or file for file in files]
-    of_model = model is not None and {name for file in texts for name in file.names} <= set(model.class_names)
-    if as_names or of_model or any(file.text for file in files):
+    are_classes_of_model = model is not None and {n for file in texts for n in file.names} <= set(model.class_names)
+    if as_names or are_classes_of_model or any(file.text for file in files):
         files = texts
     if not any(file.text for file in files):
         known = max((file.names for file in files), key=len)
-        if other := next((file.names for file in files if file.names != known[: len(file.names)]), None):
+        other = next((file.names for file in files if file.names != known[: len(file.names)]), None)
+        if other:
             raise DataError(
-                f"{location}: its files name the classes {some_of(known)}, and {some_of(other)}; number them alike"
+                f"{location}: some files name the classes {some_of(known)}, and others {some_of(other)}; number them "
+                "in the same way"
             )
         occurring = frozenset[int]().union(*(file.numbers for file in files))
         return ClassLabels(max(file.classes for file in files), known, False, numbers=occurring)
     if not all(file.text for file in files):
-        raise DataError(f"{location}: label is text in some files and numbers in others; write them all alike")
+        raise DataError(
+            f"{location}: label is text in some files and numbers in others; use the same type in all files"
+        )
     names = {name for file in files for name in file.names}
     if model is None:
         refuse_lookalikes(names, location)
-    known = tuple(sorted(names)) if model is None else model.class_names if names <= set(model.class_names) else ()
+        known = tuple(sorted(names))
+    else:
+        known = model.class_names if names <= set(model.class_names) else ()
     return ClassLabels(len(known), known, True)
 
 
 def refuse_lookalikes(names: Iterable[str], location: str) -> None:
-    """Raise `DataError` for two classes whose names are the same text in different Unicode forms.
+    """Raise `DataError` if the names of two classes are the same text in different Unicode forms.
 
-    macOS decomposes letters with accents in the names of files, and most other programs compose them.
+    macOS decomposes letters with accents in file names, and most other programs compose them.
     """
     seen: dict[str, str] = {}
     for name in sorted(names):
@@ -186,7 +202,7 @@ def refuse_lookalikes(names: Iterable[str], location: str) -> None:
         if other != name:
             raise DataError(
                 f"{location}: the classes {name!r} ({name!a}) and {other!r} ({other!a}) are the same text in "
-                "different Unicode forms; write them alike, best in the form NFC"
+                "different Unicode forms; write both in the form NFC"
             )
 
 
@@ -196,7 +212,7 @@ def is_text(stored: pa.DataType) -> bool:
 
 
 def _stored_names(schema: pa.Schema, name: str) -> tuple[str, ...]:
-    """Return the names of the classes of a column of numbers, where a file's metadata has them."""
+    """Return the class names in a file's metadata, or an empty tuple."""
     metadata = schema.metadata or {}
     try:
         if CLASS_NAMES in metadata:

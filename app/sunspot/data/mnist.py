@@ -18,33 +18,34 @@ from sunspot.errors import DataError, shorten
 CLASSES = 10
 
 FILES = tuple(f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+"""Names of the four unpacked files."""
 
 GROUP_ROWS = 4096
-"""Rows of a row group: the files themselves have none."""
+"""Rows in a row group; the files themselves have no groups."""
 
 SOCKET_TIMEOUT_S = 15
-"""Seconds after which a silent server is given up."""
+"""Seconds without an answer after which a server is given up."""
 
 WAIT_S = 900
-"""Seconds that a process waits for the one that downloads."""
+"""Seconds that a process waits for another process to download the files."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MnistSource:
-    """One split of MNIST; a `Source`. Each node reads its own files, and downloads them if missing."""
+    """One split of MNIST; a `Source`. Each node reads its own files, and downloads them if they are missing."""
 
     data_root: str
     split: str
-    "The name that the files have for it: train or t10k."
+    "Prefix of the split's file names: train or t10k."
     row_groups: tuple[int, ...]
     shape: tuple[int, int, int]
     classes: int = CLASSES
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the files' names and shape and, after a '-', of every byte: 0.1 s for the training digits."""
+        """Digest of names and shape, then a '-', then a digest of all bytes (0.1 s for the training digits)."""
         names = (f"{self.split}-images-idx3-ubyte", f"{self.split}-labels-idx1-ubyte")
         layout = json.dumps([names, self.row_groups, self.shape])
         content = digest(*(digest_array(array).encode() for array in _load(self.data_root, self.split)))
@@ -58,12 +59,13 @@ class MnistSource:
         if len(labels) != sum(self.row_groups):
             raise DataError(f"{self.where(0, 0)}: has changed since it was opened; start the run again")
         mine = slice(group * GROUP_ROWS, group * GROUP_ROWS + self.row_groups[group])
-        image, label = images[mine], labels[mine]
+        image = images[mine]
+        label = labels[mine]
         return {"image": image, "label": label} if rows is None else {"image": image[rows], "label": label[rows]}
 
 
 def open_mnist(data_root: str) -> tuple[MnistSource, MnistSource]:
-    """Open the 60,000 training and 10,000 held-out digits; raises `DataError` if neither found nor downloaded."""
+    """Open the 60,000 training and 10,000 held-out digits; raises `DataError` if they cannot be downloaded."""
     data_root = os.path.abspath(os.path.expanduser(data_root))
     _load.cache_clear()  # the files may have been replaced
     sources = []
@@ -83,13 +85,16 @@ def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
         _download(data_root)
     try:
         digits = MNIST(data_root, train=split == "train")
-        images, labels = digits.data.numpy()[:, None], digits.targets.numpy().astype(np.int64)
-        if not len(images) == len(labels) > 0 or labels.max() >= CLASSES:
-            raise ValueError(f"{len(images)} images and {len(labels)} labels of {split}, or labels above 9")
+        images = digits.data.numpy()[:, None]
+        labels = digits.targets.numpy().astype(np.int64)
+        if not len(images) == len(labels) > 0:
+            raise ValueError(f"{split}: {len(images)} images but {len(labels)} labels")
+        if labels.max() >= CLASSES:
+            raise ValueError(f"{split}: label {labels.max()}, but the largest digit is {CLASSES - 1}")
     except Exception as error:  # torchvision's parser raises all kinds
         raise DataError(
-            f"{_raw(data_root)}: the files of {split} are damaged: {shorten(error)}; remove the folder, and they are "
-            "downloaded anew"
+            f"{_raw(data_root)}: the files of {split} are damaged: {shorten(error)}; remove the folder to download "
+            "them again"
         ) from error
     return images, labels
 
@@ -103,16 +108,18 @@ def _find_missing(data_root: str) -> list[str]:
 
 
 def _download(data_root: str) -> None:
-    """Download the missing files, unless another process that shares DATA_ROOT does or did.
+    """Download the missing files, unless another process that shares DATA_ROOT is downloading or has downloaded them.
 
-    They are unpacked in a temporary folder and then moved: a file in its final place is complete.
+    The files are unpacked in a temporary folder and then moved, so a file in its final place is complete.
     """
     from filelock import FileLock, Timeout
 
     aside = Path(data_root) / ".mnist-download"
     try:
         os.makedirs(data_root, exist_ok=True)
-        log.warning("downloading MNIST into %s, or waiting %d s for another process that does", data_root, WAIT_S)
+        log.warning(
+            "downloading MNIST into %s, or waiting up to %d s for another process that downloads it", data_root, WAIT_S
+        )
         with FileLock(os.path.join(data_root, ".mnist.lock"), timeout=WAIT_S):
             missing = _find_missing(data_root)
             if not missing:
@@ -120,7 +127,7 @@ def _download(data_root: str) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             try:
                 if _raw(data_root).exists():
-                    shutil.copytree(_raw(data_root), _raw(str(aside)))  # what is there as .gz is only unpacked
+                    shutil.copytree(_raw(data_root), _raw(str(aside)))  # torchvision only unpacks existing .gz files
                 _fetch(str(aside))
                 _raw(data_root).mkdir(parents=True, exist_ok=True)
                 for name in missing:
@@ -137,12 +144,12 @@ def _download(data_root: str) -> None:
             f"{_raw(data_root)} lacks files of MNIST, and torchvision cannot download it: {shorten(error)}. Put the "
             f"four files there, unpacked: {', '.join(FILES)}; or set SUNSPOT_DATASET=sample, which needs no download"
         )
-        failed.final = False  # a mirror may answer the next time
+        failed.final = False  # the mirror may answer on the next try
         raise failed from error
 
 
 def _fetch(folder: str) -> None:
-    """Run torchvision's own download, with checksums; it sets no timeout itself."""
+    """Run torchvision's own download, which verifies checksums but sets no timeout."""
     from torchvision.datasets import MNIST
 
     before = socket.getdefaulttimeout()

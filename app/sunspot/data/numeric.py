@@ -9,34 +9,38 @@ import pyarrow.compute as pc
 from sunspot.errors import DataError
 from sunspot.formatting import brief
 
-WHOLE, NUMBER = r"^[+-]?[0-9]+$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+INTEGER = r"^[+-]?[0-9]+$"
+"""Pattern of CSV cells that are integers."""
+
+NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+"""Pattern of CSV cells that are numbers."""
 
 BOOLEANS = {"1": ["true", "True", "TRUE"], "0": ["false", "False", "FALSE"]}
-"""Words that Arrow reads as booleans in CSV, by the number that replaces them."""
+"""Words that Arrow reads as booleans in CSV, by the digit that replaces them."""
 
 INT64 = np.iinfo(np.int64)
 
 
-def read_numbers(cells: pa.ChunkedArray, dtype: str, refuse: Callable[[int, str], DataError]) -> pa.ChunkedArray:
+def read_numbers(cells: pa.ChunkedArray, dtype: str, make_error: Callable[[int, str], DataError]) -> pa.ChunkedArray:
     """Read CSV cells as float64 if `dtype` is a float, else as int64; true and false become 1 and 0.
 
-    Raises the error that `refuse` returns for the index of a cell and what is wrong with it.
+    Raises the error that `make_error` returns for the index of a bad cell and a description of its fault.
     """
-    is_whole = np.dtype(dtype).kind in "iu"
-    kind = pa.int64() if is_whole else pa.float64()
+    is_integer = np.dtype(dtype).kind in "iu"
+    kind = pa.int64() if is_integer else pa.float64()
     try:
-        if is_whole and pc.any(pc.match_substring_regex(cells, "[xX]")).as_py():
+        if is_integer and pc.any(pc.match_substring_regex(cells, "[xX]")).as_py():
             raise pa.ArrowInvalid("Arrow would read 0x10 as 16")
         numbers = cells.cast(kind)
     except pa.ArrowInvalid:
-        numbers = _tidy(cells, dtype, is_whole, refuse).cast(kind)
-    if not is_whole:
-        _refuse_inexact_cells(cells, numbers.to_numpy(), dtype, refuse)
+        numbers = _tidy(cells, dtype, is_integer, make_error).cast(kind)
+    if not is_integer:
+        _refuse_inexact_cells(cells, numbers.to_numpy(), dtype, make_error)
     return numbers
 
 
 def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
-    """Return the index of the first integer that a float `dtype` would change; None if it holds all exactly.
+    """Return the index of the first integer that a float `dtype` would change, or None if it represents all exactly.
 
     A float changes integers with more bits than its mantissa, not counting trailing zeros in binary.
     """
@@ -53,7 +57,7 @@ def describe_inexact(number: object, dtype: str) -> str:
     """Return why an integer is refused, and the fix."""
     wider = "int64" if dtype == "float64" else "float64 or int64"
     return (
-        f"has {number}; {dtype} holds whole numbers exactly only up to {_most_exact(dtype)}: declare the column as "
+        f"has {number}; {dtype} represents integers exactly only up to {_most_exact(dtype)}: declare the column as "
         f"{wider}, and subtract or scale in the task"
     )
 
@@ -63,28 +67,28 @@ def _most_exact(dtype: str) -> int:
 
 
 def _tidy(
-    cells: pa.ChunkedArray, dtype: str, is_whole: bool, refuse: Callable[[int, str], DataError]
+    cells: pa.ChunkedArray, dtype: str, is_integer: bool, make_error: Callable[[int, str], DataError]
 ) -> pa.ChunkedArray:
-    """Return cells in the form that Arrow can cast: without surrounding spaces and '+', and with digits for words."""
+    """Return cells that Arrow can cast: without surrounding spaces and '+', and with digits in place of words."""
     tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(cells.combine_chunks()), r"^\+", "")
     for digit, words in BOOLEANS.items():
         tidy = pc.if_else(pc.is_in(tidy, pa.array(words)), digit, tidy)
-    fits = pc.match_substring_regex(tidy, WHOLE if is_whole else NUMBER)
+    fits = pc.match_substring_regex(tidy, INTEGER if is_integer else NUMBER)
     if not pc.all(fits).as_py():
         index = fits.index(False).as_py()
         cell = cells[index].as_py()
-        comma = "; write numbers with a decimal point and without separators of thousands" if "," in cell else ""
-        takes = f"{dtype} takes {'whole numbers' if is_whole else 'numbers'}"
-        raise refuse(index, f"is {repr(brief(cell)) if cell.strip() else 'empty'}; {takes}{comma}")
-    if is_whole:
+        comma = "; write numbers with a decimal point and without thousands separators" if "," in cell else ""
+        takes = f"{dtype} takes {'integers' if is_integer else 'numbers'}"
+        raise make_error(index, f"is {repr(brief(cell)) if cell.strip() else 'empty'}; {takes}{comma}")
+    if is_integer:
         for index in np.flatnonzero(pc.match_substring_regex(tidy, "[0-9]{19}")):
             if not INT64.min <= int(tidy[index].as_py()) <= INT64.max:
-                raise refuse(int(index), f"is {brief(cells[index].as_py())}, which is too large for {dtype}")
+                raise make_error(int(index), f"is {brief(cells[index].as_py())}, which is too large for {dtype}")
     return pa.chunked_array([tidy])
 
 
 def _refuse_inexact_cells(
-    cells: pa.ChunkedArray, numbers: np.ndarray, dtype: str, refuse: Callable[[int, str], DataError]
+    cells: pa.ChunkedArray, numbers: np.ndarray, dtype: str, make_error: Callable[[int, str], DataError]
 ) -> None:
     """Raise an error for the first integer cell that a float `dtype` would change."""
     large = np.flatnonzero(np.abs(numbers) >= _most_exact(dtype))
@@ -93,8 +97,8 @@ def _refuse_inexact_cells(
     with np.errstate(over="ignore"):
         held = numbers[large].astype(dtype)
     chosen = pc.utf8_trim_whitespace(cells.take(large))
-    digits = np.asarray(pc.match_substring_regex(chosen, WHOLE)) & np.isfinite(held)
+    digits = np.asarray(pc.match_substring_regex(chosen, INTEGER)) & np.isfinite(held)
     for place in np.flatnonzero(digits):
         cell = chosen[place].as_py()
         if int(cell) != int(held[place]):
-            raise refuse(int(large[place]), describe_inexact(cell, dtype))
+            raise make_error(int(large[place]), describe_inexact(cell, dtype))

@@ -1,15 +1,15 @@
-"""Which rows each optimizer step consumes, and which of them each worker takes.
+"""The rows that each optimizer step takes, and which of them each worker takes.
 
 Everything here is a pure function of the seed, the epoch and the dataset's row groups. The world size only divides a
-step among the workers. So a run takes the same steps on any number of workers, and its position in the data is one
-number: how many optimizer steps it has taken. Ten rows with a global batch size of 4, on two workers:
+step among the workers. A run therefore takes the same steps on any number of workers, and its position in the data is
+one number: how many optimizer steps it has taken. Ten rows with a global batch size of 4, on two workers:
 
     the epoch's order (`Order`)        7 2 9 0   4 1 8 3   5 6
     cut into steps (`Steps`)          |   0    |    1    |  2  |
     rank 0 takes (`share`)             7 2       4 1       5 6
     rank 1 takes                           9 0       8 3            too few rows for both
 
-Each worker then takes its share in one or more forward passes (`micro_batches`).
+Each worker then takes its rows in one or more forward passes (`micro_batches`).
 """
 
 import functools
@@ -24,13 +24,13 @@ import numpy as np
 from sunspot.data.fingerprint import digest, digest_array
 
 MIN_ROWS = 2
-"""Batch norm needs two rows in a forward pass."""
+"""Number of rows that batch norm needs in a forward pass."""
 
 WINDOW_ROWS = 8192
-"""Rows of a shuffle window of LOADER=ray, the unit of reading. A change moves every row: positions mean others then."""
+"""Rows in a shuffle window of LOADER=ray. Changing it reorders all rows, so stored positions would mean other rows."""
 
-PROVEN_ROWS = 1 << 20
-"""Most rows of a window that `Order.checksum` looks at: of a larger one, it permutes as many."""
+CHECKSUM_ROWS = 1 << 20
+"""Largest number of rows that `Order.checksum` permutes, even if a window has more."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +45,34 @@ class Steps:
 
     @property
     def per_epoch(self) -> int:
+        """Number of steps in an epoch."""
         full, rest = divmod(self.rows, self.batch)
         return max(1, full + (rest >= MIN_ROWS))
 
     @property
     def sizes(self) -> set[int]:
-        """How many rows a step may have: the last one of an epoch may have fewer, or one more."""
+        """Numbers of rows that a step can have.
+
+        The last step of an epoch may have fewer rows than the others, or one row more.
+        """
         return {end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1))}
 
     def total(self, epochs: int, limit: int) -> int:
-        """Steps of so many epochs, at most `limit` (0: no limit)."""
+        """Return the number of steps in `epochs` epochs, at most `limit` (0: no limit)."""
         return min(epochs * self.per_epoch, limit or epochs * self.per_epoch)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and last-plus-one position, in the epoch's order, of step 0 .. per_epoch - 1."""
+        """Return the first and last-plus-one position of a step (0 .. per_epoch - 1) in the epoch's order."""
         return step * self.batch, self.rows if step == self.per_epoch - 1 else (step + 1) * self.batch
 
     def share(self, step: int, world_size: int, rank: int) -> tuple[int, int]:
-        """First and last-plus-one position of the rows of `step` that `rank` takes."""
+        """Return the first and last-plus-one position of the rows of `step` that `rank` takes."""
         first, last = self.bounds(step)
         begin, end = share(last - first, world_size, rank)
         return first + begin, first + end
 
     def ranks(self, world_size: int, first: int, last: int) -> np.ndarray:
-        """Return which worker takes each position `first` .. `last` - 1, by `share`; int64 [last - first]."""
+        """Return the rank that takes each position `first` .. `last` - 1, int64 [last - first]."""
         positions = np.arange(first, last)
         steps = np.minimum(positions // self.batch, self.per_epoch - 1)
         begins = steps * self.batch
@@ -78,15 +82,15 @@ class Steps:
         return np.maximum(places // (size + 1), (places - longer) // size)
 
     def workers(self, world_size: int) -> int:
-        """Return how many workers, from rank 0, get rows in any step: all, unless the steps are small."""
+        """Return the number of workers, from rank 0, that get rows in any step: all of them unless steps are small."""
         return max(1, min(world_size, max(self.sizes) // MIN_ROWS))
 
 
 def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the slice of a step's `rows` rows that `rank` takes.
 
-    Shares differ by at most one row and have at least MIN_ROWS; if a step is too small for that, the last ranks get
-    none.
+    Slices differ by at most one row and have at least MIN_ROWS. If a step is too small for that, the last ranks get no
+    rows.
     """
     workers = max(1, min(world_size, rows // MIN_ROWS))
     if rank >= workers:
@@ -105,14 +109,14 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
 
 @functools.cache
 def largest_pass(rows: int, world_size: int, limit: int) -> int:
-    """Count the rows of the largest forward pass that any worker makes in a step of `rows` rows."""
+    """Return the number of rows in the largest forward pass that any worker makes in a step of `rows` rows."""
     sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
-    # Not the largest share alone: cut into one part more, its parts may be smaller.
+    # The largest share need not have the largest pass: if it is cut into one more part, its parts may be smaller.
     return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))
 
 
 def forward_passes(rows: int, world_size: int, limit: int) -> int:
-    """Forward passes of a step of `rows` rows on rank 0, which has the largest share."""
+    """Return the number of forward passes in a step of `rows` rows on rank 0, which takes the most rows."""
     begin, end = share(rows, world_size, 0)
     return len(list(micro_batches(end - begin, limit)))
 
@@ -131,7 +135,8 @@ class Order:
     """The order in which each epoch visits the rows.
 
     Row groups are permuted, then cut into windows of at least `window_rows` rows, and the rows of each window are
-    permuted. So a reader never holds more than a window. With one window, the order is a permutation of all rows.
+    permuted. A reader therefore never holds more than one window. With a single window, the order is a permutation of
+    all rows.
     """
 
     row_groups: tuple[int, ...]
@@ -149,13 +154,14 @@ class Order:
             last += self.row_groups[group]
             if last - first >= self.window_rows:
                 windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
-                groups, first = [], last
+                groups = []
+                first = last
         if groups:
             windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
         return windows
 
     def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-        """Return the rows of a window in the order they are visited, `dtype` [last - first].
+        """Return the rows of a window in the order in which they are visited, `dtype` [last - first].
 
         Rows are numbered through `window.groups` laid end to end; `locate_rows` finds them there.
         """
@@ -164,26 +170,27 @@ class Order:
         return rows
 
     def checksum(self) -> str:
-        """Return a digest of the first epoch's windows and of the rows of the first of them.
+        """Return a digest of the first epoch's windows and of the order of the rows in the first window.
 
-        The seed gives other rows when this changes: NumPy does not promise the same shuffle in all of its versions.
+        If it changes, the same seed gives another order: NumPy does not promise the same shuffle in all of its
+        versions.
         """
         windows = self.windows(1)
-        first = windows[0]._replace(last=min(windows[0].last, PROVEN_ROWS))
+        first = windows[0]._replace(last=min(windows[0].last, CHECKSUM_ROWS))
         groups = json.dumps([window.groups for window in windows])
         return digest(groups.encode(), digest_array(self.permutation(1, first)).encode())
 
 
 def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
-    """Return the order of a run by its LOADER: torch has all rows in memory, and permutes them as one window."""
+    """Return the order for a run's LOADER: torch keeps all rows in memory, and permutes them as one window."""
     rows = sum(row_groups)
     return Order((rows,), seed, rows) if loader == "torch" else Order(tuple(row_groups), seed, WINDOW_ROWS)
 
 
 def locate_rows(lengths: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Look up rows that are numbered through groups of `lengths` rows laid end to end.
+    """Return the group and the position in it for rows that are numbered through groups of `lengths` rows.
 
-    Returns, for each, the group it is in (index into `lengths`) and its position there; both int64.
+    Groups are indices into `lengths`; both results are int64.
     """
     ends = np.cumsum(lengths)
     which = np.searchsorted(ends, rows, side="right")

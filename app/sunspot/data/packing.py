@@ -1,7 +1,7 @@
-"""Lists of any length, such as documents of tokens, laid end to end and cut into rows of one length.
+"""Packs lists of any length, such as documents of tokens, into rows of one length.
 
-Each row group is packed for itself, so a reader of one needs no other, and every value is in one row exactly once. Only
-the last row of a group is filled up.
+The lists of a row group are laid end to end and cut into rows. Each row group is packed independently, so a reader
+needs no other group, and every value is in exactly one row. Only the last row of a group is padded.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
 
 POSITION = "position"
-"""The column that tells lists apart: int32 [n, length], the place of each value in its list, from 0 in every row."""
+"""Column that separates lists: int32 [n, length], the position of each value in its list, from 0 in every row."""
 
 
 @dataclass(frozen=True)
 class PackedSource:
     """Rows of `length` values; a `Source`.
 
-    They have the declared columns [n, length], of each NAME_length, int64 [n]: how many values are not filled up, and
-    `position`.
+    Its columns are the declared columns, [n, length], and `position`. For each declared column, NAME_length is the
+    number of values that are not padding, int64 [n].
     """
 
     table: TableSource
@@ -38,7 +38,7 @@ class PackedSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Values of a row."""
+        """Number of values in a row."""
         return (self.length,)
 
     @cached_property
@@ -68,7 +68,7 @@ class PackedSource:
         begins = np.zeros(count * self.length, np.int64)
         begins[:used] = np.repeat(np.cumsum(lengths) - lengths, lengths)
         places = np.arange(len(begins))
-        begins[used:] = places[used:]  # what is filled up belongs to no list
+        begins[used:] = places[used:]  # padding belongs to no list
         in_list = places - np.maximum(begins, places // self.length * self.length)
         return found | {POSITION: in_list.astype(np.int32).reshape(count, self.length)[chosen]}
 
@@ -76,14 +76,15 @@ class PackedSource:
 def open_packed(
     settings: Settings, columns: Mapping[str, Column], length: int
 ) -> tuple[PackedSource, PackedSource | None]:
-    """Open a table like `open_table`, but pack lists into rows of `length` values; all columns are packed alike.
+    """Open a table like `open_table`, but pack its lists into rows of `length` values.
 
-    All lists are read once, to count their values.
+    All columns are cut at the same positions. All lists are read once, to count their values.
     """
-    if wrong := [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]:
+    wrong = [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]
+    if wrong:
         raise SettingsError(
             f"{PREFIX}TASK={settings.task}: column {wrong[0]!r} cannot be packed; declare it without shape and "
-            f"longest, and not as {POSITION!r}"
+            f"longest, and not with the name {POSITION!r}"
         )
     train, test = open_table(settings, {name: replace(column, longest=length) for name, column in columns.items()})
     return _pack(train, length), _pack(test, length) if test else None

@@ -1,4 +1,4 @@
-"""Parses CSV and JSON lines with Arrow: text stays as it is written, and errors name the line."""
+"""Parses CSV and JSON lines with Arrow. Text is kept as written, and errors name the line."""
 
 import contextlib
 import csv
@@ -20,26 +20,33 @@ from sunspot.errors import DataError, shorten
 from sunspot.formatting import as_bytes, brief, plural
 
 BLOCK_BYTES = 16 << 20
-"""Size of the blocks that Arrow parses at a time, and so of the largest row."""
+"""Size of the blocks that Arrow parses at a time, which is also the largest size of a row."""
 
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 """Separators that other programs write instead of commas, with their names."""
 
-PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+MAGIC_BYTES = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
 """First bytes of compressed files, by format."""
 
-LAST_ROW = "sunspot's own last row"
+MARKER_ROW = "sunspot's own last row"
+"""Content of the row that `_refuse_open_quote` appends."""
 
 MAX_EXACT = 2.0**53
-"""Up to here a float64 holds each integer."""
+"""Largest magnitude up to which a float64 represents every integer."""
 
-csv.field_size_limit(1 << 30)  # Python's reader takes cells of up to 131,072 characters by default
+csv.field_size_limit(1 << 30)  # Python's default limit is 131,072 characters a cell
 
 
 def read_csv(content: bytes, path: str) -> pa.Table:
     """Parse CSV. All columns are text, because only the task's declaration says which are numbers.
 
-    Raises `DataError` that names the line.
+    Raises `DataError`, which names the line.
     """
     reading = pa.csv.ReadOptions(block_size=BLOCK_BYTES)
     parsing = pa.csv.ParseOptions(newlines_in_values=True)
@@ -59,13 +66,13 @@ def read_csv(content: bytes, path: str) -> pa.Table:
 
 
 def read_json_lines(content: bytes, path: str) -> pa.Table:
-    """Parse JSON lines; strings stay strings, whatever they look like. Raises `DataError`."""
+    """Parse JSON lines. Strings stay strings, even if they look like dates. Raises `DataError`."""
     if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
         raise DataError(f"{path}: is one JSON array; write each of its objects on its own line (jq -c '.[]' does)")
     reading = pa.json.ReadOptions(block_size=BLOCK_BYTES)
     try:
         table = pa.json.read_json(pa.BufferReader(content), reading)
-        # Arrow makes timestamps of strings that look like dates; JSON itself has none.
+        # Arrow turns strings that look like dates into timestamps, which JSON does not have.
         strings = [field.with_type(map_type(field.type, _timestamp_to_text)) for field in table.schema]
         changed = [new for new, old in zip(strings, table.schema, strict=True) if new != old]
         if changed:
@@ -78,14 +85,14 @@ def read_json_lines(content: bytes, path: str) -> pa.Table:
 
 
 def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
-    """Find the columns in which Arrow has changed an integer of JSON lines, and describe the first one of each.
+    """Describe the first integer of JSON lines that Arrow has changed, for each column that has one.
 
-    Arrow makes a column float64 if it has a fraction, or an integer that int64 cannot hold.
+    Arrow makes a column float64 if it has a fraction or an integer that does not fit into int64.
     """
     found: dict[str, str] = {}
     suspects = {field.name: field.type for field in table.schema if _has_large_floats(table.column(field.name))}
     for number, line in enumerate(io.BytesIO(content) if suspects else (), 1):
-        with contextlib.suppress(ValueError):  # Arrow's parser takes some lines that Python's refuses
+        with contextlib.suppress(ValueError):  # Arrow parses some lines that Python refuses
             row = json.loads(line)
             for name, stored in suspects.items():
                 changed = _find_changed(row.get(name), stored)
@@ -95,7 +102,7 @@ def find_inexact_integers(content: bytes, table: pa.Table) -> dict[str, str]:
 
 
 def _has_large_floats(values: pa.ChunkedArray) -> bool:
-    """Return True if a column has floats, at any depth, that may stand for an integer which they do not hold."""
+    """Return True if a column has floats, at any depth, that may replace an integer that they cannot represent."""
     if pa.types.is_list(values.type):
         return _has_large_floats(pc.list_flatten(values))
     if pa.types.is_struct(values.type):
@@ -104,7 +111,7 @@ def _has_large_floats(values: pa.ChunkedArray) -> bool:
 
 
 def _find_changed(value: Any, stored: pa.DataType) -> int | None:
-    """Return the first integer in a value of JSON that differs from the float which stands for it in a type."""
+    """Return the first integer in a JSON value that its float in Arrow does not equal, or None."""
     inner: Iterator[tuple[Any, pa.DataType]] = iter(())
     if isinstance(value, list) and pa.types.is_list(stored):
         inner = ((each, stored.value_type) for each in value)
@@ -121,7 +128,7 @@ def find_line(content: bytes, row: int) -> int:
 
 
 def find_json_line(content: bytes, row: int, rows: int) -> int:
-    """Return the line, from 1, of a row of JSON lines; 0 unless each of all `rows` has a line of its own."""
+    """Return the line, from 1, of a row of JSON lines; 0 unless all `rows` are on lines of their own."""
     lines = [number for number, line in enumerate(io.BytesIO(content), 1) if line.strip()]
     return lines[row] if len(lines) == rows else 0
 
@@ -131,11 +138,11 @@ def _timestamp_to_text(stored: pa.DataType) -> pa.DataType:
 
 
 def _read_records(content: bytes) -> Iterator[tuple[int, list[str]]]:
-    """Yield each record of CSV, beginning with the header: the line on which it begins, and its cells."""
+    """Yield each record of CSV, the header first: the line on which it begins, and its cells."""
     reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", errors="replace", newline=""))
     line = 1
     for cells in reader:
-        if cells:  # Arrow passes over blank lines, too
+        if cells:  # Arrow skips blank lines, too
             yield line, cells
         line = reader.line_num + 1
 
@@ -143,10 +150,10 @@ def _read_records(content: bytes) -> Iterator[tuple[int, list[str]]]:
 def _refuse_open_quote(content: bytes, path: str) -> None:
     """Raise `DataError` if a quote in CSV is never closed, because its cell would swallow all later rows.
 
-    To find that, a marker row is appended. It is missing if such a cell has swallowed it.
+    The check appends a marker row, which is missing if an open quote swallows it.
     """
-    [(line, cells)] = deque(_read_records(content + b"\n" + LAST_ROW.encode()), maxlen=1)
-    if cells != [LAST_ROW]:
+    [(line, cells)] = deque(_read_records(content + b"\n" + MARKER_ROW.encode()), maxlen=1)
+    if cells != [MARKER_ROW]:
         raise DataError(
             f'{path}: a cell of the row that begins on line {line} opens a quote (") that is never closed and contains '
             "the rest of the file; close it, or double quotes within a quoted cell"
@@ -176,14 +183,14 @@ def _explain_csv(content: bytes, error: Exception) -> str:
 
 
 def _explain_text(content: bytes) -> str:
-    """Return why content is not UTF-8 text, and the fix; empty if it is."""
+    """Return why the content is not UTF-8 text, and the fix; empty if it is."""
     if not content.strip():
-        return "is empty; write rows into it, or remove it"
-    packed = [kind for start, kind in PACKED.items() if content.startswith(start)]
+        return "is empty; add rows, or remove it"
+    packed = [kind for start, kind in MAGIC_BYTES.items() if content.startswith(start)]
     if packed:
         return f"is compressed ({packed[0]}); unpack it"
     if b"\0" in content[:1000]:
-        return "is UTF-16, or no text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8 does)"
+        return "is UTF-16 or binary; save it as UTF-8 (iconv -f UTF-16 -t UTF-8 does)"
     for number, line in enumerate(io.BytesIO(content), 1):
         try:
             line.decode()
@@ -197,7 +204,7 @@ def _explain_text(content: bytes) -> str:
 
 
 def _find_separator(header: list[str]) -> str:
-    """Return a message that names the separator used instead of commas, with the fix; empty if there is none."""
+    """Return a message that names the separator used instead of commas, with the fix; empty if commas are used."""
     found = next((separator for separator in SEPARATORS if separator in header[0]), "")
     if len(header) > 1 or not found:
         return ""

@@ -1,15 +1,15 @@
 """LOADER=ray: rows streamed by Ray Data, which reads and decodes them in tasks anywhere in the cluster.
 
-One stream serves all workers. It runs through the rounds of the run, from its position to its end: a round is a few
-shuffle windows, read by one task, which cuts them into a part for each worker. So each row is read once, whatever the
-number of workers, and each worker gets exactly its own rows, in the order its steps consume them:
+One stream serves all workers, in rounds, from the run's position to its end. A round is a few shuffle windows. One task
+reads it and cuts it into a part for each worker. Each row is therefore read once, for any number of workers, and each
+worker gets exactly its own rows, in the order in which its steps take them:
 
     `RoundPlanner`                       | round 0               | round 1               | ...
     `RoundReader`, in a task per round   | part 0 | part 1 | ... | part 0 | part 1 | ... |
     rank 1 takes (`streaming_split`)              | part 1 |              | part 1 |
 
-A part is one row to Ray Data, with all of its columns in it: then Ray's split, which evens out rows in the order they
-come, gives part r to rank r. Only the position in the data has to be stored, and no worker's stream ends before
+To Ray Data, a part is a single row with all of its columns. Ray's split balances rows in the order in which they
+arrive, so part r goes to rank r. Only the position in the data has to be stored, and no worker's stream ends before
 another's.
 """
 
@@ -30,21 +30,25 @@ from sunspot.data.source import Batch, DataPlan, Source
 from sunspot.errors import DataError, SunspotError
 
 PART_BYTES = 1 << 20
-"""Windows are read together until each worker's part of a round has about so many bytes: each part costs Ray Data the
-same, however small. A round is at least one window."""
+"""Target size in bytes of a worker's part of a round. Small parts are avoided, because each part costs Ray Data the
+same. A round has at least one window."""
 
 MAX_BLOCKS = 1000
-"""Blocks of the index of held-out rows: more only cost scheduling, as a task yields its pieces one by one."""
+"""Largest number of blocks in the index of held-out rows. More blocks would only cost scheduling, because a task yields
+its pieces one by one."""
 
-PREFETCH_PARTS, PREFETCH_BATCHES = 2, 4
-"""Prepared in advance by each worker: parts of rounds, and batches of held-out rows."""
+PREFETCH_PARTS = 2
+"""Number of parts of rounds that each worker prepares in advance."""
+
+PREFETCH_BATCHES = 4
+"""Number of batches of held-out rows that each worker prepares in advance."""
 
 Columns: TypeAlias = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Plans the rounds of a run, in one task of Ray Data, as they are needed; each epoch's windows once."""
+    """Plans the rounds of a run on demand, in one task of Ray Data. The windows of each epoch are computed once."""
 
     order: Order
     steps: Steps
@@ -52,9 +56,9 @@ class RoundPlanner:
     round_rows: int
 
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
-        """Yield for each round from `step` on `epoch`, `first` and `last` position, `windows`, their groups' `starts`.
+        """Yield each round from `step` on: `epoch`, `first` and `last` position, `windows`, and `starts`.
 
-        A start is the id of a group's first row.
+        The starts are the ids of the first rows of each window's groups.
         """
         starts = np.cumsum([0, *self.order.row_groups])
         for epoch, first, last in self._epochs(*start["step"].to_pylist()):
@@ -65,7 +69,7 @@ class RoundPlanner:
                 yield pa.Table.from_pylist([{"epoch": epoch, **bounds, "windows": described, "starts": firsts}])
 
     def _epochs(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """Number (from 1), first and last-plus-one position of each epoch, from `step` to the end of the run."""
+        """Yield the number (from 1) and the first and last-plus-one position of each epoch, from `step` on."""
         while step < self.total_steps:
             epoch, first = divmod(step, self.steps.per_epoch)
             last = min(self.steps.per_epoch, first + self.total_steps - step)
@@ -73,7 +77,7 @@ class RoundPlanner:
             step += last - first
 
     def _rounds(self, epoch: int, first: int, last: int) -> Iterator[list[ShuffleWindow]]:
-        """Yield the windows that hold the positions `first` .. `last` - 1, round by round."""
+        """Yield the windows that hold the positions `first` .. `last` - 1, grouped by round."""
         together: list[ShuffleWindow] = []
         for window in self.order.windows(epoch):
             if window.first < last and first < window.last:
@@ -94,11 +98,13 @@ class RoundReader:
     steps: Steps
     world_size: int
     streams: int
-    "Workers that get a part: those that get rows in any step."
+    "Number of workers that get rows in any step, and therefore get a part."
 
     def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
-        """For each of the planner's rounds, each worker's part: its rows' columns [1, n, ...], its `_rank` [1], and
-        where the round begins, `_epoch` and `_first` [1].
+        """Yield each worker's part of the planned rounds.
+
+        A part has its rows' columns [1, n, ...], its `_rank` [1], and `_epoch` and `_first` [1], where the round
+        begins.
         """
         for given in rounds.to_pylist():
             ranks = self.steps.ranks(self.world_size, given["first"], given["last"])
@@ -110,11 +116,12 @@ class RoundReader:
                 yield {"_rank": np.array([rank]), **where, **part}
 
     def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
-        """Read the rows of a round, each into its place."""
+        """Read the rows of a round, and put each at its position in `places`."""
         columns: Columns = {}
         for described, starts in zip(given["windows"], given["starts"], strict=True):
             window = ShuffleWindow(**described)
-            first, last = max(given["first"], window.first), min(given["last"], window.last)
+            first = max(given["first"], window.first)
+            last = min(given["last"], window.last)
             wanted = self.order.permutation(given["epoch"], window)[first - window.first : last - window.first]
             to = places[first - given["first"] : last - given["first"]]
             which, rows = locate_rows([self.source.row_groups[group] for group in window.groups], wanted)
@@ -137,9 +144,10 @@ def read_pieces(pieces: dict[str, np.ndarray], source: Source) -> Iterator[dict[
 
 
 def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
-    """Cut row groups into pieces, rows `first` .. `last` - 1 of a `group`, so that each rank evaluates as many rows.
+    """Return a rank's pieces of row groups: rows `first` .. `last` - 1 of a `group`.
 
-    One worker takes neighbouring rows, so that most groups are read once, and a group of a million rows is shared.
+    All ranks get equally many rows. A worker takes adjacent rows, so most groups are read once, and a group of a
+    million rows is divided.
     """
     begin, end = (sum(row_groups) * number // world_size for number in (rank, rank + 1))
     bounds = enumerate(pairwise(accumulate(row_groups, initial=0)))
@@ -151,17 +159,20 @@ def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[di
 
 
 class StepStreams(ray.train.DataConfig):
-    """Gives every worker the rows of its steps, of which Ray's own split of a dataset knows nothing.
+    """Gives every worker the rows of its steps, which Ray's own split of a dataset cannot do.
 
-    Ray asks for new streams for each worker group; `start` returns the step that the group starts from.
+    Ray asks for new streams for each worker group. `start` returns the step at which the group begins.
     """
 
     def __init__(self, data: DataPlan, total_steps: int, start: Callable[[], int], reading_cpus: float = 1.0) -> None:
         super().__init__()
         self._reading_cpus = reading_cpus
-        self._source, self._test, self._steps = data.train, data.test, data.steps
+        self._source = data.train
+        self._test = data.test
+        self._steps = data.steps
         self._order = run_order("ray", data.train.row_groups, data.seed)
-        self._total_steps, self._start = total_steps, start
+        self._total_steps = total_steps
+        self._start = start
 
     def configure(self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         [name] = datasets
@@ -174,8 +185,8 @@ class StepStreams(ray.train.DataConfig):
         planner = RoundPlanner(self._order, self._steps, self._total_steps, round_rows)
         reader = RoundReader(self._source, self._order, self._steps, world_size, streams)
         rounds = ray.data.from_items([{"step": self._start()}])
-        rounds.context.execution_options.preserve_order = True  # or parts would go to whoever has the fewest first
-        rounds.context.target_max_block_size = 1  # a round in each block, and then a part
+        rounds.context.execution_options.preserve_order = True  # else the rank with the fewest parts gets the next
+        rounds.context.target_max_block_size = 1  # one round in each block, and later one part
         rounds = rounds.map_batches(planner, batch_size=None, batch_format="pyarrow", num_cpus=0)
         parts = rounds.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=self._reading_cpus)
         splits = parts.streaming_split(streams)
@@ -195,10 +206,13 @@ class StepStreams(ray.train.DataConfig):
 
 
 class RayLoader:
-    """This worker's batches, cut from its streams."""
+    """Batches of this worker, cut from its streams."""
 
     def __init__(self, steps: Steps, world_size: int, rank: int, device: torch.device, has_test: bool) -> None:
-        self._steps, self._world_size, self._rank, self._device = steps, world_size, rank, device
+        self._steps = steps
+        self._world_size = world_size
+        self._rank = rank
+        self._device = device
         self._stream = ray.train.get_dataset_shard("train")
         self._test = ray.train.get_dataset_shard("test") if has_test else None
         self._pin = device.type == "cuda"
@@ -206,19 +220,22 @@ class RayLoader:
         self._left: Batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); {} if it has no rows."""
+        """Yield this worker's rows of the steps `first` .. `last` - 1 of an epoch (from 1).
+
+        A step without rows yields {}.
+        """
         if not self._parts and self._rank < self._steps.workers(self._world_size):
-            # In main memory: a part may have more rows than fit on a GPU beside the model.
+            # Parts stay in main memory, because they may not fit on a GPU beside the model.
             options = {"batch_size": None, "prefetch_batches": PREFETCH_PARTS, "pin_memory": self._pin}
             self._parts = iter(self._stream.iter_torch_batches(device="cpu", **options))
-            # Also before a step without rows: the stream begins when all have asked.
+            # Every rank asks, even before a step without rows, because the stream begins when all have asked.
             self._left = self._next_part(begins_at=(epoch, self._steps.bounds(first)[0]))
         for step in range(first, last):
             begin, end = self._steps.share(step, self._world_size, self._rank)
             yield self._take(end - begin)
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Return this worker's part of the held-out rows, each row on exactly one worker."""
+        """Return this worker's part of the held-out rows. Each row goes to exactly one worker."""
         assert self._test
         options = {"batch_size": batch_size, "prefetch_batches": PREFETCH_BATCHES, "pin_memory": self._pin}
         return iter(self._test.iter_torch_batches(device=self._device, **options))
@@ -242,9 +259,9 @@ class RayLoader:
         if int(part.pop("_rank")) != self._rank:
             raise SunspotError(f"rank {self._rank}: Ray {ray.__version__} gave it another worker's rows")
         begins = int(part.pop("_epoch")), int(part.pop("_first"))
-        if begins_at and begins != begins_at:  # storage may have shown an older attempt to whoever made the stream
+        if begins_at and begins != begins_at:  # storage may have shown an older attempt when the stream was made
             raise RuntimeError(
-                f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, and the step "
-                f"at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group asks for another stream"
+                f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, but its step "
+                f"begins at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group gets another stream"
             )
         return {name: column[0] for name, column in part.items()}

@@ -1,6 +1,6 @@
-"""All rows of a dataset in memory, once on each node: its workers map the same pages, and each reads a part of them.
+"""Loads all rows of a dataset into memory once per node. The node's workers map the same pages, and each reads a part.
 
-Where that does not work (a sandbox that hides /proc), each worker has the rows to itself.
+If memory cannot be shared (in a sandbox that hides /proc), each worker loads all rows for itself.
 """
 
 import contextlib
@@ -15,29 +15,29 @@ import torch
 
 from sunspot.cgroup import memory_left
 from sunspot.data.source import Batch, Source, rows_in
-from sunspot.data.table_files import forget_files
+from sunspot.data.table_files import clear_file_cache
 from sunspot.errors import DataError
 from sunspot.formatting import as_bytes
 from sunspot.shared_pages import Pages, map_pages
 
 ALIGNMENT = 64
-"""Columns begin at multiples of so many bytes."""
+"""Bytes to whose multiples the beginning of a column is aligned."""
 
 MEMORY_WAIT_S = 20.0
-"""How long memory is waited for: processes of the worker group before may not have ended yet."""
+"""Seconds to wait for free memory, because processes of the previous worker group may not have ended yet."""
 
 
 class LocalWorkers(NamedTuple):
-    """How this worker and the others speak to each other; all call each of the functions together."""
+    """Communication among the workers. All workers call each function together."""
 
     rank: int
     world_size: int
     node: str
-    "Workers on the same node can share memory."
+    "Name of the node. Workers on the same node can share memory."
     gather: Callable[[Any], list[Any]]
-    "Returns every worker's object, by rank."
+    "Function that returns every worker's object, by rank."
     finish: Callable[[Callable[[], None]], None]
-    "Runs a function, and returns once it has returned on all workers."
+    "Function that calls its argument, and returns when the call has returned on all workers."
 
 
 class _Column(NamedTuple):
@@ -47,37 +47,41 @@ class _Column(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes, with those up to the next column."""
+        """Bytes, including the padding before the next column."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def cut(self, pages: np.ndarray) -> np.ndarray:
-        """Return the column, at the beginning of some pages."""
+        """Return the column that begins at the start of `pages`."""
         return np.frombuffer(pages, self.dtype, math.prod(self.shape)).reshape(self.shape)
 
 
 def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
-    """Load all rows of each source: a tensor for each column, not to be written to, with the row of id k at k.
+    """Load all rows of each source as a read-only tensor for each column, with the row of id k at index k.
 
-    Raises like `Source.read`, and `DataError` if a node has too little memory.
+    Raises the errors of `Source.read`, and `DataError` if a node has too little memory.
     """
     plans = [_plan_columns(source) for source in sources]
     size = sum(column.size for plan in plans for column in plan)
-    pages, number, readers = _share_pages(size, workers)
-    need = size if pages is not None else size * readers
-    if pages is None:
-        pages, number, readers = np.empty(size, np.uint8), 0, 1
-    workers.finish(lambda: _await_memory(need) if number == 0 else None)
+    shared = _share_pages(size, workers)
+    need = size
+    if shared.pages is None:
+        need = size * shared.workers
+        shared = SharedPages(np.empty(size, np.uint8), number=0, workers=1)
+    workers.finish(lambda: _await_memory(need) if shared.number == 0 else None)
+    pages = shared.pages
+    assert pages is not None
     loaded = []
     for plan in plans:
         columns = {}
         for column in plan:
-            columns[column.name], pages = column.cut(pages), pages[column.size :]
+            columns[column.name] = column.cut(pages)
+            pages = pages[column.size :]
         loaded.append(columns)
 
     def read() -> None:
         for source, columns in zip(sources, loaded, strict=True):
             ends = np.cumsum(source.row_groups)
-            for group in range(number, len(source.row_groups), readers):
+            for group in range(shared.number, len(source.row_groups), shared.workers):
                 first = ends[group] - source.row_groups[group]
                 if first == ends[group]:
                     continue
@@ -85,7 +89,7 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
                     columns[name][first : ends[group]] = values
 
     workers.finish(read)
-    forget_files()  # parsed text takes as much memory again
+    clear_file_cache()  # parsed text would double the memory
     return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
 
 
@@ -96,11 +100,19 @@ def _plan_columns(source: Source) -> list[_Column]:
     return [_Column(name, (rows_in(source), *values.shape[1:]), values.dtype) for name, values in first.items()]
 
 
-def _share_pages(size: int, workers: LocalWorkers) -> tuple[np.ndarray | None, int, int]:
-    """Pages that all workers of this node have, uint8 [size], or None if one of them does not get them.
+class SharedPages(NamedTuple):
+    """Memory for the rows, uint8 [size], and the workers of this node that use it."""
 
-    Also this worker's number among those of its node, and how many they are. The pages take memory once they are used.
-    """
+    pages: np.ndarray | None
+    "Memory of all rows; None if a worker of this node cannot map it."
+    number: int
+    "Number of this worker among the workers of its node."
+    workers: int
+    "Number of workers on this node."
+
+
+def _share_pages(size: int, workers: LocalWorkers) -> SharedPages:
+    """Map pages that all workers of this node share. They take memory once they are written to."""
     mine = Pages(size)
     paths = [path for node, path in workers.gather((workers.node, mine.path)) if node == workers.node]
     pages = None
@@ -108,18 +120,18 @@ def _share_pages(size: int, workers: LocalWorkers) -> tuple[np.ndarray | None, i
         pages = map_pages(paths[0], size, shared=True).numpy()
     answers = workers.gather((workers.node, pages is not None))
     mine.close()
-    shared = all(mapped for node, mapped in answers if node == workers.node)
-    return pages if shared else None, paths.index(mine.path), len(paths)
+    all_mapped = all(mapped for node, mapped in answers if node == workers.node)
+    return SharedPages(pages if all_mapped else None, paths.index(mine.path), len(paths))
 
 
 def _await_memory(size: int) -> None:
-    """Return once the node has so many bytes of memory left; raise `DataError` if it does not get them."""
+    """Block until the node has `size` bytes of free memory; raises `DataError` if that takes too long."""
     until = time.monotonic() + MEMORY_WAIT_S
     while (left := memory_left()) is not None and left < size:
         if time.monotonic() >= until:
             raise DataError(
-                f"{socket.gethostname()}: all rows in memory take {as_bytes(size)}, and {as_bytes(left)} are left "
-                "there; give the workers more memory, or set SUNSPOT_LOADER=ray, which streams the rows (a run that "
-                "has begun keeps its loader: choose another SUNSPOT_RUN_NAME)"
+                f"{socket.gethostname()}: all rows in memory take {as_bytes(size)}, but only {as_bytes(left)} are "
+                "left there; give the workers more memory, or set SUNSPOT_LOADER=ray, which streams the rows (a run "
+                "that has begun keeps its loader: choose another SUNSPOT_RUN_NAME)"
             )
         time.sleep(1.0)

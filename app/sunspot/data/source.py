@@ -1,4 +1,4 @@
-"""`Source`, through which both loaders read rows, and how the settings select one."""
+"""`Source`, through which both loaders read rows, and the record of a model's data in its checkpoints."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import itertools
 import math
 import pickle
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from sunspot.data.fingerprint import digest, spread
+from sunspot.data.fingerprint import digest, spread_evenly
 from sunspot.data.order import Steps
 from sunspot.errors import DataError
 from sunspot.settings import Settings
@@ -21,25 +20,26 @@ if TYPE_CHECKING:
     import torch
 
 HELD_OUT = "held_out"
-"""The one column of `RowNumbers`, uint8 [n]: whether the ids are those of held-out rows."""
+"""Name of the only column of `RowNumbers`: uint8 [n], 1 for held-out rows."""
 
-LOOKED_AT = 64
-"""Rows, spread evenly over all, whose content is part of the fingerprint of `RowNumbers`."""
+SAMPLED_ROWS = 64
+"""Number of rows, spread evenly over all, whose content is part of the fingerprint of `RowNumbers`."""
 
 
 class Source(Protocol):
-    """Images with labels, in row groups: the unit of reading. Picklable, since it is sent to Ray's tasks.
+    """Rows, usually images with labels, in row groups. A source must be picklable, because Ray's tasks get a copy.
 
-    It may have `class_names`, a tuple of text by label, `scales`, whether its pictures were scaled to `shape`, and
-    `notes`, a tuple of lines that a run prints before its first step.
+    A row group is the unit of reading. A source may also have `class_names`, the name of each class by its label;
+    `scales`, which is True if pictures were scaled to `shape`; and `notes`, lines that a run prints before its first
+    step.
 
-    A task with its own `find_sources` decides which columns its rows have: nothing between `read` and its `loss` needs
-    images or labels, only predictions do. `build_model` gets the source for its `shape` and `classes`.
+    A task with its own `find_sources` chooses the columns of its rows: only predictions need images or labels.
+    `build_model` gets the source for its `shape` and `classes`.
     """
 
     @property
     def row_groups(self) -> tuple[int, ...]:
-        """Rows in each group. Row ids are positions through all groups: 0 .. rows - 1."""
+        """Number of rows in each group. Row ids count through all groups, from 0."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,29 +47,30 @@ class Source(Protocol):
 
     @property
     def classes(self) -> int:
-        """Labels are 0 .. classes - 1."""
+        """Number of classes. Labels are 0 .. classes - 1."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the rows: their files, row groups, shape and, as far as it is cheap to see, their content.
+        """Digest that changes with the rows: their files, row groups and shape, and samples of their content.
 
-        What comes before the first '-' is all that versions knew that did not look at the content.
+        The part before the first '-' does not depend on the content. Older versions recorded only that part.
         """
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Read `image` (uint8 [n, C, H, W]) and, if the rows have labels, `label` (int64 [n]) of one row group.
 
-        `rows` are positions in the group, in any order: only these are decoded, and they come back in that order.
-        Thread-safe. The arrays may be read-only views. Raises `DataError` naming file and row, or `StorageError`.
+        `rows` are positions in the group, in any order. Only these rows are decoded, and they are returned in that
+        order. The method is thread-safe, and the arrays may be read-only views. Raises `DataError`, which names the
+        file and the row, or `StorageError`.
         """
 
     def where(self, group: int, row: int) -> str:
-        """Name the file of a row and its position there, for messages."""
+        """Return a name for a row in messages: its file and its position there."""
 
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """A `Source` of the ids of rows that are somewhere else."""
+    """A `Source` of row ids, for a library or task that reads the rows itself."""
 
     row_groups: tuple[int, ...]
     shape: tuple[int, ...]
@@ -86,32 +87,32 @@ class RowNumbers:
 
 
 MAX_VALUES = 1 << 27
-"""Largest allowed number of values in a row, and of classes, in a checkpoint's record of its model's data. An RGB image
-of 6000 by 6000 pixels has fewer."""
+"""Largest number of values in a row, and of classes, that a checkpoint's record may state. An RGB image of 6000 by 6000
+pixels has fewer."""
 
 
 @dataclass(frozen=True)
 class ModelData:
-    """What a model was trained on, as its checkpoint has it: rows that it is to predict are read alike."""
+    """Record of a model's training data in its checkpoints, so that rows to predict are read in the same way."""
 
     shape: tuple[int, ...]
     classes: int
     class_names: tuple[str, ...] = ()
     scales: bool = False
-    "Whether pictures of any size were scaled to `shape`."
+    "True if pictures of any size were scaled to `shape`."
 
     @classmethod
     def of(cls, source: Source) -> ModelData:
-        """Return that of training rows."""
-        names, scales = getattr(source, "class_names", ()), getattr(source, "scales", False)
-        return cls(tuple(source.shape), source.classes, tuple(names), scales)
+        """Return the record for training rows."""
+        names = getattr(source, "class_names", ())
+        return cls(tuple(source.shape), source.classes, tuple(names), getattr(source, "scales", False))
 
     def record(self) -> dict[str, Any]:
-        """Return it as a checkpoint keeps it, of plain values."""
+        """Return plain values for a checkpoint."""
         return asdict(self) | {"shape": list(self.shape), "class_names": list(self.class_names)}
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> ModelData:
+    def from_record(cls, record: dict[str, Any]) -> ModelData:
         """Return the data that a checkpoint records.
 
         Raises `KeyError`, `TypeError` or `ValueError` for a record that this class did not make.
@@ -127,13 +128,13 @@ class ModelData:
         return data
 
     def name(self, label: int) -> str:
-        """Name a class."""
+        """Return the name of a class, or its number if classes have no names."""
         return self.class_names[label] if label < len(self.class_names) else str(label)
 
 
 @dataclass(frozen=True)
 class EmptySource(ModelData):
-    """A `Source` without rows, to build a model where there is no dataset."""
+    """A `Source` without rows, for building a model when there is no dataset."""
 
     row_groups: tuple[int, ...] = ()
     fingerprint: str = ""
@@ -145,13 +146,28 @@ class EmptySource(ModelData):
         return "no dataset"
 
 
-PREDICTED_BY: ContextVar[ModelData | None] = ContextVar("PREDICTED_BY", default=None)
-"""The data of the model that is to predict the rows that are being opened: they may have no labels, or others."""
+class PredictionSettings(Settings):
+    """Settings for opening rows that a run's model predicts. Such rows may lack labels or have other classes.
+
+    A task's `find_sources` takes nothing but settings, so these settings carry the model's data to `open_table`.
+    """
+
+    predicting_model: ModelData
+
+    @classmethod
+    def of(cls, settings: Settings, model: ModelData) -> PredictionSettings:
+        """Return a run's settings together with the data of its model."""
+        return cls.model_construct(settings.model_fields_set, **dict(settings), predicting_model=model)
+
+
+def predicting_model(settings: Settings) -> ModelData | None:
+    """Return the data of the model that predicts the rows, or None if the rows are for training."""
+    return settings.predicting_model if isinstance(settings, PredictionSettings) else None
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The rows that a run trains on and evaluates, and how its steps go through them."""
+    """Training rows and held-out rows of a run, and the steps that go through them."""
 
     train: Source
     test: Source | None
@@ -168,7 +184,7 @@ def model_inputs(rows: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def rows_in(source: Source) -> int:
-    """Count the rows of all groups."""
+    """Return the number of rows in all groups."""
     return sum(source.row_groups)
 
 
@@ -178,7 +194,10 @@ def notes_on(*sources: Source | None) -> list[str]:
 
 
 def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
-    """Read the rows `first` .. `last` - 1 by their ids, with `row` (int64 [n]); raises like `Source.read`."""
+    """Read the rows with the ids `first` .. `last` - 1, and their ids as `row` (int64 [n]).
+
+    Raises the errors of `Source.read`.
+    """
     starts = np.cumsum([0, *source.row_groups])
     parts = [
         source.read(group, np.arange(max(first, start), min(last, end)) - start)
@@ -189,47 +208,25 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 
 
 def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
-    """Number the rows of a dataset that has a length, and rows by number; its `shape` is how many columns they have."""
+    """Return the row numbers of a dataset that has a length and returns rows by number.
+
+    The `shape` of the result is the number of columns.
+    """
     count = len(dataset)
-    chosen = [dataset[number] for number in spread(count, LOOKED_AT)]
+    chosen = [dataset[number] for number in spread_evenly(count, SAMPLED_ROWS)]
     rows = [dict(row) if isinstance(row, Mapping) else row for row in chosen]
     columns = sorted(rows[0]) if rows and isinstance(rows[0], dict) else []
-    layout, content = digest(repr((count, columns)).encode()), digest(*map(pickle.dumps, rows))
+    layout = digest(repr((count, columns)).encode())
+    content = digest(*map(pickle.dumps, rows))
     return RowNumbers((count,), (len(columns) or 1,), f"{layout}-{content}", held_out)
 
 
-def find_sources(settings: Settings) -> tuple[Source, Source | None]:
-    """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
-
-    Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`.
-    """
-    train: Source
-    test: Source | None
-    if settings.dataset == "sample":
-        from sunspot.data.image_table import open_sample
-
-        train, test = open_sample()
-    elif settings.dataset == "mnist":
-        from sunspot.data.mnist import open_mnist
-
-        train, test = open_mnist(settings.data_root)
-    else:
-        from sunspot.data.image_table import open_image_splits
-
-        train, test = open_image_splits(settings.dataset, settings.test_dataset, settings.image_size)
-    if test:
-        check_labels_match(train, test)
-    return train, test
-
-
 def check_labels_match(train: Source, test: Source) -> None:
-    """Raise `DataError` when a model for the training rows cannot take the held-out rows."""
-    if PREDICTED_BY.get():
-        return
+    """Raise `DataError` if a model for the training rows cannot evaluate the held-out rows."""
     if train.shape != test.shape:
         raise DataError(
             f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "
-            f"{train.shape}; both must have one shape"
+            f"{train.shape}; both must have the same shape"
         )
     if test.classes <= train.classes:
         return
@@ -240,10 +237,10 @@ def check_labels_match(train: Source, test: Source) -> None:
             row = int(outside[0])
             raise DataError(
                 f"{test.where(group, row)}: label {labels[row]}, but the training rows have only 0 to "
-                f"{train.classes - 1}; number the classes alike in both"
+                f"{train.classes - 1}; number the classes in the same way in both"
             )
 
 
 Batch: TypeAlias = "dict[str, torch.Tensor]"
-"""The columns of a few rows: `row` int64 [B] (row ids), and those of their source, such as `image` uint8 [B, C, H, W]
+"""Columns of some rows: `row` int64 [B] (row ids) and the columns of their source, such as `image` uint8 [B, C, H, W]
 and `label` int64 [B], or `text` uint8 [B, T]."""

@@ -1,4 +1,4 @@
-"""Finds folders and files of training rows and of held-out rows by their names."""
+"""Recognizes training rows and held-out rows by the names of their folders and files."""
 
 import itertools
 import re
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from sunspot.errors import DataError
 
 TRAINING, HELD_OUT = ("train", "training"), ("test", "testing")
-"""Folder names of training and held-out rows, if a dataset has both; compared without case."""
+"""Folder names of training and held-out rows if a dataset has both, compared without case."""
 
 OTHER_HELD_OUT = ("val", "valid", "validation", "eval", "dev")
 """Other common names of held-out rows, which may be meant for TEST_DATASET or for something else."""
 
 
 class SplitFolders(NamedTuple):
-    """A folder of training rows, and one of held-out rows beside it."""
+    """A folder of training rows and a folder of held-out rows beside it."""
 
     train: str
     test: str
@@ -25,7 +25,7 @@ class SplitFolders(NamedTuple):
 
 
 def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> SplitFolders | None:
-    """Return the folders of training rows and of held-out rows among folders with these names, if both are there."""
+    """Return the folders of training rows and of held-out rows among `names`, or None if one of them is missing."""
     folders = sorted(names, key=lambda name: (name not in (TRAINING[0], HELD_OUT[0]), name))
     trains = [name for name in folders if name.lower() in TRAINING]
     tests = [name for name in folders if name.lower() in held_out]
@@ -40,7 +40,7 @@ def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] =
     """Raise `DataError` if names in `paths` show training and held-out rows beside each other in one folder.
 
     Words within names count, too ("training_set" and "test_set"), except between two of `classes`. These are folders
-    with pictures directly in them, whose names may be "train station" and "test tube".
+    that contain pictures directly, and their names may be "train station" and "test tube".
     """
     children: dict[str, set[str]] = defaultdict(set)
     for path in paths:
@@ -64,6 +64,6 @@ def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] =
 
 
 def _is_named(name: str, words: Collection[str]) -> bool:
-    """Return True if a name contains one of these words, and no word for another split."""
+    """Return True if a name contains one of these words and no word for another split."""
     found = set(re.findall("[a-z]+", name.lower())) & {*TRAINING, *HELD_OUT, *OTHER_HELD_OUT}
     return bool(found) and found <= set(words)

@@ -1,4 +1,4 @@
-"""A dataset of any columns, in files on disk or in a bucket: a task declares which it wants, and as what."""
+"""Datasets of any columns, in files on disk or in a bucket. A task declares which columns it reads, and their types."""
 
 import difflib
 import hashlib
@@ -16,7 +16,18 @@ import pyarrow as pa
 
 from sunspot.background import map_parallel
 from sunspot.data.arrow_types import plain_type
-from sunspot.data.columns import Column, ImageColumn, Lists, Place, is_encoded
+from sunspot.data.columns import Column, ColumnOrigin, ImageColumn, Lists, is_encoded
+from sunspot.data.dataset_files import (
+    PICTURES,
+    SUPPORTED,
+    DatasetFiles,
+    absolute,
+    arrow_errors,
+    join,
+    list_files,
+    list_folders,
+    read_range,
+)
 from sunspot.data.fingerprint import digest, sample_ranges
 from sunspot.data.labels import (
     LABEL,
@@ -27,24 +38,13 @@ from sunspot.data.labels import (
     read_labels,
     refuse_lookalikes,
 )
-from sunspot.data.parquet_files import (
-    PICTURES,
-    TAKEN,
-    DatasetFiles,
-    absolute,
-    join,
-    list_files,
-    list_folders,
-    parquet_errors,
-    read_range,
-)
-from sunspot.data.source import PREDICTED_BY, check_labels_match
+from sunspot.data.source import ModelData, check_labels_match, predicting_model
 from sunspot.data.splits import pair_folders
 from sunspot.data.table_files import (
     CSV,
     PictureFolder,
     TableFile,
-    forget_files,
+    clear_file_cache,
     open_pictures,
     open_table_file,
 )
@@ -53,17 +53,17 @@ from sunspot.formatting import brief, some_of
 from sunspot.settings import PREFIX, Settings
 
 PICTURE_DECODING = b"upright"
-"""Version of the decoding of pictures. It is part of their digest, so that no run goes on with other pixels."""
+"""Version of the decoding of pictures. It is part of their digest, so a run does not resume with different pixels."""
 
 FILES_AT_ONCE = 8
-"""Files whose footers and labels are read at the same time when a dataset is opened."""
+"""Number of files whose footers and labels are read at the same time when a dataset is opened."""
 
 MAX_NAMED_COLUMNS = 10
 """Largest number of columns that a message names."""
 
 
 class Group(NamedTuple):
-    """A row group: its file (index into `TableSource.files`), its number and first row in that file."""
+    """A row group: its file (an index into `TableSource.files`), its number in that file, and its first row there."""
 
     file: int
     number: int
@@ -73,22 +73,22 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class TableSource:
-    """Rows of the declared columns; a `Source`. It holds names and numbers only, and reads the files when asked."""
+    """A `Source` of the declared columns. It only holds names and numbers, and reads the files on demand."""
 
     location: str
-    "The file or folder that was opened, as an absolute path or a URL."
+    "Absolute path or URL of the file or folder that was opened."
     files: tuple[str, ...]
-    "Paths relative to `location`; one empty path when `location` is a file."
+    "Paths relative to `location`; a single empty path if `location` is a file."
     groups: tuple[Group, ...]
     sizes: tuple[int, ...]
-    "Bytes of each file."
-    tables: str
-    "Digest of all labels, and of the sizes of all row groups."
+    "Size of each file in bytes."
+    labels_digest: str
+    "Digest of all labels and of the sizes of all row groups."
     columns: dict[str, Column]
     classes: int
-    "How many classes the labels have; 0 without classes."
+    "Number of classes; 0 if the rows have no classes."
     class_names: tuple[str, ...] = ()
-    "By label: text in the files, the folders of pictures, or what the files' metadata says."
+    "Class names by label, from labels in text, class folders or the files' metadata."
     classes_seen: int = 0
     "Number of classes that have rows, if labels are numbers."
     notes: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class TableSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the column `image` if there is one; else how many numbers a row has besides its label."""
+        """Shape of the column `image`, or without one the number of values that a row has besides its label."""
         if "image" in self.columns:
             return self.columns["image"].shape
         others = [column for name, column in self.columns.items() if name != LABEL]
@@ -108,16 +108,17 @@ class TableSource:
 
     @property
     def scales(self) -> bool:
-        """Whether pictures of any size are scaled to `shape`."""
+        """True if pictures of any size are scaled to `shape`."""
         image = self.columns.get("image")
         return isinstance(image, ImageColumn) and image.scales
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of names, groups and columns, then, after a '-', of the content; a copy elsewhere has the same.
+        """Digest of names, groups and columns, then a '-', then a digest of the content.
 
-        The content is all labels, the sizes of all row groups, and samples of the files' bytes. Unseen remain values
-        that were changed in place, outside the samples, and take as many bytes as before.
+        A copy of the files elsewhere has the same fingerprint. The content is represented by all labels, the sizes of
+        all row groups, and samples of the files' bytes. Changes to values are missed if they lie outside the samples
+        and keep the file's size.
         """
         names = [name or os.path.basename(self.location) for name in self.files]
         image = self.columns.get("image")
@@ -127,9 +128,9 @@ class TableSource:
         if PICTURES in parts:
             parts = PictureFolder(join(self.location, PICTURES)).sizes
         ranges = zip(parts, sample_ranges(list(parts.values())), strict=True)
-        places = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
-        samples = map_parallel(lambda place: read_range(*place), places, FILES_AT_ONCE)
-        content = digest(self.tables.encode(), *samples)
+        samples = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
+        sampled = map_parallel(lambda sample: read_range(*sample), samples, FILES_AT_ONCE)
+        content = digest(self.labels_digest.encode(), *sampled)
         return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
@@ -137,28 +138,31 @@ class TableSource:
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
-        for name, values, place in self._read_columns(group, rows):
-            found |= {name + suffix: array for suffix, array in self.columns[name].read(values, place).items()}
+        for name, values, origin in self._read_columns(group, rows):
+            found |= {name + suffix: array for suffix, array in self.columns[name].read(values, origin).items()}
         return found
 
     def read_lists(self, group: int) -> dict[str, Lists]:
-        """Return the lists of a row group, whole, by column; all columns have as long ones. Raises like `read`."""
+        """Return the complete lists of a row group, by column.
+
+        Raises the errors of `read`, and `DataError` if the lists of a row differ in length between columns.
+        """
         found: dict[str, Lists] = {}
-        for name, values, place in self._read_columns(group, None):
-            found[name] = self.columns[name].read_lists(values, place)
+        for name, values, origin in self._read_columns(group, None):
+            found[name] = self.columns[name].read_lists(values, origin)
             first = next(iter(found))
             differs = found[name].lengths != found[first].lengths
             if differs.any():
                 row = int(np.argmax(differs))
-                raise place.refuse(
+                raise origin.error(
                     row,
-                    f"has {found[name].lengths[row]} values, and {first} {found[first].lengths[row]}; they are "
-                    "packed alike, so both must have as many",
+                    f"has {found[name].lengths[row]} values, but {first} has {found[first].lengths[row]}; columns "
+                    "are packed together, so both must have the same number",
                 )
         return found
 
-    def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, Place]]:
-        """Return name, values and place of each column, for some positions in a row group or all."""
+    def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, ColumnOrigin]]:
+        """Return the name, values and origin of each column, for some positions in a row group or for all rows."""
         stored = {name: column.of or name for name, column in self.columns.items()}
         file, table = self._read_table(group, list(dict.fromkeys(stored.values())))
         if rows is None:
@@ -166,16 +170,17 @@ class TableSource:
         else:
             table = table.take(rows)
         in_file = rows + self.groups[group].first
-        return [(name, table[column], Place(name, file, in_file)) for name, column in stored.items()]
+        return [(name, table[column], ColumnOrigin(name, file, in_file)) for name, column in stored.items()]
 
     def _read_table(self, group: int, columns: Sequence[str]) -> tuple[TableFile, pa.Table]:
         """Read some columns of a row group; raises `DataError` if its file has changed since it was opened."""
-        place, path = self.groups[group], self._path_of(group)
-        with parquet_errors(path):
+        wanted = self.groups[group]
+        path = self._path_of(group)
+        with arrow_errors(path):
             file = open_table_file(path)
-            if file.size != self.sizes[place.file] or file.groups[place.number :][:1] != [place.rows]:
+            if file.size != self.sizes[wanted.file] or file.groups[wanted.number :][:1] != [wanted.rows]:
                 raise DataError(f"{path}: has changed since it was opened; start the run again")
-            return file, file.read(columns, place.number)
+            return file, file.read(columns, wanted.number)
 
     def _path_of(self, group: int) -> str:
         return join(self.location, self.files[self.groups[group].file])
@@ -184,8 +189,8 @@ class TableSource:
 def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[TableSource, TableSource | None]:
     """Open the training and held-out rows of DATASET and TEST_DATASET with these columns, for a task's `find_sources`.
 
-    Raises `SettingsError` for a wrong declaration, `DataError` for what is unfit in the files as far as their types and
-    labels tell (the rest, when it is read), or `StorageError`.
+    Raises `SettingsError` for an invalid column declaration, `DataError` if a file's column types or labels do not fit
+    (values are only checked when they are read), and `StorageError`.
     """
     for name, column in columns.items():
         mistake = column.find_mistake()
@@ -193,36 +198,40 @@ def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[Table
             raise SettingsError(f"{PREFIX}TASK={settings.task}: column {name!r} has {mistake}")
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
-            f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
-            f"{some_of(list(columns))}; set it to {TAKEN}"
+            f"{PREFIX}DATASET={settings.dataset}: contains images of digits, but {settings.task} reads the columns "
+            f"{some_of(list(columns))}; set it to {SUPPORTED}"
         )
-    places = locate_splits(settings.dataset, settings.test_dataset)
-    train = open_rows(places.train, find_files(places.train), dict(columns))
-    train = check_training_rows(train, places)
-    if not places.test:
+    model = predicting_model(settings)
+    locations = locate_splits(settings.dataset, settings.test_dataset)
+    train = open_rows(locations.train, find_files(locations.train), dict(columns), model=model)
+    train = check_training_rows(train, locations, model)
+    if not locations.test:
         return train, None
     has_names = isinstance(train.columns.get(LABEL), TextLabels)
-    test = name_alike(train, open_rows(places.test, find_files(places.test), dict(columns), has_names))
-    if train.classes:
-        check_labels_match(train, test)
+    test = open_rows(locations.test, find_files(locations.test), dict(columns), has_names, model)
+    if model is None:
+        test = match_classes(train, test)
+        if train.classes:
+            check_labels_match(train, test)
     return train, test
 
 
 class SplitLocations(NamedTuple):
-    """The locations of the training rows and the held-out rows."""
+    """Locations of the training rows and the held-out rows."""
 
     train: str
     test: str
-    "'' without held-out rows."
+    "Location of the held-out rows; empty without any."
     notes: tuple[str, ...]
 
 
 def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
     """Find the locations of the training and held-out rows for DATASET and TEST_DATASET.
 
-    If a location has folders `train` and `test`, the matching one is used; TEST_DATASET overrides DATASET's `test`.
+    If a location has folders `train` and `test`, the matching folder is used. TEST_DATASET overrides DATASET's `test`.
     """
-    location, given = absolute(dataset), absolute(test_dataset) if test_dataset else ""
+    location = absolute(dataset)
+    given = absolute(test_dataset) if test_dataset else ""
     pair = pair_folders(list_folders(location))
     train = join(location, pair.train) if pair else location
     if given:
@@ -231,37 +240,45 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
     if not pair:
         return SplitLocations(train, "", ())
     unread = ", ".join(f"{name}/" for name in pair.others)
-    note = f"{location}: not read: {unread}; SUNSPOT_TEST_DATASET may name it instead of {pair.test}/"
+    note = f"{location}: not read: {unread}; SUNSPOT_TEST_DATASET can name it instead of {pair.test}/"
     return SplitLocations(train, join(location, pair.test), (note,) if unread else ())
 
 
-def check_training_rows(train: TableSource, locations: SplitLocations) -> TableSource:
-    """Return training rows with the notes on their location; raises `DataError` if the class folders are deeper."""
-    if PICTURES in train.files and LABEL in train.columns and not PREDICTED_BY.get():
+def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
+    """Return training rows with the notes on their location.
+
+    Raises `DataError` if the class folders are deeper than the location, unless a `model` predicts the rows.
+    """
+    if PICTURES in train.files and LABEL in train.columns and model is None:
         open_pictures(train.location).folders.refuse_wrong_level()
     return replace(train, notes=(*train.notes, *locations.notes))
 
 
 def find_files(location: str) -> DatasetFiles:
-    """Find a dataset's files (`TableSource.files`), which are opened anew from now on."""
-    forget_files()
+    """Find a dataset's files (`TableSource.files`), and forget files that were opened before."""
+    clear_file_cache()
     return list_files(location)
 
 
 def open_rows(
-    location: str, found: DatasetFiles, columns: dict[str, Column], has_class_names: bool = False
+    location: str,
+    found: DatasetFiles,
+    columns: dict[str, Column],
+    has_class_names: bool = False,
+    model: ModelData | None = None,
 ) -> TableSource:
-    """Open the files of a dataset and check them, as far as types, labels and the cells of CSV tell.
+    """Open the files of a dataset, and check their types, labels and CSV cells.
 
-    With `has_class_names`, labels of CSV are names even if all are numbers.
+    With `has_class_names`, labels in CSV are names even if all are numbers. With the data of a `model`, the rows are
+    opened for prediction with it and need no labels.
     """
     paths = [join(location, name) for name in found.names]
-    if PREDICTED_BY.get() and LABEL in columns:
-        with parquet_errors(paths[0]):
+    if model is not None and LABEL in columns:
+        with arrow_errors(paths[0]):
             if (columns[LABEL].of or LABEL) not in open_table_file(paths[0]).schema.names:
                 columns = {name: column for name, column in columns.items() if name != LABEL}
-    files = map_parallel(lambda path: _check_file(path, columns), paths, FILES_AT_ONCE)
-    labels = merge_labels([file.labels for file in files if file.labels], location, has_class_names)
+    files = map_parallel(lambda path: _check_file(path, columns, model), paths, FILES_AT_ONCE)
+    labels = merge_labels([file.labels for file in files if file.labels], location, has_class_names, model)
     if labels.text:
         dtype = columns[LABEL].dtype
         if labels.classes > np.iinfo(dtype).max + 1:
@@ -274,7 +291,7 @@ def open_rows(
         files=tuple(found.names),
         groups=_number_groups(file.groups for file in files),
         sizes=tuple(file.size for file in files),
-        tables=digest(*(file.digest.encode() for file in files)),
+        labels_digest=digest(*(file.digest.encode() for file in files)),
         columns=columns,
         classes=labels.classes,
         class_names=labels.names,
@@ -284,76 +301,80 @@ def open_rows(
 
 
 class _FileSummary(NamedTuple):
-    """What is known of a file when it has been opened."""
+    """Facts about a file that are known once it has been opened."""
 
     groups: list[int]
-    "Rows of each."
+    "Number of rows in each row group."
     size: int
-    "Bytes."
+    "Size in bytes."
     digest: str
-    "Digest of its labels and the sizes of its row groups."
+    "Digest of the labels and the sizes of the row groups."
     labels: ClassLabels | None
-    "None without classes."
+    "Classes of the file; None without classes."
     notes: tuple[str, ...]
 
 
-def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
-    with parquet_errors(path):
+def _check_file(path: str, columns: dict[str, Column], model: ModelData | None) -> _FileSummary:
+    with arrow_errors(path):
         file = open_table_file(path)
         fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
-            raise DataError(f"{path}: has no rows; write some into it, or remove it")
-        if isinstance(file, PictureFolder) and LABEL in columns and not PREDICTED_BY.get():
+            raise DataError(f"{path}: has no rows; add rows, or remove it")
+        if isinstance(file, PictureFolder) and LABEL in columns and model is None:
             file.folders.refuse_lost_classes()
         labels = None
         for name, column in columns.items():
             if name == LABEL and column.is_class:
-                labels = read_labels(column, file.read([fields[name].name])[0], file)
+                values = file.read([fields[name].name])[0]
+                labels = read_labels(column, values, file, to_predict=model is not None)
             elif file.has_types or not column.is_number:
                 column.check_type(fields[name].type, f"{path}: {name}")
             else:
                 cells = file.read([fields[name].name])[0]
-                column.read(cells, Place(name, file, np.arange(len(cells))))
-        parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.chunks).encode()]
+                column.read(cells, ColumnOrigin(name, file, np.arange(len(cells))))
+        parts = [(labels or NO_LABELS).digest.encode(), json.dumps(file.identity).encode()]
         if any(isinstance(columns[name], ImageColumn) and is_encoded(field.type) for name, field in fields.items()):
             parts.append(PICTURE_DECODING)
         return _FileSummary(file.groups, file.size, digest(*parts), labels, file.notes)
 
 
-def name_alike(train: TableSource, test: TableSource) -> TableSource:
-    """Number the classes of held-out rows as those of the training rows; raises `DataError` for one that is none."""
-    if PREDICTED_BY.get():
-        return test
+def match_classes(train: TableSource, test: TableSource) -> TableSource:
+    """Return held-out rows with the class numbers of the training rows.
+
+    Raises `DataError` for a class that the training rows lack.
+    """
     known = some_of(train.class_names) or "numbers"
-    ours, theirs = train.columns.get(LABEL), test.columns.get(LABEL)
+    ours = train.columns.get(LABEL)
+    theirs = test.columns.get(LABEL)
     if not isinstance(ours, TextLabels) or not isinstance(theirs, TextLabels):
         alike = type(ours) is type(theirs) and not (train.class_names and test.class_names)
         if not alike and train.class_names != test.class_names:
             raise DataError(
-                f"{test.location}: its classes are {some_of(test.class_names) or 'numbers'}, and those of the "
-                f"training rows {known}; name and number them alike"
+                f"{test.location}: its classes are {some_of(test.class_names) or 'numbers'}, but the training rows "
+                f"have {known}; name and number the classes in the same way"
             )
         return test
     refuse_lookalikes({*ours.names, *theirs.names}, test.location)
-    if more := sorted(set(theirs.names) - set(ours.names)):
-        raise DataError(f"{test.location}: label {brief(more[0])!r} is no class of the training rows ({known})")
+    unknown = sorted(set(theirs.names) - set(ours.names))
+    if unknown:
+        raise DataError(f"{test.location}: label {brief(unknown[0])!r} is not a class of the training rows ({known})")
     return replace(test, columns=test.columns | {LABEL: ours}, classes=train.classes, class_names=train.class_names)
 
 
 def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
-    """Return the one column with a name; raises `DataError`."""
+    """Return the column with this name; raises `DataError` unless the file has exactly one."""
     if name not in schema.names:
         raise DataError(
             f"{path}: no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
         )
     if schema.names.count(name) > 1:
-        raise DataError(f"{path}: several columns {name!r} {describe_columns(schema, name)}; rename the others")
+        raise DataError(f"{path}: several columns {name!r} {describe_columns(schema, name)}; rename all but one")
     field = schema.field(name)
     return field.with_type(plain_type(field.type))
 
 
 def describe_columns(schema: pa.Schema, name: str) -> str:
-    """Describe a file's columns in a message; if there are many, the most similar to `name` come first."""
+    """Return a list of a file's columns for a message, the names most similar to `name` first."""
     names = schema.names
     if len(names) > MAX_NAMED_COLUMNS:
         nearest = difflib.get_close_matches(name, names, n=3)
@@ -366,13 +387,13 @@ def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
     if name in (other.strip() for other in schema.names):
         return "remove the spaces around its name"
     if f"/{name}=" in path:
-        return f"the name of a folder, {name}=..., is not read: write it as a column"
+        return f"the folder name {name}=... is not read as a column: write the column into the files"
     first_line = "; the first line must name the columns" if path.lower().endswith(CSV) else ""
-    return f"rename the one that holds it{first_line}"
+    return f"rename the column that has these values{first_line}"
 
 
 def _number_groups(files: Iterable[Sequence[int]]) -> tuple[Group, ...]:
-    """Number the row groups of all files, given the rows of each; empty ones are left out."""
+    """Number the row groups of all files, given the row counts of each file's groups. Empty groups are left out."""
     return tuple(
         Group(index, number, first, rows)
         for index, sizes in enumerate(files)

@@ -1,4 +1,4 @@
-"""Files of tables, opened alike: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and a folder of pictures."""
+"""Files of tables with one interface: Parquet, CSV, JSON lines, Arrow as `datasets` saves it, and picture folders."""
 
 import contextlib
 import io
@@ -11,43 +11,51 @@ import pyarrow as pa
 from sunspot.background import map_parallel
 from sunspot.data.arrow_types import to_plain
 from sunspot.data.class_folders import find_classes
-from sunspot.data.fingerprint import digest
-from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
-from sunspot.data.parquet_files import (
+from sunspot.data.dataset_files import (
     OPEN_FILES,
     PICTURES,
+    clear_open_files,
     file_size,
-    forget_open_files,
     join,
     list_all,
-    open_closing,
     open_file,
+    open_uncached,
     read_range,
 )
+from sunspot.data.fingerprint import digest
+from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
 from sunspot.data.parsed_text import find_inexact_integers, find_json_line, find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
 
-ARROW, CSV, JSON_LINES = ".arrow", ".csv", (".jsonl", ".ndjson", ".json")
+ARROW = ".arrow"
+CSV = ".csv"
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 
-TEXT_GROUP_ROWS, PICTURE_GROUP_ROWS = 1024, 32
-"""Rows of a group where the files have none. Few pictures, as those of a class lie together and groups are shuffled."""
+TEXT_GROUP_ROWS = 1024
+"""Rows in a row group of CSV or JSON lines, which have no groups themselves."""
 
-MAX_TEXT_BYTES, TEXT_FILES = 1 << 30, 8
-"""Size of a file of text, which each process that reads from it keeps whole, and how many it keeps."""
+PICTURE_GROUP_ROWS = 32
+"""Pictures in a row group. Groups are small, because neighbours have the same class and groups are not split."""
+
+MAX_TEXT_BYTES = 1 << 30
+"""Largest size of a text file. Each process that reads from it keeps it in memory."""
+
+TEXT_FILES = 8
+"""Number of parsed text files that a process keeps in memory."""
 
 HEADER_BYTES = 64 << 10
 """Bytes of a picture that are read at once for its header. Pillow reads a few at a time, each a request to a bucket."""
 
 
 class TableFile(ABC):
-    """An open file; its methods raise Arrow's errors (`parquet_errors`)."""
+    """An open file. Its methods raise Arrow's errors, which `arrow_errors` translates."""
 
     schema: pa.Schema
     groups: list[int]
-    "The rows of each row group."
+    "Number of rows in each row group."
     has_types = True
-    "True if the columns have types. If not, all are text, and the task's declaration says which are numbers."
+    "True if the columns have types. Otherwise all are text, and the task declares which are numbers."
     notes: tuple[str, ...] = ()
     "Notes for the user on how its rows are read."
 
@@ -56,21 +64,21 @@ class TableFile(ABC):
 
     @property
     @abstractmethod
-    def chunks(self) -> Sequence[object]:
-        """What tells it from others besides its labels: the bytes of each row group, or a digest."""
+    def identity(self) -> Sequence[object]:
+        """Values that identify the content besides its labels: the bytes of each row group, or a digest."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return file_size(self.path)
 
     def name_row(self, row: int) -> str:
-        """Name a row, for messages."""
+        """Return the name of a row for messages."""
         return f"{self.path}, row {row}"
 
     @abstractmethod
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
-        """Read some columns of a row group, or of all."""
+        """Read some columns of one row group, or of all."""
 
 
 class ParquetTable(TableFile):
@@ -84,8 +92,8 @@ class ParquetTable(TableFile):
         self.groups = [group.num_rows for group in self._metadata]
 
     @property
-    def chunks(self) -> list[int]:
-        # Those of single columns, of damaged metadata, end the process (pyarrow 26).
+    def identity(self) -> list[int]:
+        # Reading the sizes of single columns from damaged metadata ends the process (pyarrow 26).
         return [group.total_byte_size for group in self._metadata]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
@@ -95,14 +103,14 @@ class ParquetTable(TableFile):
 
 
 class ArrowTable(TableFile):
-    """A stream of record batches, mapped into memory."""
+    """A stream of Arrow record batches, mapped into memory."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         if "://" in path:
             raise DataError(
-                f"{path}: Arrow files are read from disks only; copy the dataset to one that all nodes see, or write "
-                "it as Parquet"
+                f"{path}: Arrow files can only be read from disk; copy the dataset to a disk that all nodes see, or "
+                "write it as Parquet"
             )
         with pa.ipc.open_stream(pa.memory_map(path)) as reader:
             self.schema = reader.schema
@@ -110,7 +118,7 @@ class ArrowTable(TableFile):
         self.groups = [batch.num_rows for batch in self._batches]
 
     @property
-    def chunks(self) -> list[int]:
+    def identity(self) -> list[int]:
         return [column.nbytes for batch in self._batches for column in batch.columns]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
@@ -125,8 +133,8 @@ class TextTable(TableFile):
         super().__init__(path)
         if self.size > MAX_TEXT_BYTES:
             raise DataError(
-                f"{path}: {as_bytes(self.size)} of text, of which {as_bytes(MAX_TEXT_BYTES)} are the most: each worker "
-                "keeps all of it in memory; cut it into several files, or write it as Parquet"
+                f"{path}: {as_bytes(self.size)} of text, more than the {as_bytes(MAX_TEXT_BYTES)} that a file may "
+                "have, because each worker keeps it in memory; cut it into several files, or write it as Parquet"
             )
         content = read_range(path, 0, self.size)
         self._digest = digest(content)
@@ -134,32 +142,33 @@ class TextTable(TableFile):
         self._table = read_json_lines(content, path) if self.has_types else read_csv(content, path)
         self._inexact = find_inexact_integers(content, self._table) if self.has_types else {}
         self.schema = self._table.schema
-        self.groups = cut(len(self._table), TEXT_GROUP_ROWS)
+        self.groups = group_sizes(len(self._table), TEXT_GROUP_ROWS)
 
     def name_row(self, row: int) -> str:
-        name, line = super().name_row(row), 0
+        name = super().name_row(row)
+        line = 0
         with contextlib.suppress(SunspotError):  # the file may be gone
             content = read_range(self.path, 0, self.size)
             line = find_json_line(content, row, len(self._table)) if self.has_types else find_line(content, row)
         return f"{name} (line {line})" if line else name
 
     @property
-    def chunks(self) -> list[str]:
+    def identity(self) -> list[str]:
         return [self._digest]
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
         changed = next((self._inexact[name] for name in columns if name in self._inexact), "")
         if changed:
             raise DataError(
-                f"{self.path}, {changed}; with fractions or larger integers in its column, JSON integers are read as "
-                "float64, which does not hold it: write such numbers as strings, or the file as Parquet"
+                f"{self.path}, {changed}; its column has fractions or larger integers, so it is read as float64, which "
+                "cannot represent this integer: write such numbers as strings, or the file as Parquet"
             )
         rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
         return rows.select(list(columns))
 
 
 class PictureFolder(TableFile):
-    """A folder with a folder of pictures for each class, in the order of their paths.
+    """A folder that contains a folder of pictures for each class. Rows are in the order of the pictures' paths.
 
     Its columns are `image`, the bytes of the file, and `label`, the name of the class.
     """
@@ -173,10 +182,10 @@ class PictureFolder(TableFile):
         self.notes = self.folders.describe()
         self.sizes = self.folders.pictures
         self._names = list(self.sizes)
-        self.groups = cut(len(self._names), PICTURE_GROUP_ROWS)
+        self.groups = group_sizes(len(self._names), PICTURE_GROUP_ROWS)
 
     @property
-    def chunks(self) -> Sequence[object]:
+    def identity(self) -> Sequence[object]:
         return list(self.sizes.items())
 
     @cached_property
@@ -197,7 +206,10 @@ class PictureFolder(TableFile):
         return pa.table({name: found[name] for name in columns})
 
     def find_dims(self, side: int) -> tuple[int, ...]:
-        """Find [H, W], or [H, W, 3] unless all are grey: `side`, or with 0 their own size, or USUAL_SIDE of several."""
+        """Return [H, W] if all pictures are grey, else [H, W, 3].
+
+        H and W are `side` if it is set, else the size that all pictures have, or USUAL_SIDE if their sizes differ.
+        """
         headers = map_parallel(self._read_header, self._names)
         refused = [header for header in headers if isinstance(header, DataError)]
         if refused:
@@ -208,13 +220,13 @@ class PictureFolder(TableFile):
         return (height, width) if GREY_MODES.issuperset(modes) else (height, width, 3)
 
     def _read_picture(self, name: str) -> bytes:
-        with open_closing(join(self._location, name)) as file:
+        with open_uncached(join(self._location, name)) as file:
             return bytes(file.read())
 
     def _read_header(self, name: str) -> tuple[tuple[int, int], str] | DataError:
-        """Return a picture's height and width and its Pillow mode, or the error that says why it cannot be read."""
+        """Return a picture's height, width and Pillow mode, or the error if it cannot be read."""
         path = join(self._location, name)
-        with open_closing(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
+        with open_uncached(path) as file, io.BufferedReader(file, HEADER_BYTES) as buffered:
             try:
                 image = open_image(buffered, FILE_FORMATS)
             except DataError as error:
@@ -222,37 +234,37 @@ class PictureFolder(TableFile):
             return upright_size(image), image.mode
 
 
-def cut(rows: int, each: int) -> list[int]:
-    """Cut rows into groups of `each`, but the last."""
-    return [min(each, rows - first) for first in range(0, rows, each)]
+def group_sizes(rows: int, group_rows: int) -> list[int]:
+    """Return the sizes of groups of `group_rows` rows; the last group takes the remainder."""
+    return [min(group_rows, rows - first) for first in range(0, rows, group_rows)]
 
 
 def open_table_file(path: str) -> TableFile:
-    """Open a file of any kind, by its name; Parquet readers have state, so each call gets its own."""
+    """Open a file of any format, chosen by its name. Parquet readers have state, so each call gets a new reader."""
     if path.endswith((ARROW, "/" + PICTURES)):
-        return _keep(path)
-    return _keep_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
+        return _cached_table(path)
+    return _cached_text(path) if path.lower().endswith((CSV, *JSON_LINES)) else ParquetTable(path)
 
 
 def open_pictures(location: str) -> PictureFolder:
-    """Open the folders of pictures below a location."""
+    """Open the picture folders below a location."""
     pictures = open_table_file(join(location, PICTURES))
     assert isinstance(pictures, PictureFolder)
     return pictures
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep(path: str) -> TableFile:
+def _cached_table(path: str) -> TableFile:
     return ArrowTable(path) if path.endswith(ARROW) else PictureFolder(path)
 
 
 @lru_cache(maxsize=TEXT_FILES)
-def _keep_text(path: str) -> TableFile:
+def _cached_text(path: str) -> TableFile:
     return TextTable(path)
 
 
-def forget_files() -> None:
-    """Read files anew from now on: they may have been rewritten."""
-    forget_open_files()
-    _keep.cache_clear()
-    _keep_text.cache_clear()
+def clear_file_cache() -> None:
+    """Forget all files that are open or parsed, because they may have been rewritten."""
+    clear_open_files()
+    _cached_table.cache_clear()
+    _cached_text.cache_clear()

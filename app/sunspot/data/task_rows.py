@@ -1,26 +1,27 @@
-"""Opens the rows of a run: those of its task's `build_dataset` or `find_sources`, or else the images of DATASET."""
+"""Opens the rows of a run: from its task's `build_dataset` or `find_sources`, or else the images of DATASET."""
 
 from typing import Any
 
 from sunspot.data.held_out import hold_out
-from sunspot.data.source import Source, find_sources
+from sunspot.data.image_sources import find_sources
+from sunspot.data.source import Source
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
 
 
 def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | None]:
-    """Open the training rows and, if there are any, the held-out rows, which may be those of TEST_SHARE.
+    """Open the training rows and, if there are any, the held-out rows, which TEST_SHARE may hold out.
 
     Raises `SettingsError` if a function of the task returns anything else, `DataError` or `StorageError`.
     """
-    train, test = open_whole_rows(settings, task)
+    train, test = open_without_test_share(settings, task)
     if test is None and settings.test_share:
         return hold_out(train, settings.test_share, settings.seed)
     return train, test
 
 
-def open_whole_rows(settings: Settings, task: Any) -> tuple[Source, Source | None]:
-    """Do as `open_rows_of_task` without TEST_SHARE."""
+def open_without_test_share(settings: Settings, task: Any) -> tuple[Source, Source | None]:
+    """Open the same rows as `open_rows_of_task`, but ignore TEST_SHARE."""
     find = getattr(task, "find_sources", None)
     if find:
         return _check_sources(find(settings), settings.task)
@@ -32,16 +33,16 @@ def open_whole_rows(settings: Settings, task: Any) -> tuple[Source, Source | Non
 
 
 def _check_sources(returned: Any, task: str) -> tuple[Source, Source | None]:
-    """Return what `find_sources` returned; raises `SettingsError` if that is not a pair of sources."""
+    """Return the sources that `find_sources` returned; raises `SettingsError` if it returned anything else."""
     parts = list(returned) if isinstance(returned, (tuple, list)) and len(returned) == 2 else [returned]
     wrong = [each for each in parts if not _is_source(each)]
     if len(parts) == 2 and wrong in ([], [None]) and parts[0] is not None:
         return parts[0], parts[1]
     found = f"a {type(wrong[0]).__name__}" if wrong else "one Source"
     raise SettingsError(
-        f"{PREFIX}TASK={task}: its find_sources returned {found}; return two, the training rows and the held-out rows "
-        "or None, each a Source such as open_table makes; return a torch.utils.data.Dataset from "
-        "build_dataset(settings) instead (docs/data.md)"
+        f"{PREFIX}TASK={task}: its find_sources returned {found}; return two values, the training rows and the "
+        "held-out rows or None, each a Source such as open_table returns; or return a torch.utils.data.Dataset from "
+        "build_dataset(settings) (docs/data.md)"
     )
 
 

@@ -12,35 +12,35 @@ from sunspot.settings import PREFIX
 REFERENCE = "pydoc_data.topics"
 """Python's language reference as `help()` shows it: about 465 kB of English that come with Python."""
 
-HELD_OUT_SHARE = 0.1
-"""The end of the text, which is not trained on."""
+HELD_OUT_FRACTION = 0.1
+"""Fraction of the text, at its end, that is held out."""
 
 GROUP_ROWS = 256
-"""Rows of a row group, the unit in which LOADER=ray reads."""
+"""Rows in a row group, the unit in which LOADER=ray reads."""
 
 
 @dataclass(frozen=True)
 class TextSource:
     """Consecutive windows of a text; a `Source`.
 
-    A row is `text`, uint8 [length]: `length` - 1 input bytes, each with the next byte to predict. Each row begins with
-    the last byte of the one before, so every byte but the first is predicted once.
+    A row is `text`, uint8 [length]: `length` - 1 input bytes, each followed by the byte to predict for it. Each row
+    begins with the last byte of the previous row, so every byte but the first is predicted once.
     """
 
     location: str
-    "A file, or REFERENCE."
+    "Path of a file, or REFERENCE."
     length: int
     first: int
-    "The offset of row 0 in the text."
+    "Offset of row 0 in the text."
     rows: int
     fingerprint: str
     "Digest of the text and of how it is cut into rows."
     classes: int = 256
-    "Values of the next byte."
+    "Number of values of the next byte."
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Bytes of a row."""
+        """Number of bytes in a row."""
         return (self.length,)
 
     @cached_property
@@ -66,7 +66,7 @@ def open_text(dataset: str, context: int) -> tuple[TextSource, TextSource | None
     """
     location = REFERENCE if dataset == "sample" else dataset
     text = read_text(location)
-    cut = round(len(text) * (1 - HELD_OUT_SHARE))
+    cut = round(len(text) * (1 - HELD_OUT_FRACTION))
     train = _between(location, context, 0, cut)
     if not train.rows:
         raise DataError(f"{location}: {len(text)} bytes of text are too few for rows of {context + 1}")
@@ -83,7 +83,7 @@ def _between(location: str, context: int, first: int, last: int) -> TextSource:
 
 @lru_cache(maxsize=1)
 def read_text(location: str) -> bytes:
-    """Read a whole text, once per process."""
+    """Read a complete text, once per process."""
     if location == REFERENCE:
         from pydoc_data.topics import topics
 
@@ -93,6 +93,6 @@ def read_text(location: str) -> bytes:
             return file.read()
     except OSError as error:
         raise DataError(
-            f"{PREFIX}DATASET={location}: no text: {shorten(error)}; set it to a file that all nodes see, "
-            "or to 'sample' for Python's own reference"
+            f"{PREFIX}DATASET={location}: cannot be read as text: {shorten(error)}; set it to a file that all nodes "
+            "see, or to 'sample' for Python's own reference"
         ) from error

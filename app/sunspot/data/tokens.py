@@ -1,4 +1,4 @@
-"""Text to token ids, by the tokenizer.json that models of Hugging Face come with (extra `hf`)."""
+"""Converts text to token ids with the tokenizer.json of a Hugging Face model (extra `hf`)."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from sunspot.extras import how_to_install
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `Column.decode` for text. Holds the file's content, so that no node needs the file."""
+    """A `Column.decode` for text. It holds the file's content, so no node needs the file."""
 
     content: bytes
     "Content of tokenizer.json."
     end: int | None = None
-    "The id put behind each text, if any."
+    "Token id appended to each text, if any."
 
     @cached_property
     def fingerprint(self) -> str:
-        """What identifies the tokens that come out."""
+        """Text that identifies the resulting tokens."""
         return f"tokens of {hashlib.sha256(self.content).hexdigest()[:16]}, end {self.end}"
 
     def __call__(self, text: str) -> list[int]:
@@ -39,8 +39,8 @@ def load_tokenizer(content: bytes) -> Any:
         tokens = Tokens.from_str(content.decode())
     except ModuleNotFoundError as error:
         raise DataError(f"a tokenizer is needed, and {error.name} is not installed; {how_to_install('hf')}") from error
-    except Exception as error:  # that library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise DataError(f"tokenizer.json cannot be used: {shorten(error)}") from error
-    tokens.no_padding()  # the file may ask for both
+    tokens.no_padding()  # the file may turn on both
     tokens.no_truncation()
     return tokens

@@ -1,7 +1,7 @@
 """Rows of a map-style `torch.utils.data.Dataset`, or of anything else with a length and rows by number.
 
-A task's `build_dataset(settings)` returns it. Between processes travels only the name of that function. Each process
-that reads rows builds the dataset itself, so a dataset may be large, and need not be picklable.
+A task's `build_dataset(settings)` returns the dataset. Only the name of that function is sent to other processes. Each
+process that reads rows builds the dataset itself, so a dataset may be large and need not be picklable.
 """
 
 import math
@@ -26,36 +26,42 @@ from sunspot.data.dataset_rows import (
     describe_difference,
     read_rows,
 )
-from sunspot.data.fingerprint import digest, digest_array, spread
+from sunspot.data.fingerprint import digest, digest_array, spread_evenly
 from sunspot.data.labels import LABEL
-from sunspot.data.source import LOOKED_AT
+from sunspot.data.source import SAMPLED_ROWS
 from sunspot.errors import ConflictError, DataError, SettingsError
 from sunspot.formatting import some_of
 from sunspot.settings import PREFIX, Settings
 
-GROUP_BYTES, GROUP_ROWS = 16 << 20, 1024
-"""Most bytes and rows of a row group. A change moves the rows of LOADER=ray, and TEST_SHARE holds out others."""
+GROUP_BYTES = 16 << 20
+"""Largest size of a row group in bytes.
 
-READ_TWICE = 16
-"""Rows, spread evenly over all, that are read twice to find those that change at random."""
+Changing it or GROUP_ROWS reorders the rows of LOADER=ray, and TEST_SHARE holds out other rows.
+"""
+
+GROUP_ROWS = 1024
+"""Largest number of rows in a row group."""
+
+REREAD_ROWS = 16
+"""Number of rows, spread evenly over all, that are read twice to detect random changes."""
 
 
 class Splits(NamedTuple):
-    """The datasets that `build_dataset` returned."""
+    """Datasets that `build_dataset` returned."""
 
     train: Any = None
     test: Any = None
-    "The held-out rows, or None."
+    "Held-out rows, or None."
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """The training rows or the held-out rows of `build_dataset`; a `Source`."""
+    """Training rows or held-out rows of `build_dataset`; a `Source`."""
 
     settings: Settings
     folder: str
-    "The driver's working directory, to which the task's relative paths refer."
+    "Working directory of the driver, to which the task's relative paths refer."
     held_out: bool
     rows: int
     columns: dict[str, RowColumn]
@@ -69,7 +75,7 @@ class DatasetSource:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the column `image` if it has pictures; else how many numbers a row has besides its label."""
+        """Shape of the column `image` if it has pictures, else the number of values besides the label in a row."""
         if IMAGE in self.columns and self.columns[IMAGE].is_picture:
             return self.columns[IMAGE].shape
         return (sum(math.prod(column.shape) for name, column in self.columns.items() if name != LABEL),)
@@ -101,7 +107,7 @@ class DatasetSource:
         return max(1, min(GROUP_ROWS, GROUP_BYTES // max(1, row_bytes)))
 
     def _refuse_label(self, row: Mapping[str, np.ndarray], name: str) -> None:
-        """Raise `DataError` for a label that is not the number of one of the named classes."""
+        """Raise `DataError` for a label that is not the number of a named class."""
         label = row.get(LABEL)
         if label is None or not self.classes or label.ndim or label.dtype.kind not in "iu":
             return
@@ -115,7 +121,7 @@ class DatasetSource:
 def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | None]:
     """Open the training rows and, if there are any, the held-out rows that the task's `build_dataset` returns.
 
-    Raises `SettingsError` for anything but datasets, and `DataError` for rows that cannot be a tensor in a batch.
+    Raises `SettingsError` for anything but datasets, and `DataError` for rows that cannot become tensors.
     """
     folder = os.getcwd()
     splits = _built.build(settings, folder)
@@ -124,7 +130,7 @@ def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | No
     if test and test.columns != train.columns:
         raise DataError(
             f"SUNSPOT_TASK={settings.task}: its build_dataset returned held-out rows of "
-            f"{describe_columns(test.columns)}, and training rows of {describe_columns(train.columns)}; return the "
+            f"{describe_columns(test.columns)}, but training rows of {describe_columns(train.columns)}; return the "
             "same columns for both"
         )
     return train, test
@@ -147,7 +153,7 @@ def _open(settings: Settings, folder: str, splits: Splits, held_out: bool) -> Da
 
 
 class _BuiltDatasets:
-    """The datasets that this process has built, of one task at a time."""
+    """Datasets that this process has built, of one task at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,21 +163,22 @@ class _BuiltDatasets:
         "Fingerprints of the held-out rows (True) and of the training rows (False), once they are known."
 
     def build(self, settings: Settings, folder: str) -> Splits:
-        """Build the datasets of a task anew."""
+        """Build the datasets of a task, even if they were built before."""
         with self._lock:
             return self._build(settings, folder)
 
     def get(self, source: DatasetSource) -> Any:
-        """Return the dataset of a source; raises `ConflictError` if its rows are not those of the driver."""
-        settings, held_out = source.settings, source.held_out
+        """Return the dataset of a source; raises `ConflictError` if its rows differ from the driver's."""
+        settings = source.settings
+        held_out = source.held_out
         with self._lock:
             if self._key != (settings, source.folder):
                 self._build(settings, source.folder)
             dataset = self._splits.test if held_out else self._splits.train
             if self._fingerprint(settings.task, held_out) != source.fingerprint:
                 raise ConflictError(
-                    f"{PREFIX}TASK={settings.task}: its build_dataset returns other rows here than on the driver; give "
-                    "what splits or shuffles them a seed, sort lists of files, and give all nodes the same files"
+                    f"{PREFIX}TASK={settings.task}: its build_dataset returns different rows here and on the driver; "
+                    "seed whatever splits or shuffles them, sort lists of files, and give all nodes the same files"
                 )
             return dataset
 
@@ -189,7 +196,8 @@ class _BuiltDatasets:
     def _build(self, settings: Settings, folder: str) -> Splits:
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._key, self._fingerprints = None, {}
+        self._key = None
+        self._fingerprints = {}
         self._splits = build_splits(settings)
         self._key = settings, folder
         return self._splits
@@ -208,20 +216,22 @@ def build_splits(settings: Settings) -> Splits:
 
 
 def find_splits(returned: Any, task: str) -> Splits:
-    """Return the training rows and the held-out rows in what `build_dataset` returned; raises `SettingsError`."""
+    """Return the training rows and the held-out rows that `build_dataset` returned; raises `SettingsError`."""
     who = f"{PREFIX}TASK={task}: its build_dataset returned"
     notes: tuple[str, ...] = ()
-    train, test = returned, None
+    train = returned
+    test = None
     if isinstance(returned, Mapping):
         if "train" not in returned:
             raise SettingsError(
                 f"{who} a dict of {some_of([str(name) for name in returned]) or 'nothing'}; name the training rows "
-                "'train', and the held-out ones 'test'"
+                "'train', and the held-out rows 'test'"
             )
-        train, test = returned["train"], returned.get("test")
+        train = returned["train"]
+        test = returned.get("test")
         unread = [str(name) for name in returned if name not in ("train", "test")]
         if unread:
-            notes = (f"build_dataset: not read: {', '.join(unread)}; held-out rows are those called 'test'",)
+            notes = (f"build_dataset: not read: {', '.join(unread)}; name the held-out rows 'test' to use them",)
     elif isinstance(returned, tuple) or is_list_of_datasets(returned):
         if len(returned) != 2:
             raise SettingsError(f"{who} {len(returned)} datasets; return the training rows and the held-out rows")
@@ -234,7 +244,7 @@ def find_splits(returned: Any, task: str) -> Splits:
 
 
 def is_list_of_datasets(returned: Any) -> bool:
-    """Return True for a list of datasets, as `random_split` returns one, and False for a list of rows."""
+    """Return True for a list of datasets, such as the result of `random_split`, and False for a list of rows."""
     return isinstance(returned, list) and bool(returned) and all(isinstance(each, Dataset) for each in returned)
 
 
@@ -251,14 +261,14 @@ def find_fault(dataset: Any) -> str:
         rows = None
     if rows is None:
         return (
-            f"a {kind}, which has no rows by number, and a run resumes at a row by its number; return a map-style "
-            "Dataset, with __len__ and __getitem__ (of Hugging Face: load_dataset without streaming=True)"
+            f"a {kind}, which does not return rows by number, but a run resumes at a row number; return a map-style "
+            "Dataset, with __len__ and __getitem__ (with Hugging Face: load_dataset without streaming=True)"
         )
     return "" if rows else f"a {kind} of length 0; return at least one row"
 
 
 def find_class_names(dataset: Any) -> tuple[str, ...]:
-    """Return the names of the classes: `classes` as torchvision has them, or those of the `label` of `datasets`."""
+    """Return the names of the classes, from torchvision's `classes` or from the `label` feature of `datasets`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     features = getattr(dataset, "features", None)
@@ -269,28 +279,28 @@ def find_class_names(dataset: Any) -> tuple[str, ...]:
 
 
 def fingerprint(dataset: Any, name: RowName) -> str:
-    """Return what identifies a dataset: the number and columns of its rows and, after a '-', the content of some."""
-    rows = list(read_rows(dataset, spread(len(dataset), LOOKED_AT), name))
+    """Return a digest of the number of rows and their columns, then a '-', then a digest of some rows' content."""
+    rows = list(read_rows(dataset, spread_evenly(len(dataset), SAMPLED_ROWS), name))
     columns = sorted((column, *RowColumn.of(value)) for column, value in rows[0].items())
     content = [digest_array(row[column]).encode() for row in rows for column in sorted(row)]
     return f"{digest(repr((len(dataset), columns)).encode())}-{digest(*content)}"
 
 
 def refuse_random(dataset: Any, task: str, held_out: bool) -> None:
-    """Raise `SettingsError` if a row differs when it is read again, as one that is augmented at random does."""
+    """Raise `SettingsError` if a row differs when it is read again, as a randomly augmented row does."""
     row_name = partial(name_row, task, held_out)
-    numbers = spread(len(dataset), READ_TWICE)
+    numbers = spread_evenly(len(dataset), REREAD_ROWS)
     first, again = (list(read_rows(dataset, numbers, row_name)) for _ in range(2))
     for number, before, after in zip(numbers, first, again, strict=True):
         changed = [name for name in before if name not in after or before[name].tobytes() != after[name].tobytes()]
         if changed:
             raise SettingsError(
-                f"{PREFIX}TASK={task}: {row_name(number)} has another {changed[0]} each time it is read, and a run may "
-                "read a row once for all epochs; move random transforms to augment_row(row), which is called for each "
-                "training row in each epoch (docs/tasks.md#augmentation)"
+                f"{PREFIX}TASK={task}: {row_name(number)} has a different {changed[0]} each time it is read, but a run "
+                "may read a row once for all epochs; move random transforms to augment_row(row), which is called for "
+                "each training row in each epoch (docs/tasks.md#augmentation)"
             )
 
 
 def name_row(task: str, held_out: bool, number: int) -> str:
-    """Name a row, for messages."""
+    """Return the name of a row, for messages."""
     return f"row {number} of the {'held-out' if held_out else 'training'} rows of {task}.build_dataset"

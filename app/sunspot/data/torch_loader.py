@@ -1,6 +1,6 @@
-"""LOADER=torch: all rows in memory, once on each node, behind a DataLoader that takes an epoch's rows in its order.
+"""LOADER=torch: all rows in memory, once per node, and a DataLoader that takes an epoch's rows in order.
 
-Rows that leave room for the training are kept on the GPU: then a step only sends it their numbers.
+Rows are kept on the GPU if they leave enough memory for training. A step then only sends the row numbers to the GPU.
 """
 
 from collections.abc import Iterator
@@ -16,55 +16,64 @@ from sunspot.data.order import Steps, run_order
 from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch, DataPlan, rows_in
 
-GPU_SHARE = 0.2
-"""Share of a GPU's free memory that rows may take: training needs most, and says how much only while it runs."""
+GPU_FRACTION = 0.2
+"""Fraction of a GPU's free memory that rows may take. Training needs most of the memory, but the exact amount is
+unknown before it runs."""
 
 
 class TorchLoader:
-    """This worker's batches."""
+    """Batches of this worker."""
 
     def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers, full_batch: bool = False) -> None:
-        """Load the rows; with `full_batch`, all steps have the same, and each is an epoch."""
-        every = load_shared([data.train, data.test] if data.test else [data.train], workers)
+        """Load the rows. With `full_batch`, each step takes all of the worker's rows and is an epoch."""
+        loaded = load_shared([data.train, data.test] if data.test else [data.train], workers)
         self._device = device
-        self.resident = fits_on(device, sum(column.nbytes for rows in every for column in rows.values()))
-        "Whether the rows are on the device that trains."
+        self.resident = fits_on(device, sum(column.nbytes for rows in loaded for column in rows.values()))
+        "True if the rows are on the device that trains."
         if self.resident:
-            every = [{name: column.to(device) for name, column in rows.items()} for rows in every]
-        self._rows, *test_rows = every
-        self._test = test_rows[0] if test_rows else {}
+            loaded = [{name: column.to(device) for name, column in rows.items()} for rows in loaded]
+        self._rows = loaded[0]
+        self._test = loaded[1] if data.test else {}
         self._test_size = rows_in(data.test) if data.test else 0
         self._order = run_order("torch", data.train.row_groups, data.seed)
-        self._steps, self._world_size, self._rank = data.steps, workers.world_size, workers.rank
+        self._steps = data.steps
+        self._world_size = workers.world_size
+        self._rank = workers.rank
         self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
         self._full_batch = full_batch
         self._batch: Batch = {}
-        "With a full batch, the rows of each step; empty before the first."
+        "Rows of each step if `full_batch` is set; empty before the first step."
 
     def move(self, world_size: int, rank: int) -> None:
-        """Take the share of another place in another group from now on."""
-        self._world_size, self._rank, self._ahead, self._batch = world_size, rank, None, {}
+        """Load the rows of this rank in a group of `world_size` workers from now on."""
+        self._world_size = world_size
+        self._rank = rank
+        self._ahead = None
+        self._batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Return this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); it may have no rows."""
+        """Return this worker's rows of the steps `first` .. `last` - 1 of an epoch (from 1).
+
+        A batch may have no rows.
+        """
         if self._full_batch:
             self._batch = self._batch or next(self._batches(self._rows, self._shuffle(1)))
             return iter([self._batch])
         ahead, self._ahead = self._ahead, None
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
-        # The next epoch's order takes seconds for many rows.
+        # Computing the next epoch's order takes seconds for many rows.
         self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
         return self._batches(self._rows, shares[first:last])
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Return this worker's part of the held-out rows, each row on exactly one worker."""
+        """Return this worker's part of the held-out rows. Each row goes to exactly one worker."""
         mine = np.arange(self._rank, self._test_size, self._world_size)
         return self._batches(
             self._test, [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
         )
 
     def _shuffle(self, epoch: int) -> list[np.ndarray]:
-        # The smaller of two types that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
+        # The smaller type that can number the rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB.
         dtype = np.int32 if self._steps.rows <= np.iinfo(np.int32).max else np.int64
         order = self._order.permutation(epoch, self._order.windows(epoch)[0], dtype)
         return cut_shares(order, self._steps, self._world_size, self._rank)
@@ -73,18 +82,20 @@ class TorchLoader:
         taken = Selections(rows, selections, self._device if self.resident else None)
         if self.resident:
             return map(taken.__getitem__, range(len(taken)))
-        # batch_size=None: an item is a whole batch, taken in one indexing operation instead of row by row. Only from
-        # pinned memory does the copy to a GPU, one batch ahead, leave the host free.
+        # With batch_size=None, an item is a complete batch, taken in one indexing operation instead of row by row. Only
+        # copies from pinned memory to a GPU, one batch ahead, run while the host continues.
         loader = DataLoader(taken, batch_size=None, pin_memory=self._device.type == "cuda")
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
 
 class Selections(Dataset[Batch]):
-    """Item k is the rows of selection k."""
+    """Dataset whose item k is the rows of selection k."""
 
     def __init__(self, rows: Batch, selections: list[np.ndarray], device: torch.device | None = None) -> None:
-        """Take rows that are on `device`, if not in the memory of this process."""
-        self._rows, self._selections, self._device = rows, selections, device
+        """Use rows in this process's memory or, if `device` is given, on that device."""
+        self._rows = rows
+        self._selections = selections
+        self._device = device
 
     def __len__(self) -> int:
         return len(self._selections)
@@ -98,13 +109,16 @@ class Selections(Dataset[Batch]):
 
 
 def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> list[np.ndarray]:
-    """Cut an epoch's order into what a worker takes in each step; nothing of it keeps the other workers' rows."""
-    full = steps.per_epoch - 1  # all steps but the last are alike
+    """Return the rows that a worker takes in each step of an epoch.
+
+    The arrays are copies, so that they do not keep other workers' rows in memory.
+    """
+    full = steps.per_epoch - 1  # all steps but the last have the same size
     each, rest = (slice(*steps.share(step, world_size, rank)) for step in (0, full))
     alike = order[: full * steps.batch].reshape(full, steps.batch)[:, each]
     return [*np.ascontiguousarray(alike), order[rest].copy()]
 
 
 def fits_on(device: torch.device, size: int) -> bool:
-    """Tell whether so many bytes of rows belong on the device: on a GPU with room for them."""
-    return device.type == "cuda" and size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+    """Return True if `size` bytes of rows belong on the device: a GPU with enough free memory."""
+    return device.type == "cuda" and size <= GPU_FRACTION * torch.cuda.mem_get_info(device)[0]

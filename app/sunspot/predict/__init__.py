@@ -1,4 +1,16 @@
-"""Prediction with a checkpoint's model: of files, of whole datasets, and in other programs (`model_worker`)."""
+"""Prediction with a checkpoint's model: of files, of complete datasets, and in other programs.
+
+1. `classifier.open_checkpoint` finds a checkpoint, verifies its files, and reads what it records of settings and data.
+
+2. `classifier.Classifier` builds the model, loads the weights and predicts rows. Each forward pass is
+`forward.forward_rows`.
+
+3. `batch.predict_dataset` predicts a complete dataset with a pool of classifiers, and resumes if it is killed.
+
+4. `actor.model_worker` runs a classifier as a Ray actor, for other programs.
+
+5. `for_report` stores predictions of held-out rows at the end of a run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +23,7 @@ __all__ = ["ModelWorker", "model_worker"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Ray only when one of them is used: `python -m sunspot.predict --help` answers at once."""
+    """Import torch and Ray only when a name is used, so `python -m sunspot.predict --help` answers at once."""
     if name not in __all__:
         raise AttributeError(name)
     from sunspot.predict import actor

@@ -1,4 +1,4 @@
-"""`python -m sunspot.predict` and `sunspot predict`: predict images or datasets by a run's model, or answer prompts."""
+"""`sunspot predict` and `python -m sunspot.predict`: predict images or datasets, or answer prompts."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.formatting import columns, plural, visible
 from sunspot.log import print_logs
-from sunspot.predict.command_arguments import add_arguments, refuse_wrong
+from sunspot.predict.command_arguments import add_arguments, check_arguments
 from sunspot.settings import load_settings
 from sunspot.settings_file import find_task
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from sunspot.predict.classifier import Classifier
 
 DESCRIPTION = """\
-Predict images, or a dataset of any columns, with a run's model; or have it answer prompts.
+Predict images, or a dataset of any columns, with a run's model, or answer prompts with it.
 
 python -m sunspot.predict mnist digit.png more.npy                     a line for each image
 python -m sunspot.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed
-python -m sunspot.predict lora --prompt "The with statement"           how a language model goes on, or a class"""
+python -m sunspot.predict lora --prompt "The with statement"           a language model's continuation, or a class"""
 
 
 def main() -> int:
@@ -40,8 +40,8 @@ def main() -> int:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Predict files, or a dataset; print a table or, with --json, one document."""
-    refuse_wrong(arguments)
+    """Predict files or a dataset, or answer prompts; print a table or, with --json, one document."""
+    check_arguments(arguments)
     task = find_task(arguments.task)
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset, "TASK": task}
     settings = load_settings({name: value for name, value in given.items() if value})
@@ -75,7 +75,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
-    """Return the JSON document: the checkpoint, and of each image file, index, class and probabilities."""
+    """Return the JSON document: the checkpoint, and the index, class and probabilities of each image."""
     import numpy as np
 
     from sunspot.data.images import read_images
@@ -83,7 +83,7 @@ def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
 
     print_warnings(model.warnings)
     if len(model.shape) != 3:
-        raise SettingsError(f"{model.name}: its model takes no images; give rows with --dataset and --output")
+        raise SettingsError(f"{model.name}: the model takes no images; give rows with --dataset and --output")
     images = [read_images(file, model.shape, model.data.scales) for file in files]
     predictions, probabilities = model.predict(np.concatenate(images))
     places = [(file, index) for file, batch in zip(files, images, strict=True) for index in range(len(batch))]
@@ -105,7 +105,7 @@ def predict_files(model: "Classifier", files: list[Path]) -> dict[str, Any]:
 
 
 def show_table(result: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each image, with its index if its file has several."""
+    """Yield a line for each image, with its index if its file has several images."""
     counts = Counter(image["file"] for image in result["images"])
     rows = [["file", "prediction", "probability"]]
     for image in result["images"]:
@@ -115,11 +115,11 @@ def show_table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def show_summary(result: dict[str, Any]) -> Iterator[str]:
-    """Yield what was predicted, the accuracy, and where the predictions are."""
+    """Yield lines with the number of rows, the accuracy, and the location of the predictions."""
     yield f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})"
     if result["accuracy"] is not None:
         yield f"  accuracy: {result['accuracy']:.4f}"
-    kept = f", {result['kept']} of them were there already" if result["kept"] else ""
+    kept = f", {result['kept']} of them already written" if result["kept"] else ""
     yield f"  predictions: {plural(result['parts'], 'file')} in {result['output']}{kept}"
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's model in other processes of Ray: an actor that keeps it, and a task that has it once."""
+"""Runs a checkpoint's model in other Ray processes: in an actor that keeps it, or for a single call in a task."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from sunspot.settings_file import find_task
 from sunspot.storage.local import local_path
 
 START_S = 600
-"""Time for a worker to start: a free core, a process, importing torch, reading the checkpoint twice."""
+"""Seconds in which a worker must start. It waits for a core, imports torch and reads the checkpoint twice."""
 
 
 ModelWorker = ray.remote(Classifier)
-"""A Ray actor with the model of a verified checkpoint: `ModelWorker.remote(run, checkpoint, storage, use_gpu)`.
+"""Ray actor with the model of a verified checkpoint: `ModelWorker.remote(run, checkpoint, storage, use_gpu)`.
 
-`storage`, and files to predict, are paths on the actor's node. `Classifier` documents its methods; `model_worker` gives
-one that is cleaned up.
+`storage` and the files to predict are paths on the actor's node. `Classifier` documents its methods. `model_worker`
+starts an actor and cleans it up.
 """
 
 
@@ -31,13 +31,13 @@ one that is cleaned up.
 def model_worker(
     run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto", task: str = ""
 ) -> Iterator[Any]:
-    """Start a `ModelWorker` with its model; it ends with the context, and so does Ray if it was started here.
+    """Start a `ModelWorker` with its model. The worker ends with the context, and so does Ray if it was started here.
 
     If the run trained a task of your own, give its module as `task`, unless SUNSPOT_TASK or sunspot.toml names it
     (`open_checkpoint`).
 
-    It gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier` raises, and
-    `GaveUpError` if it is not ready after START_S.
+    The worker gets one core, and a GPU if Ray has one and `use_gpu` allows it. Raises the errors of `Classifier`, and
+    `GaveUpError` if the worker is not ready after START_S.
     """
     with ray_session():
         gpu = wants_gpu(use_gpu)
@@ -59,30 +59,34 @@ def model_worker(
 def call_in_task(
     act: Callable[[Plan, str, str, str], Any], plan: Plan, run: str, checkpoint: str, limit_s: float
 ) -> Any:
-    """Return what `act(plan, run, checkpoint, use_gpu)` returns in a task that has what a training worker has.
+    """Return the result of `act(plan, run, checkpoint, use_gpu)` in a Ray task with a training worker's resources.
 
-    So it fits on a node. Raises what `act` raises, and `GaveUpError` if it has not returned after `limit_s`.
+    With these resources, the task fits on a node. Raises what `act` raises, and `GaveUpError` if it has not returned
+    after `limit_s`.
     """
     with ray_session():
         nodes = sum(node["Alive"] for node in ray.nodes())
         wanted = dict(choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker)
-        cpus, gpus = wanted.pop("CPU", 0.0), wanted.pop("GPU", 0.0)
+        cpus = wanted.pop("CPU", 0.0)
+        gpus = wanted.pop("GPU", 0.0)
         task = ray.remote(_call).options(num_cpus=cpus, num_gpus=gpus, resources=wanted)
         reference = task.remote(os.getcwd(), act, plan, run, checkpoint, "true" if gpus else "false")
         try:
             return get_result(reference, limit_s, "a task with the model")
         except GaveUpError:
-            ray.cancel(reference, force=True)  # only then: to cancel a task that just ends can abort this process
+            ray.cancel(
+                reference, force=True
+            )  # not otherwise: cancelling a task that is just ending can abort this process
             raise
 
 
-def _call(folder: str, act: Callable[..., Any], *words: Any) -> Any:
+def _call(folder: str, act: Callable[..., Any], *arguments: Any) -> Any:
     enter_folder(folder)
-    return act(*words)
+    return act(*arguments)
 
 
 def wants_gpu(use_gpu: str) -> bool:
-    """Tell whether to request a GPU from Ray, which would wait for ever for one that it does not have."""
+    """Return True if a GPU should be requested. Ray would wait forever for a GPU that it does not have."""
     available = ray.cluster_resources().get("GPU", 0) >= 1
     if use_gpu == "true" and not available:
         raise SettingsError(f"{PREFIX}USE_GPU=true: Ray has no GPU here; set it to auto")
@@ -90,16 +94,23 @@ def wants_gpu(use_gpu: str) -> bool:
 
 
 def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
-    """Wait for a worker's result; raises the worker's `SunspotError`, or one that says what happened to it."""
+    """Return a worker's result.
+
+    Raises the worker's `SunspotError`, `GaveUpError` if there is no result after `limit_s`, or a `SunspotError` that
+    explains how the worker failed. `what` names the worker.
+    """
     try:
         return ray.get(reference, timeout=limit_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise GaveUpError(f"{what}: not there after {limit_s:.0f} s; does Ray have a free core for it?") from error
+        raise GaveUpError(f"{what}: not ready after {limit_s:.0f} s; does Ray have a free core for it?") from error
     except ray.exceptions.RayError as error:
         raise find_in(error) or SunspotError(f"{what}: {shorten(error)}") from error
 
 
 def absolute_path(location: str, name: bool = True) -> str:
-    """Make a local path absolute, as workers may run in another directory; with `name`, only if it has a '/'."""
+    """Return an absolute path, because workers may run in another directory; a URL is returned unchanged.
+
+    With `name`, `location` may be a run's name, and is only a path if it contains a '/'.
+    """
     is_path = "://" not in location and ("/" in location or not name)
     return str(local_path(location)) if is_path else location

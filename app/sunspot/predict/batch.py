@@ -1,12 +1,12 @@
-"""Predictions for every row of a dataset, as Parquet: Ray Data reads, a pool of model workers predicts.
+"""Predictions for every row of a dataset, as Parquet: Ray Data reads, and a pool of model workers predicts.
 
     <output>/
-        _predictions.json           of which checkpoint and data: this folder takes no others
+        _predictions.json           names the checkpoint and the data; the folder takes no other predictions
         rows-00000000-00002048.parquet
-                                    columns `row` (int64), `label` (where the data has any), `prediction` (int64),
-                                    `class` (its name, where classes have names) and `probabilities` (list of float);
-                                    without classes, `prediction` is what the model says; rows from the first id up to,
-                                    not including, the second
+                                    columns `row` (int64), `label` (if the data has labels), `prediction` (int64),
+                                    `class` (its name, if classes have names) and `probabilities` (list of float);
+                                    without classes, `prediction` is the model's output; the file has the rows from
+                                    the first id up to, but not including, the second
 
 A file has all of its rows or does not exist, so a killed command resumes with the missing files.
 """
@@ -29,8 +29,8 @@ from sunspot.background import Timer, map_parallel
 from sunspot.checkpoint.parts import weights_digest
 from sunspot.data.held_out import hold_out
 from sunspot.data.order import MIN_ROWS
-from sunspot.data.source import PREDICTED_BY, Source, notes_on, read_rows, rows_in
-from sunspot.data.task_rows import open_whole_rows
+from sunspot.data.source import PredictionSettings, Source, notes_on, read_rows, rows_in
+from sunspot.data.task_rows import open_without_test_share
 from sunspot.errors import (
     ConflictError,
     DamageError,
@@ -55,37 +55,41 @@ from sunspot.storage.base import Storage
 from sunspot.tasks import load_predict, load_task
 
 IDENTITY = "_predictions.json"
+"""Name of the file that says which checkpoint and data the predictions are for."""
 
 PART_ROWS = 2048
-"""Most rows in a file; a kill loses a few files."""
+"""Largest number of rows in a file. If the command is killed, only a few files are lost."""
 
 PART_BYTES = 32 << 20
-"""Most bytes of images and probabilities for a file: Ray Data splits blocks of more than 128 MiB."""
+"""Largest size of the images and probabilities for a file. Ray Data splits blocks of more than 128 MiB."""
 
 STALLED_S = 600
-"""Time without progress after which the cluster seems to lack a core for a worker or reader, or storage to hang."""
+"""Seconds without progress after which prediction gives up. Storage hangs, or the cluster lacks a core for a worker or
+reader."""
 
 PROGRESS_EVERY_S = 10
+"""Seconds between lines about the progress."""
 
 
 class OutputFile(NamedTuple):
-    """The rows of one file: `first` .. `last` - 1."""
+    """Rows `first` .. `last` - 1, which are written to one file."""
 
     first: int
     last: int
 
     @property
     def key(self) -> str:
+        """Name of the file in the output folder."""
         return f"rows-{self.first:08d}-{self.last:08d}.parquet"
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """Read the rows of one part; runs in Ray Data's tasks."""
+    """Read the rows of one part, in a task of Ray Data."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
 class PartPredictor(Classifier):
-    """A model worker of the pool; predicts one part at a time."""
+    """A model worker of the pool, which predicts one part at a time."""
 
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
         predictions, probabilities = self.predict_rows(rows)
@@ -104,17 +108,18 @@ def to_lists(values: np.ndarray) -> pa.Array:
 def predict_dataset(
     settings: Settings, model: ModelCheckpoint, split: str | None, output: str, workers: int = 0
 ) -> dict[str, Any]:
-    """Predict the rows of DATASET that `output` lacks, and return a summary of all that it has then.
+    """Predict the rows of DATASET that `output` lacks, and return a summary of all predictions in it.
 
-    `split` is train, test, or None: test if there are held-out rows. `workers` 0 means one for each GPU of Ray's, or
-    else each core. The result has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy` (None for rows without
-    labels), `output`, `parts` and `kept`, the number of parts from before.
+    `split` is train, test, or None, which means test if there are held-out rows. With `workers` 0, there is one worker
+    for each GPU that Ray has, or for each core if Ray has no GPU. The summary has `checkpoint`, `step`, `dataset`,
+    `split`, `rows`, `accuracy` (None for rows without labels), `output`, `parts` and `kept`, the number of parts that
+    existed before.
 
-    Raises `ConflictError` if `output` has other predictions, `SettingsError`, `DataError`, `DamageError`, and
-    `GaveUpError` when nothing progresses any more.
+    Raises `ConflictError` if `output` has other predictions, `GaveUpError` if nothing makes progress, `SettingsError`,
+    `DataError` or `DamageError`.
     """
     print_warnings(model.warnings)
-    load_predict(model.settings)  # fails here, early, if the task defines none
+    load_predict(model.settings)  # fails early if the task defines none
     source, split = choose_rows(settings, model, split)
     storage = open_storage(absolute_path(output, name=False))
     parts = split_rows(rows_in(source), math.prod(source.shape) + 4 * model.data.classes)
@@ -140,19 +145,15 @@ def predict_dataset(
 
 
 def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -> tuple[Source, str]:
-    """Choose the rows to predict, and their split; raises `SettingsError` if none fit the model."""
+    """Return the rows to predict, and their split; raises `SettingsError` if no rows fit the model."""
     task: Any = load_task(model.settings)
     chosen = {name: getattr(settings, name) for name in ("dataset", "test_dataset", "data_root")}
-    asked = PREDICTED_BY.set(model.data)
-    try:
-        opened = model.settings.model_copy(update=chosen)
-        train, test = open_whole_rows(opened, task)
-        if test is None and opened.test_share and rows_in(train) > MIN_ROWS:
-            parts = hold_out(train, opened.test_share, opened.seed)
-            if trained_on(model, parts[0]):
-                train, test = parts
-    finally:
-        PREDICTED_BY.reset(asked)
+    opened = PredictionSettings.of(model.settings.model_copy(update=chosen), model.data)
+    train, test = open_without_test_share(opened, task)
+    if test is None and opened.test_share and rows_in(train) > MIN_ROWS:
+        parts = hold_out(train, opened.test_share, opened.seed)
+        if trained_on(model, parts[0]):
+            train, test = parts
     split = split or ("test" if test else "train")
     source = test if split == "test" else train
     if source is None:
@@ -167,7 +168,7 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
 
 
 def trained_on(model: ModelCheckpoint, rows: Source) -> bool:
-    """Return True if the run of the model is known to have trained on these very rows."""
+    """Return True if the model's run is known to have trained on exactly these rows."""
     if isinstance(model.run, CheckpointDirectory):
         return False
     identity = read_if_exists(lambda: read_identity(model.run))
@@ -175,6 +176,7 @@ def trained_on(model: ModelCheckpoint, rows: Source) -> bool:
 
 
 def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
+    """Return the files for `rows` rows, each within PART_ROWS and PART_BYTES."""
     each = max(1, min(PART_ROWS, PART_BYTES // row_bytes))
     return [OutputFile(first, min(first + each, rows)) for first in range(0, rows, each)]
 
@@ -182,10 +184,13 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim an empty folder for these predictions, or check that it is theirs; returns the parts that it has."""
+    """Claim an empty folder for these predictions, or check that it holds them.
+
+    Returns the parts that the folder already has.
+    """
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
-        raise SettingsError(f"{storage.locate('')} is not empty, and holds no predictions; choose another --output")
+        raise SettingsError(f"{storage.locate('')} is not empty, but holds no predictions; choose another --output")
     identity = {
         "checkpoint": model.checkpoint.name,
         "weights": weights_digest(model.checkpoint),
@@ -198,8 +203,8 @@ def open_output(
         changed = "\n".join(f"  {line}" for line in differences(before, identity))
         if changed:
             raise ConflictError(
-                f"{storage.locate('')} holds other predictions, and going on would mix the two:\n{changed}\n"
-                "choose another --output, or name the --checkpoint of those"
+                f"{storage.locate('')} holds other predictions, which must not be mixed with these:\n{changed}\n"
+                "choose another --output, or name the --checkpoint of the predictions that it holds"
             )
     return {part for part in parts if part.key in present}
 
@@ -207,12 +212,12 @@ def open_output(
 def predict_parts(
     source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[OutputFile], workers: int
 ) -> ray.data.Dataset:
-    """Predict the parts, a block for each, in any order; lazy."""
+    """Return a lazy dataset with the predictions of the parts, a block for each part, in any order."""
     cluster = ray.cluster_resources()
     gpu = wants_gpu(settings.use_gpu)
     cores = cluster.get("CPU", 0.0)
     workers = min(len(parts), workers or max(1, int(cluster["GPU"] if gpu else cores)))
-    # If the workers took all cores, none would be left for readers, and both would wait for ever.
+    # If the workers took all cores, readers would get none, and both would wait forever.
     each = min(1.0, math.floor(100 * cores / (workers + 1)) / 100)
     index = ray.data.from_items([part._asdict() for part in parts], override_num_blocks=len(parts))
     index.context.execution_no_progress_timeout_s = STALLED_S
@@ -231,13 +236,13 @@ def predict_parts(
 
 
 def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[OutputFile], rows: int) -> None:
-    """Write each part as it comes, and print the progress."""
+    """Write each part when it arrives, and print the progress."""
     missing = set(parts)
     timer = Timer()
     for table in _tables(predictions):
         part = OutputFile(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
         if part not in missing or len(table) != part.last - part.first:
-            raise SunspotError(f"{part.key}: Ray Data returned {len(table)} rows that were not asked for")
+            raise SunspotError(f"{part.key}: Ray Data returned {len(table)} rows that were not requested")
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd")
         storage.write(part.key, buffer.getvalue())
@@ -248,38 +253,41 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
 
 
 def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Yield the dataset's blocks, with Ray's errors turned into ours."""
+    """Yield the dataset's blocks, and translate Ray's errors into Sunspot's."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     try:
         yield from predictions.iter_batches(batch_size=None, batch_format="pyarrow")
     except ExecutionTimeoutError as error:
         raise GaveUpError(
-            f"no row was read or predicted for {STALLED_S} s; does Ray have free cores? The same command resumes"
+            f"no row was read or predicted for {STALLED_S} s; does Ray have free cores? Run the same command to resume"
         ) from error
     except ray.exceptions.RayError as error:
         raise find_in(error) or SunspotError(f"a model worker failed: {shorten(error)}") from error
 
 
 def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, int]:
-    """Count correct predictions, and tell whether the rows have labels; raises `DamageError` for a bad file."""
+    """Return whether the rows have labels, and the number of correct predictions.
+
+    Raises `DamageError` for a file that cannot be used.
+    """
 
     def count(part: OutputFile) -> int | None:
         try:
             table = pq.read_table(io.BytesIO(storage.read(part.key)))
             if table["row"].to_numpy().tolist() != list(range(*part)):
-                raise ValueError("its rows are not those of its name")
+                raise ValueError("its row numbers do not match the range in its name")
             if "label" not in table.column_names:
                 return None
             return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
         except NotFoundError as error:
             raise SunspotError(
-                f"{storage.locate(part.key)}: deleted meanwhile; the same command makes it again"
+                f"{storage.locate(part.key)}: was deleted while it was counted; run the same command to write it again"
             ) from error
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise DamageError(
-                f"{storage.locate(part.key)}: cannot be used: {shorten(error)}; delete it, and the same command makes "
-                "it again"
+                f"{storage.locate(part.key)}: cannot be used: {shorten(error)}; delete it, and run the same "
+                "command to write it again"
             ) from error
 
     counts = map_parallel(count, parts)

@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to predict rows or to answer prompts, in this process."""
+"""A checkpoint's model, ready to predict rows or to answer prompts in this process."""
 
 import logging
 import os
@@ -13,8 +13,9 @@ from sunspot.checkpoint.files import load_state, load_weights
 from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
-from sunspot.data.source import Batch, EmptySource, ModelData, model_inputs
+from sunspot.data.source import EmptySource, ModelData, model_inputs
 from sunspot.errors import DamageError, NotFoundError, SettingsError, shorten
+from sunspot.predict.forward import forward_rows
 from sunspot.ray_session import enter_folder
 from sunspot.run import Run, open_run
 from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
@@ -26,7 +27,7 @@ from sunspot.tasks import load_predict, load_task
 log = logging.getLogger(__name__)
 
 Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""Images as an array or a tensor, uint8 [C, H, W] or [B, C, H, W], or as files: one or several (data/images.py)."""
+"""Images as an array or tensor, uint8 [C, H, W] or [B, C, H, W], or as one or several files (data/images.py)."""
 
 
 OWN_TASKS = "sunspot.tasks."
@@ -39,15 +40,15 @@ class ModelCheckpoint(NamedTuple):
     run: Run
     checkpoint: Checkpoint
     settings: Settings
-    "The run's, when it was written."
+    "Settings of the run when the checkpoint was written."
     data: ModelData
-    "What its model was trained on, and takes."
+    "Record of the data that the model was trained on, and takes."
     warnings: tuple[str, ...]
-    "About checkpoints that were skipped to find it."
+    "Warnings about checkpoints that were skipped to find this one."
 
     @property
     def arguments(self) -> dict[str, str]:
-        """Arguments for a `Classifier` of this very checkpoint in any process."""
+        """Arguments with which a `Classifier` in any process opens exactly this checkpoint."""
         if isinstance(self.run, CheckpointDirectory):
             return {"run": self.run.location, "task": self.settings.task}
         storage = self.run.storage.locate("")
@@ -60,7 +61,7 @@ class ModelCheckpoint(NamedTuple):
 
 
 class Classifier:
-    """The model of one verified checkpoint, in evaluation mode, on the GPU of this process or on its CPU."""
+    """The model of one verified checkpoint, in evaluation mode, on this process's GPU or CPU."""
 
     def __init__(
         self,
@@ -73,22 +74,30 @@ class Classifier:
     ) -> None:
         """Load the checkpoint that `open_checkpoint` finds. `task` is a module of your own, `use_gpu` is USE_GPU.
 
-        A process of Ray goes to the `folder` of its caller first. Raises `SettingsError` for a task without `predict`,
+        A Ray process first changes to the `folder` of its caller. Raises `SettingsError` for a task without `predict`,
         and `ConflictError` if the weights do not fit the model that the task builds.
         """
         enter_folder(folder)
         loaded = open_checkpoint(run, checkpoint, storage, task)
-        self.name, self.step, self.metrics = loaded.checkpoint.name, loaded.checkpoint.step, loaded.checkpoint.metrics
-        self.data, self._settings = loaded.data, loaded.settings
-        self.shape, self.classes, self.class_names = self.data.shape, self.data.classes, self.data.class_names
+        self.name = loaded.checkpoint.name
+        self.step = loaded.checkpoint.step
+        self.metrics = loaded.checkpoint.metrics
+        self.data = loaded.data
+        self.shape = self.data.shape
+        self.classes = self.data.classes
+        self.class_names = self.data.class_names
+        self._settings = loaded.settings
         self.warnings = loaded.warnings
         self._predict = load_predict(self._settings)
         self._device = choose_device(use_gpu)
         self._model = restore_model(loaded).to(self._device).eval()
 
     def describe(self) -> dict[str, Any]:
-        """Return the checkpoint's `name`, `step`, `metrics`; the `shape` of an image, [C, H, W]; how many `classes`;
-        their `class_names`, if any; the model's `device`; and `warnings` about checkpoints that were skipped.
+        """Return the facts about the model, by name.
+
+        These are the checkpoint's `name`, `step` and `metrics`; the `shape` of an image, [C, H, W]; the number of
+        `classes` and their `class_names`, if any; the model's `device`; and `warnings` about checkpoints that were
+        skipped.
         """
         names = ("name", "step", "metrics", "shape", "classes", "class_names", "warnings")
         return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}
@@ -96,35 +105,30 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
-        One image is a batch of one. No forward pass is larger than those of the run, and its precision is theirs.
+        One image is a batch of one. Forward passes are at most as large as in the run, and have the run's precision.
         Raises `SettingsError` for images that the model does not take.
         """
         return self.predict_rows({"image": self._as_batch(images).numpy()})
 
     @torch.inference_mode()
     def predict_rows(self, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Do as `predict` for rows of the task's columns; without classes, return what the model says, and [B, 0]."""
+        """Predict rows with the task's columns, like `predict`.
+
+        Without classes, the result is the model's output and an empty array [B, 0].
+        """
         run = self._settings
         largest = largest_pass(run.global_batch_size, run.num_workers.most, run.micro_batch_size)
-        # Copies: arrays from Ray's object store are read-only, and torch warns of that.
+        # Arrays from Ray's object store are read-only, which torch warns about, so they are copied.
         batch = {name: torch.from_numpy(column.copy()) for name, column in model_inputs(rows).items()}
         count = len(next(iter(batch.values())))
-        parts = [{name: column[at : at + largest] for name, column in batch.items()} for at in range(0, count, largest)]
-        scores = torch.cat([self._score(part) for part in parts]).float()
+        passes = []
+        for first in range(0, count, largest):
+            part = {name: column[first : first + largest].to(self._device) for name, column in batch.items()}
+            passes.append(forward_rows(self._predict, self._model, part, run, self.classes))
+        scores = torch.cat(passes).float()
         if not self.classes:
             return scores.cpu().numpy(), np.empty((count, 0), np.float32)
         return scores.argmax(dim=1).cpu().numpy(), scores.softmax(dim=1).cpu().numpy()
-
-    def _score(self, batch: Batch) -> torch.Tensor:
-        rows = len(next(iter(batch.values())))
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.precision == "bf16"):
-            scores = self._predict(self._model, {name: column.to(self._device) for name, column in batch.items()})
-        if (scores.shape != (rows, self.classes)) if self.classes else (scores.shape[:1] != (rows,)):
-            raise SettingsError(
-                f"SUNSPOT_TASK={self._settings.task}: predict returned scores of shape {list(scores.shape)}; they must "
-                f"be [rows, classes], here {[rows, self.classes]}, or without classes [rows, ...]"
-            )
-        return scores
 
     def _as_batch(self, images: Images) -> torch.Tensor:
         """Return uint8 [B, C, H, W]; raises `SettingsError`."""
@@ -133,26 +137,28 @@ class Classifier:
         if isinstance(images, Sequence) and images:
             images = np.concatenate([read_images(Path(file), self.shape, self.data.scales) for file in images])
         if not isinstance(images, (np.ndarray, torch.Tensor)):
-            raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or names of files")
-        shape, dtype = list(images.shape), str(images.dtype).removeprefix("torch.")
+            raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or file names")
+        shape = list(images.shape)
+        dtype = str(images.dtype).removeprefix("torch.")
         if dtype != "uint8" or len(shape) not in (3, 4) or tuple(shape[-3:]) != self.shape or not shape[0]:
             taken = ", ".join(str(length) for length in self.shape)
             raise SettingsError(
                 f"images of {dtype} {shape}, but the model takes uint8 [{taken}], one image (channels, height, width) "
-                f"of pixels from 0 to 255, or uint8 [B, {taken}], B from 1"
+                f"of pixels from 0 to 255, or uint8 [B, {taken}] with at least one image"
             )
         batch = torch.from_numpy(images.copy()) if isinstance(images, np.ndarray) else images
         return batch.reshape(-1, *self.shape)
 
 
 def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> ModelCheckpoint:
-    """Open the `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the one in a directory.
+    """Open the `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the checkpoint in a directory.
 
-    A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before all files match the
-    size and SHA-256 in the manifest, and then only tensors and plain values are. The checkpoint's task is a module that
-    loading the model imports. It must be one of Sunspot's, or `task`, or else the one that `find_task` finds.
+    A directory is a path or URL with a '/', given as `run` or `checkpoint`. Nothing is unpickled before all files match
+    the size and SHA-256 in the manifest, and then only tensors and plain values are. Loading the model imports the
+    checkpoint's task, so that must be one of Sunspot's tasks, or `task`, or without `task` the module that `find_task`
+    finds.
 
-    Raises `SettingsError` for another task, `NotFoundError`, `StorageError`, or `DamageError`.
+    Raises `SettingsError` for another task, `NotFoundError`, `StorageError` or `DamageError`.
     """
     warnings: list[str] = []
     location = next((place for place in (checkpoint, run) if "/" in place), None)
@@ -174,7 +180,8 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
     try:
         if not isinstance(extra, dict):
             raise TypeError(f"a {type(extra).__name__}")
-        data, settings = ModelData.of_record(extra["data"]), recorded_settings(extra["settings"])
+        data = ModelData.from_record(extra["data"])
+        settings = recorded_settings(extra["settings"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         kind = f"{type(error).__name__}: {shorten(error)}"
         raise DamageError(
@@ -185,7 +192,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 
 
 def refuse_foreign_task(task: str, own: str, where: str) -> None:
-    """Raise `SettingsError` for the `task` of a run that is neither Sunspot's nor the user's `own`.
+    """Raise `SettingsError` if a run's `task` is neither one of Sunspot's nor the user's `own`.
 
     Without `own`, `find_task` finds the user's task. Importing a module runs it, and anybody who can write the run's
     files could name any module there.
@@ -196,28 +203,28 @@ def refuse_foreign_task(task: str, own: str, where: str) -> None:
     if task != own:
         yours = f"SUNSPOT_TASK is {own}" if own else "SUNSPOT_TASK is not set"
         raise SettingsError(
-            f"{where}: the run says that its task is {task}, and {yours}. Importing a module runs it: if you trust "
-            f"this one, give --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
+            f"{where}: the run names {task} as its task, but {yours}. Importing a module runs it; if you trust "
+            f"this module, give --task {task}, SUNSPOT_TASK={task}, or in Python task={task!r}"
         )
 
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
-    """Build a checkpoint's model, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
+    """Build a checkpoint's model on the CPU; raises `ConflictError` if the weights do not fit the model."""
     model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(**vars(loaded.data)))
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 
 
 def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use_gpu: str) -> dict[str, Any]:
-    """Answer prompts; returns the JSON document: the checkpoint, and each answer, of at most so many tokens.
+    """Answer prompts with at most `tokens` tokens each, and return the JSON document: the checkpoint and the answers.
 
-    Raises like `restore_model`, and `SettingsError` for a task without `answer`.
+    Raises the errors of `restore_model`, and `SettingsError` for a task without `answer`.
     """
     answer = getattr(load_task(loaded.settings), "answer", None)
     if answer is None:
         raise SettingsError(
             f"{PREFIX}TASK={loaded.settings.task}: defines no answer(model, prompts, tokens) -> texts, so its models "
-            "answer no prompts; sunspot.tasks.finetune does"
+            "cannot answer prompts; sunspot.tasks.finetune has one"
         )
     texts = answer(restore_model(loaded).to(choose_device(use_gpu)).eval(), prompts, tokens)
     return {
@@ -229,7 +236,7 @@ def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use
 
 
 def choose_device(use_gpu: str) -> torch.device:
-    """Choose this process's GPU, or the CPU if it has none or USE_GPU is 'false'. Raises `SettingsError`."""
+    """Return this process's GPU, or the CPU if it has no GPU or USE_GPU is 'false'. Raises `SettingsError`."""
     if use_gpu != "false" and torch.cuda.is_available():
         return torch.device("cuda")
     if use_gpu == "true":
@@ -238,6 +245,6 @@ def choose_device(use_gpu: str) -> torch.device:
 
 
 def print_warnings(texts: Iterable[str]) -> None:
-    """Print each on stderr, apart from the result."""
+    """Print each warning on stderr, apart from the result."""
     for text in texts:
         log.warning(text)

@@ -1,4 +1,4 @@
-"""The arguments of `sunspot predict` and of `python -m sunspot.predict`."""
+"""Arguments of `sunspot predict` and of `python -m sunspot.predict`."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from sunspot.errors import SettingsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all but --storage and --json."""
+    """Add all arguments except --storage and --json."""
     parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
     parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
     parser.add_argument(
@@ -17,29 +17,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         metavar="MODULE",
         default="",
-        help="your module that the run trained, or its file, which is imported (default: SUNSPOT_TASK, or TASK in "
-        "sunspot.toml); Sunspot's own tasks need none",
+        help="your module that the run trained, or its file; it is imported (default: SUNSPOT_TASK, or TASK in "
+        "sunspot.toml; Sunspot's own tasks need no --task)",
     )
-    parser.add_argument("--dataset", metavar="PATH", help="what SUNSPOT_DATASET takes: predict all its rows")
-    parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
-    parser.add_argument("--output", metavar="DIR", help="folder or URL of a bucket for the predictions of --dataset")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a text to answer; several: once for each")
-    parser.add_argument("--tokens", metavar="N", type=int, default=64, help="most tokens of an answer (default: 64)")
+    parser.add_argument("--dataset", metavar="PATH", help="predict all rows of this dataset (as SUNSPOT_DATASET)")
     parser.add_argument(
-        "--workers", metavar="N", type=int, default=0, help="model workers for --dataset; default: what Ray has"
+        "--split", choices=["train", "test"], help="split of the dataset (default: test if there is one)"
+    )
+    parser.add_argument("--output", metavar="DIR", help="folder or bucket URL for the predictions of --dataset")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to answer; may be repeated")
+    parser.add_argument(
+        "--tokens", metavar="N", type=int, default=64, help="largest number of tokens in an answer (default: 64)"
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=0,
+        help="model workers for --dataset (default: as many as Ray has room for)",
     )
 
 
-def refuse_wrong(arguments: argparse.Namespace) -> None:
-    """Raise `SettingsError` for arguments that do not go together, before torch is imported, which takes seconds."""
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `SettingsError` for invalid combinations of arguments, before torch is imported, which takes seconds."""
     if bool(arguments.dataset) != bool(arguments.output):
-        raise SettingsError("--dataset and --output go together")
+        raise SettingsError("--dataset and --output only work together; give both")
     if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
         raise SettingsError("give either files, or --dataset and --output, or --prompt")
     missing = [file for file in arguments.file if not Path(file).exists()]
     if missing:
         raise SettingsError(f"{missing[0]}: no such file")
     if arguments.tokens < 1:
-        raise SettingsError(f"--tokens {arguments.tokens}: a whole number from 1")
+        raise SettingsError(f"--tokens {arguments.tokens}: must be an integer from 1")
     if arguments.workers < 0:
-        raise SettingsError(f"--workers {arguments.workers}: a whole number from 0 (0: what Ray has)")
+        raise SettingsError(
+            f"--workers {arguments.workers}: must be an integer from 0 (0: as many as Ray has room for)"
+        )

@@ -1,6 +1,6 @@
-"""What a run stores for its report when training has ended, by its newest checkpoint.
+"""Stores predictions for the report when training has ended, from the run's newest checkpoint.
 
-These are predictions of held-out rows, and what the task itself shows of its trained model (its `show`).
+They are predictions of held-out rows, and whatever the task itself shows of its trained model (its `show`).
 """
 
 import io
@@ -45,25 +45,28 @@ from sunspot.tasks import load_predict, load_task
 log = logging.getLogger(__name__)
 
 LIMIT_S = 120
-"""For loading the model and for all rows: after that, the predictions so far are stored."""
+"""Seconds for loading the model and predicting all rows. After that, the predictions made so far are stored."""
 
-READ_ROWS, READ_BYTES = 1024, 16 << 20
-"""Most rows and bytes given to the model at a time."""
+READ_ROWS = 1024
+"""Largest number of rows that are given to the model at a time."""
+
+READ_BYTES = 16 << 20
+"""Largest size of the rows that are given to the model at a time."""
 
 MAX_CLASSES = 1000
-"""With more classes, nothing is stored: the confusion matrix alone would be megabytes."""
+"""Largest number of classes. With more, nothing is stored, because the confusion matrix alone would take megabytes."""
 
-SAMPLE_PLACES = 4
-"""Samples come from so many places spread over the training rows, which may be sorted by label."""
+SAMPLE_RANGES = 4
+"""Number of places, spread over the training rows, from which samples are taken. Rows may be sorted by label."""
 
 SHOWN_ROWS = 256
-"""Most held-out rows (training rows without any) that a task is given to show."""
+"""Largest number of held-out rows (or training rows, without held-out rows) that a task's `show` gets."""
 
 
 def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
-    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once; a failure is only a warning.
+    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once. A failure is only a warning.
 
-    Nothing is stored when this start of a `driver` has lost the run meanwhile.
+    Nothing is stored if another driver has taken over the run since this start of `driver`.
     """
     rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
     if not rows or not checkpoint.finished:
@@ -71,7 +74,7 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     try:
         load_predict(plan.settings)
     except SettingsError as error:
-        if not hasattr(load_task(plan.settings), "show"):  # the report has that in their place
+        if not hasattr(load_task(plan.settings), "show"):  # the report shows that instead
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
@@ -79,8 +82,8 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         if not plan.source.classes or (kept and kept.checkpoint == checkpoint.name):
             return
         if plan.source.classes > MAX_CLASSES:
-            raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MAX_CLASSES}")
-        print(f"  predicting {plural(rows, 'held-out row')}, for the report", flush=True)
+            raise SunspotError(f"{plan.source.classes} classes; predictions are stored for at most {MAX_CLASSES}")
+        print(f"  predicting {plural(rows, 'held-out row')} for the report", flush=True)
         predictions = call_in_task(predict_held_out, plan, run.name, checkpoint.name, 2 * LIMIT_S)
         if predictions.rows < rows:
             print(f"  {predictions.rows} of {rows} held-out rows predicted in {LIMIT_S} s", flush=True)
@@ -91,11 +94,11 @@ def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
 
 
 def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Predictions:
-    """Predict the first PREDICT_ROWS held-out rows, or as many as LIMIT_S allows; runs in a task of Ray's."""
+    """Predict the first PREDICT_ROWS held-out rows, or as many as LIMIT_S allows, in a Ray task."""
     assert plan.test
     deadline = time.monotonic() + LIMIT_S
     model = Classifier(run, checkpoint, plan.settings.storage_path, use_gpu, task=plan.settings.task)
-    summary = Summary(model.data)
+    summary = PredictionSummary(model.data)
     rows = min(plan.settings.predict_rows, rows_in(plan.test))
     each = max(1, min(READ_ROWS, READ_BYTES // math.prod(plan.test.shape)))
     for first in range(0, rows, each):
@@ -106,19 +109,20 @@ def predict_held_out(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> Pre
     return summary.result(model.name, model.step, sample_rows(plan.source))
 
 
-class Summary:
+class PredictionSummary:
     """Accumulates predictions, with the images of the few examples that the report shows, if rows have images."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data
         self._confusion = np.zeros((data.classes, data.classes), np.int64)
         self._mistakes: list[Example] = []
-        "The most certain first."
+        "Mistakes, in order of falling probability."
         self._right: dict[int, list[Example]] = {}
 
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
         """Add rows (`row`, `label`, maybe `image`), their predicted classes, [B], and probabilities, [B, classes]."""
-        labels, certainty = part["label"], probabilities.max(axis=1)
+        labels = part["label"]
+        certainty = probabilities.max(axis=1)
         np.add.at(self._confusion, (labels, predictions), 1)
         if not has_pictures(part):
             return
@@ -143,6 +147,7 @@ class Summary:
                 kept.append(example(index))
 
     def result(self, checkpoint: str, step: int, samples: list[Example]) -> Predictions:
+        """Return the predictions to store."""
         by_class = itertools.zip_longest(*(self._right[label] for label in sorted(self._right)))
         right = [example for examples in by_class for example in examples if example]
         rows = int(self._confusion.sum())
@@ -161,10 +166,10 @@ class Summary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Read training rows from SAMPLE_PLACES places."""
+    """Return examples of training rows from SAMPLE_RANGES places."""
     rows = rows_in(source)
-    each = min(MAX_SAMPLES // SAMPLE_PLACES, max(1, rows // SAMPLE_PLACES))
-    firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_PLACES)}
+    each = min(MAX_SAMPLES // SAMPLE_RANGES, max(1, rows // SAMPLE_RANGES))
+    firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_RANGES)}
     parts = [read_rows(source, first, min(first + each, rows)) for first in sorted(firsts)]
     return [
         Example(int(row), int(label), None, None, to_png(image))
@@ -175,7 +180,7 @@ def sample_rows(source: Source) -> list[Example]:
 
 
 def has_pictures(rows: Mapping[str, np.ndarray]) -> bool:
-    """Return True if rows have a column `image` of pictures of bytes, which may also be of other numbers."""
+    """Return True if rows have a column `image` of 8-bit pictures, and not of other numbers."""
     images = rows.get("image")
     return images is not None and images.dtype == np.uint8 and images.ndim == 4 and images.shape[1] in (1, 3)
 
@@ -190,9 +195,9 @@ def to_png(image: np.ndarray) -> bytes:
 
 
 def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
-    """Store what the task shows of a finished run, once; a failure is only a warning.
+    """Store what the task shows of a finished run, once. A failure is only a warning.
 
-    Nothing is stored when this start of a `driver` has lost the run meanwhile.
+    Nothing is stored if another driver has taken over the run since this start of `driver`.
     """
     if not checkpoint.finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
         return
@@ -208,8 +213,9 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
 
 
 def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
-    """Return what the task shows of a checkpoint's model; runs in a task of Ray's."""
-    settings, device = plan.settings, choose_device(use_gpu)
+    """Return what the task shows of a checkpoint's model, in a Ray task."""
+    settings = plan.settings
+    device = choose_device(use_gpu)
     model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path, settings.task)).to(device).eval()
     source = plan.test or plan.source
     rows = read_rows(source, 0, min(SHOWN_ROWS, settings.predict_rows, rows_in(source)))
@@ -219,7 +225,7 @@ def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:
 
 
 def to_parts(found: Any) -> list[Exhibit]:
-    """Return the parts of what a task's `show` returned, cut to the limits; raises `SettingsError` if it has none."""
+    """Return the parts that a task's `show` returned, cut to the limits; raises `SettingsError` for invalid parts."""
     if not isinstance(found, Mapping):
         raise SettingsError(
             f"show returned a {type(found).__name__}; return a dict of texts, numbers, tables and images by title"
@@ -252,5 +258,5 @@ def _to_part(title: str, value: Any, room: int) -> Exhibit:
 def _to_cell(value: Any) -> str | float | None:
     if value is None or isinstance(value, str):
         return value and value[:MAX_CHARACTERS]
-    number = float(value)  # tensors, too
+    number = float(value)  # also converts tensors
     return number if math.isfinite(number) else str(number)

@@ -5,8 +5,8 @@ else is in SUNSPOT_TASK_ARGS are the library's own parameters.
 """
 
 from sunspot.data.columns import Column
+from sunspot.data.image_sources import find_sources as find_images
 from sunspot.data.source import Source
-from sunspot.data.source import find_sources as find_images
 from sunspot.data.table import open_table
 from sunspot.errors import SettingsError
 from sunspot.settings import Settings

@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 
 from sunspot.data.labels import LABEL
-from sunspot.data.source import Batch, model_inputs, rows_in
+from sunspot.data.source import Batch, rows_in
 from sunspot.errors import SettingsError
 from sunspot.formatting import as_bytes
 from sunspot.metric_names import refuse_names
 from sunspot.parallel.collectives import broadcast_from_rank0
+from sunspot.predict.forward import forward_rows
 from sunspot.tasks import find_predict
-from sunspot.train.learner import Learner, fill_up, in_precision
+from sunspot.train.learner import Learner, fill_up
 
 MAX_BYTES = 1 << 30
 """Largest size of the scores and columns of all held-out rows, which rank 0 has in memory twice for a moment."""
@@ -34,14 +35,11 @@ class HeldOutScores:
 
     def predict(self, batch: Batch, counts: bool) -> None:
         """Predict the rows of a batch, and keep their scores if the batch `counts`. All workers do so under FSDP."""
-        inputs, rows = model_inputs(fill_up(self._learner, batch)), len(batch["row"])
-        with in_precision(self._learner):
-            scores: Any = self._predict(self._learner.model, inputs)
-        if not isinstance(scores, torch.Tensor) or not scores.ndim or len(scores) < rows:
-            got = list(getattr(scores, "shape", [type(scores).__name__]))
-            raise SettingsError(f"{self._who} needs the score of each of {rows} rows, and predict returned {got}")
+        filled = fill_up(self._learner, batch)
+        scores = forward_rows(self._predict, self._learner.model, filled, self._learner.plan.settings)
         if not counts:
             return
+        rows = len(batch["row"])
         scores = scores[:rows].float() if scores.is_floating_point() else scores[:rows]
         columns = {name: column for name, column in batch.items() if column.ndim == 1 or name == LABEL}
         self._parts.append({name: column.cpu() for name, column in {**columns, SCORES: scores}.items()})

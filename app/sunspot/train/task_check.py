@@ -27,16 +27,17 @@ from ray.train.torch import TorchTrainer
 from sunspot.checkpoint import CheckpointManager
 from sunspot.checkpoint.files import load_state
 from sunspot.data.order import locate_rows
-from sunspot.data.source import Batch, Source, model_inputs, notes_on, rows_in
+from sunspot.data.source import Batch, Source, notes_on, rows_in
 from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import TrainingState, read_init
 from sunspot.elastic.watchdog import Watchdog
-from sunspot.errors import ConflictError, SettingsError, SunspotError
+from sunspot.errors import ConflictError, SunspotError
 from sunspot.formatting import plural, some_of
 from sunspot.metric_names import HELD_OUT, LOSS
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.plan import Plan, make_plan, with_absolute_paths
+from sunspot.predict.forward import forward_rows
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_session import RAY_ENVIRONMENT
 from sunspot.run import open_run
@@ -355,10 +356,7 @@ def predict(learner: Learner, checked: Check) -> None:
     """Have the task predict the rows that were read last; raises `SettingsError` for what are no scores."""
     if not hasattr(learner.task, "predict"):
         return
-    given = {name: column.to(learner.place.device) for name, column in model_inputs(checked.batch).items()}
+    settings = learner.plan.settings
+    rows = {name: column.to(learner.place.device) for name, column in checked.batch.items()}
     with evaluation_mode(learner.model), torch.no_grad():
-        scores: Any = load_predict(learner.plan.settings)(learner.model, given)
-    rows, classes = len(checked.batch["row"]), learner.plan.source.classes
-    wanted, got = [rows, classes] if classes else [rows], list(getattr(scores, "shape", [type(scores).__name__]))
-    if got[: len(got) if classes else 1] != wanted:
-        raise SettingsError(f"{PREFIX}TASK={checked.task}: its predict returned {got}; return scores, {wanted}")
+        forward_rows(load_predict(settings), learner.model, rows, settings, learner.plan.source.classes)

@@ -1,4 +1,4 @@
-"""A dataset's files on disk or in a bucket: listing and opening them, with Arrow's errors turned into ours."""
+"""A dataset's files on disk or in a bucket: lists and opens them, and translates Arrow's errors into Sunspot's."""
 
 import contextlib
 import json
@@ -20,38 +20,46 @@ from sunspot.errors import DataError, StorageError, shorten
 from sunspot.formatting import plural
 
 OPEN_FILES = 128
-"""Files kept open, with their footers, by each process."""
+"""Number of files that each process keeps open, with their footers."""
 
-TAKEN = (
+SUPPORTED = (
     "a path or URL of Parquet, CSV (.csv), JSON lines (.jsonl), a folder with a folder of pictures for each class, or "
-    "what Hugging Face's save_to_disk wrote"
+    "a folder written by Hugging Face's save_to_disk"
 )
-"""What DATASET may name besides the digits."""
+"""Values that DATASET takes for datasets other than the bundled digits and MNIST, for messages."""
 
 KINDS_BY_SUFFIX = {(".parquet",): "Parquet", (".csv",): "CSV", (".jsonl", ".ndjson", ".json"): "JSON lines"}
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-"""Endings of tables that are compressed as a whole. Compression within Parquet adds no ending."""
+"""Suffixes of compressed tables. Compression within Parquet adds no suffix."""
 
 PICTURES = "*/*"
-"""Name of all pictures of a folder together."""
+"""Name that `DatasetFiles.names` has for all pictures of a folder together."""
 
-STATE, MAX_STATE_BYTES = "state.json", 16 << 20
-"""What `datasets` writes beside the files of a saved dataset: their names, in order."""
+STATE_FILE = "state.json"
+"""File that `datasets` writes beside the files of a saved dataset. It lists their names, in order."""
 
-DICTIONARY = "dataset_dict.json"
-"""What it writes beside the folders of several of them."""
+MAX_STATE_BYTES = 16 << 20
+"""Largest number of bytes that are read of a STATE_FILE."""
 
-CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
-"""An S3 server that does not answer is given up after less than 30 s."""
+DICT_FILE = "dataset_dict.json"
+"""File that `datasets` writes beside the folders of several saved datasets."""
 
-OF_CLIENTS = ("AWS Error", "google::cloud::Status", "Azure Error")
-"""What Arrow's errors say when a cloud's client has failed: they are OSErrors without a number, as of damaged files."""
+CONNECT_TIMEOUT_S = 5
+"""Seconds to wait for a connection to an S3 server."""
+REQUEST_TIMEOUT_S = 10
+"""Seconds to wait for an answer of a server."""
+REQUEST_TRIES = 2
+"""Number of tries for a request. An S3 server that does not answer is given up after less than 30 s."""
+
+CLIENT_ERRORS = ("AWS Error", "google::cloud::Status", "Azure Error")
+"""Substrings of Arrow's messages for failures of a cloud client. These failures are OSErrors without an errno, like the
+errors for damaged files."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files and folders below a folder, sorted by their paths in it."""
+    """Files and folders below a folder, sorted by their paths in it."""
 
     sizes: dict[str, int]
     "Size of each file in bytes."
@@ -61,66 +69,68 @@ class Listing:
 
 
 class DatasetFiles(NamedTuple):
-    """The files of a dataset that are read."""
+    """Files of a dataset that are read."""
 
     names: list[str]
-    "Sorted, as paths below the dataset's folder; [''] if the dataset is one file."
+    "Sorted paths below the dataset's folder; [''] if the dataset is a single file."
     notes: tuple[str, ...] = ()
-    "Lines that a user should read before their rows are trained on."
+    "Notes for the user on files that are not read."
 
 
 def absolute(location: str) -> str:
+    """Return a URL without a trailing slash, or an absolute path."""
     return location.rstrip("/") if "://" in location else os.path.abspath(os.path.expanduser(location))
 
 
 def join(location: str, name: str) -> str:
-    """Return the file `name` below `location`; `location` itself when `name` is empty."""
+    """Return the path of the file `name` below `location`, or `location` itself if `name` is empty."""
     return f"{location.rstrip('/')}/{name}" if name else location
 
 
 def list_files(location: str) -> DatasetFiles:
-    """List the files of one kind below a folder. Raises `DataError` if it is not clear which kind is meant.
+    """List the files of one format below a folder; raises `DataError` if the format is ambiguous.
 
-    Of a folder that Hugging Face's `datasets` saved, those that its STATE names, in that order; PICTURES alone of one
-    with a folder of pictures for each class. Other tables and pictures beside Parquet are passed over, with a note.
+    For a dataset that Hugging Face's `datasets` saved, these are the files named in its STATE_FILE, in that order. For
+    a folder with a folder of pictures for each class, the only name is PICTURES. Other tables and pictures beside
+    Parquet are skipped, with a note.
     """
     system, path = _file_system(location)
-    with parquet_errors(location):
+    with arrow_errors(location):
         kind = system.get_file_info(path).type
         if kind == fs.FileType.File:
             _refuse_compressed([location])
             return DatasetFiles([""])
         if kind == fs.FileType.NotFound:
-            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or what exists: {TAKEN}")
+            raise DataError(f"{location}: not found; set SUNSPOT_DATASET to sample, mnist, or {SUPPORTED}")
     listing = list_all(location)
     names = [name for name in listing.sizes if not any(part.startswith(("_", ".")) for part in name.split("/"))]
     _refuse_compressed([join(location, name) for name in names])
-    if STATE in names:
-        return DatasetFiles(_list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES)))
-    if DICTIONARY in names:
-        splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE)})
-        fix = f"set SUNSPOT_DATASET to one such as {location}/{splits[0]}"
-        raise DataError(f"{location}: saved as {', '.join(splits)}; {fix}")
+    if STATE_FILE in names:
+        return DatasetFiles(_list_saved_dataset(location, read_range(join(location, STATE_FILE), 0, MAX_STATE_BYTES)))
+    if DICT_FILE in names:
+        splits = sorted({name.partition("/")[0] for name in names if name.endswith("/" + STATE_FILE)})
+        fix = f"set SUNSPOT_DATASET to one of them, such as {location}/{splits[0]}"
+        raise DataError(f"{location}: saved as several datasets ({', '.join(splits)}); {fix}")
     kinds = {kind: [name for name in names if _kind_of(name) == kind] for kind in KINDS_BY_SUFFIX.values()}
     if kinds["Parquet"]:
         refuse_mixed_splits(location, kinds["Parquet"])
         return DatasetFiles(kinds["Parquet"], _note_unread(location, names, "Parquet"))
-    # Only writers of Parquet mark files without rows by "_" in front. Pictures may have any name.
+    # Only writers of Parquet mark files without rows by a leading "_". Pictures may have any name.
     beside = names if any(kinds.values()) else listing.sizes
     kinds["pictures"] = [PICTURES] if any("/" in name and is_picture(name) for name in beside) else []
     found = [kind for kind, listed in kinds.items() if listed]
-    if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # about the others, mostly
+    if len(found) > 1 and all(name.endswith(".json") for name in kinds["JSON lines"]):  # most describe the other files
         found = [kind for kind in found if kind != "JSON lines"]
     if len(found) > 1:
         raise DataError(
-            f"{location}: both {' and '.join(found)} in it; give each a folder of its own, or name one file"
+            f"{location}: contains both {' and '.join(found)}; give each a folder of its own, or name one file"
         )
     if not found:
         picture = next(filter(is_picture, listing.sizes), "")
-        outside = f" ({picture} is not in one)" if picture else ""
+        outside = f" ({picture} is in no such folder)" if picture else ""
         raise DataError(
-            f"{location}: no *.parquet, *.csv or *.jsonl in it (names that begin with '_' or '.' are skipped), and no "
-            f"folders of pictures{outside}; SUNSPOT_DATASET takes {TAKEN}"
+            f"{location}: contains no *.parquet, *.csv or *.jsonl (names that begin with '_' or '.' are skipped), and "
+            f"no folders of pictures{outside}; SUNSPOT_DATASET takes {SUPPORTED}"
         )
     [chosen] = found
     if chosen == "pictures":
@@ -130,16 +140,18 @@ def list_files(location: str) -> DatasetFiles:
 
 
 def _note_unread(location: str, names: list[str], kind: str) -> tuple[str, ...]:
-    """Say which tables and pictures are passed over, if the files of one kind are read."""
+    """Return a note on the tables and pictures that are skipped because only files of one kind are read."""
     unread = [name for name in names if _kind_of(name) not in ("", kind) or is_picture(name)]
     if not unread:
         return ()
     others = plural(len(unread), "other file")
-    return (f"{location}: only its {kind} is read; not read: {others} of tables or pictures, such as {unread[0]}",)
+    return (
+        f"{location}: only its {kind} files are read; not read: {others} with tables or pictures, such as {unread[0]}",
+    )
 
 
 def _kind_of(path: str) -> str:
-    """Return the kind of table in a file, by its name; empty if it is none of KINDS_BY_SUFFIX."""
+    """Return the kind of table in a file, by its suffix; empty if the suffix is not in KINDS_BY_SUFFIX."""
     return next((kind for suffixes, kind in KINDS_BY_SUFFIX.items() if path.lower().endswith(suffixes)), "")
 
 
@@ -153,9 +165,9 @@ def _refuse_compressed(paths: list[str]) -> None:
 
 
 def list_all(location: str) -> Listing:
-    """List everything below a folder, hidden or not; raises `DataError` for a link to one of its own parent folders."""
+    """List everything below a folder, sorted by path."""
     system, path = _file_system(location)
-    with parquet_errors(location):
+    with arrow_errors(location):
         if isinstance(system, fs.LocalFileSystem):
             found = list(_walk(path.encode(), ()))
         else:
@@ -169,22 +181,25 @@ def list_all(location: str) -> Listing:
 
 
 def list_folders(location: str) -> list[str]:
-    """List the names of a folder's subfolders; empty if it is a file or does not exist."""
+    """List the names of a folder's subfolders; the list is empty if `location` is a file or does not exist."""
     system, path = _file_system(location)
-    with parquet_errors(location):
+    with arrow_errors(location):
         if system.get_file_info(path).type != fs.FileType.Directory:
             return []
         if isinstance(system, fs.LocalFileSystem):
             with os.scandir(path.encode()) as entries:
                 return sorted(_decode(entry.name) for entry in entries if entry.is_dir())
-        # One level of Google's storage shows no folder that is there only as a part of its objects' names (Arrow 26).
+        # Listing one level of Google's storage omits folders that exist only as prefixes of object names (Arrow 26).
         found = system.get_file_info(fs.FileSelector(path, recursive=system.type_name == "gcs"))
     below = [os.path.relpath(info.path, path) + "/" * (info.type == fs.FileType.Directory) for info in found]
     return sorted({name.split("/")[0] for name in below if "/" in name})
 
 
 def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, fs.FileType, int]]:
-    """Yield path, kind and size of everything below a local folder; follows links, but, unlike Arrow, in no circle."""
+    """Yield path, kind and size of everything below a local folder.
+
+    Links are followed as in Arrow, but a link to a parent folder raises `DataError`.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             path = _decode(entry.path)
@@ -201,94 +216,101 @@ def _walk(folder: bytes, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[s
 
 
 def _decode(name: bytes) -> str:
-    """Decode a name as Arrow does, whatever the locale; raises `DataError` if it is not UTF-8."""
+    """Decode a name as Arrow does, in any locale; raises `DataError` if it is not UTF-8."""
     try:
         return name.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{name.decode(errors='surrogateescape')}: its name is not UTF-8; rename it") from error
 
 
-def _list_saved(location: str, state: bytes) -> list[str]:
-    """List the files of a saved dataset by the content of its STATE."""
+def _list_saved_dataset(location: str, state: bytes) -> list[str]:
+    """Return the names of a saved dataset's files, from the content of its STATE_FILE."""
     try:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{join(location, STATE)}: names no files: {shorten(error)}; save the dataset again") from error
+        raise DataError(
+            f"{join(location, STATE_FILE)}: does not list the dataset's files: {shorten(error)}; save it again"
+        ) from error
     if not names or any("/" in name for name in names):
-        raise DataError(f"{join(location, STATE)}: names no files of its folder; save the dataset again")
+        raise DataError(f"{join(location, STATE_FILE)}: does not name files of its folder; save the dataset again")
     return names
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """Open a reader of its own for each call: readers have state, the open file below them has none."""
-    return pq.ParquetFile(_keep_handle(path), metadata=_keep_metadata(path), pre_buffer=True)
+    """Open a new reader on each call. Readers have state, but the open file that they share has no state."""
+    return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 
 def file_size(path: str) -> int:
-    """Bytes of a file."""
-    with parquet_errors(path):
-        return int(_keep_handle(path).size())
+    """Return the size of a file in bytes."""
+    with arrow_errors(path):
+        return int(_cached_handle(path).size())
 
 
 def read_range(path: str, offset: int, length: int) -> bytes:
-    """Read some bytes of a file."""
-    with parquet_errors(path):
-        return bytes(_keep_handle(path).read_at(length, offset))
+    """Read `length` bytes of a file from an offset."""
+    with arrow_errors(path):
+        return bytes(_cached_handle(path).read_at(length, offset))
 
 
 @contextlib.contextmanager
-def open_closing(path: str) -> Iterator[pa.NativeFile]:
-    """Open one of many small files, which is not kept open."""
+def open_uncached(path: str) -> Iterator[pa.NativeFile]:
+    """Open a small file and close it afterwards, instead of keeping it open."""
     system, inner = _file_system(path)
-    with parquet_errors(path), system.open_input_file(inner) as file:
+    with arrow_errors(path), system.open_input_file(inner) as file:
         yield file
 
 
-def forget_open_files() -> None:
-    """Open files anew from now on: they may have been rewritten."""
-    _keep_handle.cache_clear()
-    _keep_metadata.cache_clear()
+def clear_open_files() -> None:
+    """Forget all open files, because they may have been rewritten."""
+    _cached_handle.cache_clear()
+    _cached_metadata.cache_clear()
 
 
 @contextlib.contextmanager
-def parquet_errors(path: str) -> Iterator[None]:
-    """Turn Arrow's errors into ours. It raises OSError both for storage that fails and for damaged files."""
+def arrow_errors(path: str) -> Iterator[None]:
+    """Translate Arrow's errors. It raises OSError both for storage that fails and for damaged files."""
     try:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: not found; check SUNSPOT_DATASET and SUNSPOT_TEST_DATASET") from error
-    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
-        if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in OF_CLIENTS)):
+    except (
+        OSError,
+        pa.ArrowException,
+        ValueError,
+        OverflowError,
+    ) as error:  # bad names raise ValueError, bad numbers OverflowError
+        if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in CLIENT_ERRORS)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
         kind = _kind_of(path)
         known = kind or path.endswith(".arrow")
-        also = "" if known else f"; SUNSPOT_DATASET takes {TAKEN}"
+        also = "" if known else f"; SUNSPOT_DATASET takes {SUPPORTED}"
         raise DataError(f"{path}: not a {kind or 'Parquet'} file, or damaged: {shorten(error)}{also}") from error
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep_handle(path: str) -> pa.NativeFile:
+def _cached_handle(path: str) -> pa.NativeFile:
     system, inner = _file_system(path)
     return system.open_input_file(inner)
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep_metadata(path: str) -> pq.FileMetaData:
-    metadata = pq.ParquetFile(_keep_handle(path)).metadata
-    # Arrow takes a row group's word for the number of its columns, and then reads beyond those of the schema.
+def _cached_metadata(path: str) -> pq.FileMetaData:
+    metadata = pq.ParquetFile(_cached_handle(path)).metadata
+    # Arrow trusts the number of columns that a row group states, and then reads beyond the columns of the schema.
     if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):
-        raise DataError(f"{path}: damaged: its row groups have other columns than its schema")
+        raise DataError(f"{path}: damaged: a row group's number of columns differs from the schema's")
     return metadata
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a path or URL, and the path in it."""
+    """Return the file system of a path or URL, and the path in that file system."""
     if "://" not in location:
         return fs.LocalFileSystem(), location
     scheme, _, path = location.partition("://")
     if scheme not in CLIENTS or not path:
         raise DataError(
-            f"{location}: set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, gs://... or az://..."
+            f"{location}: unsupported URL; set SUNSPOT_DATASET to a local path or to s3://bucket/prefix, gs://... or az://..."
         )
     connect, names = CLIENTS[scheme]
     return connect(*(os.environ.get(name, "") for name in names)), path
@@ -296,7 +318,7 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
 
 @lru_cache(maxsize=4)
 def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, authorities: str) -> fs.FileSystem:
-    """Connect Arrow's S3 client by the usual AWS environment; it finds the credentials by itself."""
+    """Return Arrow's S3 client for the usual AWS environment variables; it finds the credentials itself."""
     scheme, _, host = (endpoint_s3 or endpoint).rpartition("://")
     return fs.S3FileSystem(
         region=region or default_region or "us-east-1",
@@ -311,7 +333,10 @@ def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, autho
 
 @lru_cache(maxsize=4)
 def _google(emulator: str) -> fs.FileSystem:
-    """Connect Arrow's client for Google Cloud Storage with Application Default Credentials; an emulator wants none."""
+    """Return Arrow's client for Google Cloud Storage, with Application Default Credentials.
+
+    An emulator is used without credentials.
+    """
     scheme, _, host = emulator.rpartition("://")
     return fs.GcsFileSystem(
         anonymous=bool(host),
@@ -323,7 +348,7 @@ def _google(emulator: str) -> fs.FileSystem:
 
 @lru_cache(maxsize=4)
 def _azure(connection: str, account: str, key: str) -> fs.FileSystem:
-    """Connect Arrow's client for Azure Blob Storage; without a key it finds the identity by itself."""
+    """Return Arrow's client for Azure Blob Storage; without a key, it finds the identity itself."""
     given = dict(pair.split("=", 1) for pair in connection.split(";") if "=" in pair)
     endpoint = urlsplit(given.get("BlobEndpoint", ""))
     where = {
@@ -345,4 +370,5 @@ CLIENTS: dict[str, tuple[Callable[..., fs.FileSystem], tuple[str, ...]]] = {
     "az": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
     "abfs": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
 }
-"""File system by the scheme of a URL, and the variables it is made by: when they change, another is made."""
+"""Function that connects a file system, by URL scheme, and the environment variables that it takes. A new client is
+made if the value of a variable changes."""
