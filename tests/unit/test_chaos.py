@@ -80,7 +80,7 @@ def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
     def go_on_when_told(injector: FaultInjector, record: dict[str, Any], text: str) -> None:
         say(injector, record, text)
-        if record["event"] == "blow":
+        if record["event"] == "fault":
             training.go_on()
 
     monkeypatch.setattr(FaultInjector, "say", go_on_when_told)
@@ -171,13 +171,13 @@ def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
     lines = sunspot.lines
     kinds = list(make_plan(["reclaim,kill,head"], 1, 4, 7).kinds)
     assert lines[0] == {"time": lines[0]["time"], "event": "begin", "seed": 7, "kinds": kinds}
-    blows = [line for line in lines if line["event"] == "blow"]
-    assert [(blow["blow"], blow["kind"]) for blow in blows] == list(enumerate(kinds, 1))
-    assert [(blow["pod"], blow["node"]) for blow in blows] == [(name, f"node-of-{name}") for name, _ in cluster.deleted]
-    assert [blow["step"] for blow in blows] == [1, 2, 3, 4]
-    assert all(after["time"] - before["time"] >= 1 for before, after in pairwise(blows))
+    faults = [line for line in lines if line["event"] == "fault"]
+    assert [(fault["fault"], fault["kind"]) for fault in faults] == list(enumerate(kinds, 1))
+    assert [(fault["pod"], fault["node"]) for fault in faults] == [(name, f"node-of-{name}") for name, _ in cluster.deleted]
+    assert [fault["step"] for fault in faults] == [1, 2, 3, 4]
+    assert all(after["time"] - before["time"] >= 1 for before, after in pairwise(faults))
     recovered = [line for line in lines if line["event"] == "recovered"]
-    assert [(line["blows"], line["attempt"], line["cause"]) for line in recovered] == [
+    assert [(line["faults"], line["attempt"], line["cause"]) for line in recovered] == [
         ([number], number + 1, "node lost") for number in (1, 2, 3, 4)
     ]
     assert [(round(line["recovery_s"], 1), line["replayed"]) for line in recovered] == [(9.1, 0)] * 4
@@ -228,7 +228,7 @@ def test_one_receipt_may_answer_several_faults(
 
     cluster.on_delete = lose
     assert sunspot("chaos", "run", "--kind", "kill", "--count", "2", "--every", "0.2", "--yes", "--json") == 0
-    assert [line["blows"] for line in sunspot.lines if line["event"] == "recovered"] == [[1, 2]]
+    assert [line["faults"] for line in sunspot.lines if line["event"] == "recovered"] == [[1, 2]]
 
 
 def test_a_pod_that_is_not_ready_yet_is_waited_for(
@@ -273,7 +273,7 @@ def test_it_ends_early_when_the_run_does(cluster: FakeCluster, sunspot: Command,
     assert sunspot("chaos", "run", "--kind", "kill", "--count", "9", "--every", "9", "--yes", "--json") == 0
     assert len(cluster.deleted) == 1
     ended = next(line for line in sunspot.lines if line["event"] == "ended")
-    assert ended["blows"] == 1
+    assert ended["faults"] == 1
     assert ended["reason"].startswith("succeeded")
     assert sunspot.lines[-1]["event"] == "audit"
 

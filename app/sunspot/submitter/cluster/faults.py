@@ -127,7 +127,7 @@ class FaultInjector:
         if self._ended:
             injected = len(self._faults)
             text = f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {self._ended}"
-            self.say({"event": "ended", "reason": self._ended, "blows": injected}, text)
+            self.say({"event": "ended", "reason": self._ended, "faults": injected}, text)
 
     def say(self, record: dict[str, Any], text: str) -> None:
         """Print one line on stdout, for people or as JSON."""
@@ -155,7 +155,7 @@ class FaultInjector:
         except StorageError as error:
             warn(str(error))
         self._faults[number] = self._attempt
-        record = {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step}
+        record = {"event": "fault", "fault": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step}
         self.say(record, f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}")
 
     def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
@@ -219,7 +219,7 @@ class FaultInjector:
         self._recovered.update(numbers)
         times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
         which = f"fault{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        self.say({**receipt.record(), "blows": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
+        self.say({**receipt.record(), "faults": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
 
     def _find_missing(self) -> str:
         """Find what has not happened yet since the last fault; empty once the run has recovered."""
