@@ -173,7 +173,9 @@ def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
     assert lines[0] == {"time": lines[0]["time"], "event": "begin", "seed": 7, "kinds": kinds}
     faults = [line for line in lines if line["event"] == "fault"]
     assert [(fault["fault"], fault["kind"]) for fault in faults] == list(enumerate(kinds, 1))
-    assert [(fault["pod"], fault["node"]) for fault in faults] == [(name, f"node-of-{name}") for name, _ in cluster.deleted]
+    assert [(fault["pod"], fault["node"]) for fault in faults] == [
+        (name, f"node-of-{name}") for name, _ in cluster.deleted
+    ]
     assert [fault["step"] for fault in faults] == [1, 2, 3, 4]
     assert all(after["time"] - before["time"] >= 1 for before, after in pairwise(faults))
     recovered = [line for line in lines if line["event"] == "recovered"]

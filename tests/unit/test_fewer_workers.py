@@ -154,4 +154,4 @@ def test_only_pods_whose_nodes_are_known_to_be_lost_are_marked() -> None:
     assert mark_lost_pods([view], [ready]) == (view,)
     [lost] = mark_lost_pods([view], [{**ready, "metadata": {"name": "another"}}])
     assert not lost.ready
-    assert "no longer exists" in str(lost.problem)
+    assert "no longer exists" in lost.lost

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sunspot.submitter.cluster.views import PodProblem
+from sunspot.submitter.cluster.pod_problems import PodProblem
 from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, find_refusals, parse_refusals
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
@@ -138,7 +138,11 @@ def test_a_node_with_two_obstacles_names_both() -> None:
 
 
 def explain(said: dict[str, list[str]], nodes: Any = (), **spec: Any) -> list[Finding]:
-    problems = {PodProblem(NO_NODE, f"no node takes it ({text.partition('. ')[0]})"): n for text, n in said.items()}
+    problems = [
+        PodProblem(NO_NODE, name, "workers", f"no node takes it ({text.partition('. ')[0]})")
+        for text, names in said.items()
+        for name in names
+    ]
     return list(explain_unplaced(UnplacedPods("workers", problems, pod(**spec)), nodes, Severity.ERROR))
 
 

@@ -155,7 +155,14 @@ class FaultInjector:
         except StorageError as error:
             warn(str(error))
         self._faults[number] = self._attempt
-        record = {"event": "fault", "fault": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step}
+        record = {
+            "event": "fault",
+            "fault": number,
+            "kind": kind,
+            "pod": pod.name,
+            "node": pod.node,
+            "step": self._step,
+        }
         self.say(record, f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}")
 
     def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:

@@ -17,8 +17,8 @@ from sunspot.run.overview import describe_silence, describe_work
 from sunspot.run.owner import COUNTED, Owner
 from sunspot.run.status import SILENT_S, RunState, Status
 from sunspot.settings import PREFIX, Settings, WorkerRange
-from sunspot.submitter.cluster.views import NOISE, JobView, Nodes, PodProblem, Pods, PodView, WarningEvent, Warnings
-from sunspot.submitter.findings import Diagnosis
+from sunspot.submitter.cluster.pod_problems import HEAD, find_problems
+from sunspot.submitter.cluster.views import JobView, Nodes, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.manifest.render import JOB_ID, settings_of
 
 NUM_WORKERS = PREFIX + "NUM_WORKERS"
@@ -69,6 +69,11 @@ class JobInCluster:
     def own_pods(self) -> list[PodView]:
         """The pods of its RayCluster that nobody has told to go."""
         return [pod for pod in self.pods if pod.cluster == self.job.cluster and not pod.deleting]
+
+    @property
+    def fresh_warnings(self) -> list[WarningEvent]:
+        """The warnings of the last WARNING_FRESH_S."""
+        return [event for event in self.warnings if self.now - event.time < WARNING_FRESH_S]
 
 
 @dataclass(frozen=True)
@@ -280,46 +285,27 @@ def explain_pods(seen: JobInCluster) -> str:
 
 
 def summarize_pod_problems(seen: JobInCluster) -> str:
-    """Say what keeps pods from running, with the fix; empty if nothing seems to."""
-    job, mine = seen.job, seen.own_pods
-    fresh = [event for event in seen.warnings if seen.now - event.time < WARNING_FRESH_S]
-    head = next((pod for pod in mine if pod.head), None)
-    if head and (why := pod_problem(head, fresh)):
-        return f"the head pod cannot start: {why}"
-    refused = refused_pod(job, fresh)
+    """Return the head's problem, or the most common problem of the workers, with its fix; empty without problems."""
+    job = seen.job
+    problems = find_problems(job, seen.own_pods, seen.fresh_warnings)
+    head_problems = [problem for problem in problems if problem.group == HEAD]
     ending = next((pod for pod in seen.pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
-    if head is None and ending:
+    if ending and not any(pod.head for pod in seen.own_pods):
         silent = ", which does not answer" if ending.overdue(seen.now) else ""
         return f"the head pod was told to go; a new one follows when it has left node {ending.node}{silent}"
-    if head is None:
-        return f"the head pod cannot be made: {refused.message}" if refused else ""
-    wanted, ready = count_workers(seen)
-    whys = Counter(str(why) for pod in mine if not pod.head and (why := pod_problem(pod, fresh)))
-    if not whys and refused and len(mine) - 1 < wanted:
-        whys[f"a pod cannot be made: {refused.message}"] += 1
-    if not whys:
+    if head_problems:
+        problem = head_problems[0]
+        if problem.prevents_creation:
+            return f"the head pod cannot be made: {problem}"
+        return f"the head pod cannot start: {problem}"
+    if not problems or not any(pod.head for pod in seen.own_pods):
         return ""
-    commonest, _ = whys.most_common(1)[0]
+    reasons = Counter(str(problem) for problem in problems if not problem.prevents_creation)
+    [(reason, _)] = reasons.most_common(1) or [(f"a pod cannot be made: {problems[0]}", 1)]
+    wanted, ready = count_workers(seen)
     if len(job.training_groups) > 1:
-        return f"{plural(wanted - ready, 'more worker pod')} asked for: {commonest}"
-    return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {commonest}"
-
-
-def refused_pod(job: JobView, warnings: Warnings) -> WarningEvent | None:
-    """Return the newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
-    mine = [event for event in warnings if event.object in (job.cluster, job.name)]
-    return next((event for event in mine if event.reason.startswith("FailedToCreate")), None)
-
-
-def pod_problem(pod: PodView, warnings: Warnings) -> PodProblem | None:
-    """Find what keeps a pod from running, by its status or warnings about it; None if nothing seems to."""
-    if pod.ready or pod.problem:
-        return pod.problem
-    for event in warnings:
-        if event.object == pod.name and event.reason not in NOISE:
-            kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
-            return PodProblem(kind, f"{event.reason}: {event.message}")
-    return None
+        return f"{plural(wanted - ready, 'more worker pod')} asked for: {reason}"
+    return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {reason}"
 
 
 def asked_workers(text: str) -> WorkerRange | None:

@@ -1,13 +1,12 @@
 """What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from sunspot.errors import FAILED_FOR_GOOD
 from sunspot.formatting import as_time
-from sunspot.submitter.findings import Diagnosis
 from sunspot.submitter.manifest.shape import SLOT
 
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
@@ -20,25 +19,8 @@ KEEPERS = {
 }
 """What keeps objects as a repository has them (GitOps), by the name under which it manages their fields."""
 
-PUSH_IMAGE = "push the image, or correct --image and the pull secret"
-
-CREATE_MISSING = "create what is missing, in the namespace of the run"
-
-CANNOT_START = {
-    "InvalidImageName": (Diagnosis.IMAGE, "correct --image"),
-    "ErrImageNeverPull": (Diagnosis.IMAGE, "load the image onto the nodes, or let it be pulled"),
-    "CreateContainerConfigError": (Diagnosis.MISSING, CREATE_MISSING),
-    "RunContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
-    "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
-    "CrashLoopBackOff": (Diagnosis.CONTAINER, "`kubectl logs --previous` of this pod says why"),
-}
-"""Why a container cannot start, and what to do about it, by the kubelet's reason."""
-
 MAX_MESSAGE = 600
 """Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
-
-NOISE = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
-"""Warnings about pods that the pod's own status explains better."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +85,6 @@ class JobView:
         return next((KEEPERS[manager] for manager in managers if manager in KEEPERS), "")
 
 
-class PodProblem(NamedTuple):
-    """What keeps a pod from running."""
-
-    kind: Diagnosis
-    said: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.said}; {self.fix}" if self.fix else self.said
-
-
 OVERDUE_S = 30
 """A pod that is still there so long after its grace period is on a node that does not answer."""
 
@@ -133,12 +104,14 @@ class PodView:
     deleted_by: float
     "When its grace period ends, in seconds since the epoch; 0: nobody deletes it."
     restarts: int
-    problem: PodProblem | None
-    "Why it cannot run; None if it runs, or may still start."
     out_of_memory: bool
     "Whether one of its containers last ended for that; it may run again."
     spec: Mapping[str, Any] = field(default_factory=dict)
     "The spec in the API server, with the additions of admission controllers."
+    status: dict[str, Any] = field(default_factory=dict)
+    "The status in the API server."
+    lost: str = ""
+    "What happened to the pod's node, if that is gone or not ready (`mark_lost_pods`)."
 
     @property
     def deleting(self) -> bool:
@@ -189,7 +162,7 @@ def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
         job_status=status.get("jobStatus", ""),
         deployment_status=status.get("jobDeploymentStatus", ""),
         failure=status.get("reason", ""),
-        message=_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-MAX_MESSAGE:],
+        message=one_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-MAX_MESSAGE:],
         failed=int(status.get("failed") or 0),
         tries=int(spec.get("backoffLimit") or 0) + 1,
         cluster=status.get("rayClusterName", ""),
@@ -217,9 +190,9 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         ready=ready and status.get("phase") == "Running",
         deleted_by=parse_time(metadata.get("deletionTimestamp")) or 0.0,
         restarts=sum(container.get("restartCount", 0) for container in containers),
-        problem=None if ready else next(_pod_problems(raw), None),
         out_of_memory="OOMKilled" in [c.get("lastState", {}).get("terminated", {}).get("reason") for c in containers],
         spec=raw.get("spec") or {},
+        status=status,
     )
 
 
@@ -239,12 +212,11 @@ def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
         node = by_name.get(pod.node)
         if not nodes or not pod.node or pod.deleting or (node and is_ready(node)):
             return pod
-        said = f"its node {pod.node} no longer exists"
+        lost = f"its node {pod.node} no longer exists"
         if node:
             changed = parse_time(_ready_condition(node).get("lastTransitionTime"))
-            said = f"its node {pod.node} is not ready" + (f" since {as_time(changed)}" if changed else "")
-        fix = "another pod replaces it when there is a node for it"
-        return replace(pod, ready=False, problem=PodProblem(Diagnosis.NODES, said, fix))
+            lost = f"its node {pod.node} is not ready" + (f" since {as_time(changed)}" if changed else "")
+        return replace(pod, ready=False, lost=lost)
 
     return tuple(map(mark, pods))
 
@@ -254,51 +226,13 @@ def _ready_condition(node: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((each for each in conditions if each["type"] == "Ready"), {})
 
 
-def _pod_problems(raw: dict[str, Any]) -> Iterator[PodProblem]:
-    status = raw.get("status") or {}
-    for condition in status.get("conditions") or ():
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            said = _line(condition.get("message", ""))
-            if condition.get("reason") == "SchedulingGated":
-                yield PodProblem(Diagnosis.QUEUE, f"held back by its queue ({said})")
-            else:
-                said = said.partition(". ")[0]  # what follows is about preemption
-                yield PodProblem(
-                    Diagnosis.NO_NODE,
-                    f"no node takes it ({said})",
-                    "unless an autoscaler brings one, add such a node, or correct the profile's selectors, tolerations "
-                    "and resources",
-                )
-    for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
-        name = container["name"]
-        waiting = container.get("state", {}).get("waiting") or {}
-        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
-        reason = waiting.get("reason", "")
-        if ended.get("reason") == "OOMKilled":
-            said = f"container {name} ran out of memory (OOMKilled)"
-            yield PodProblem(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
-        elif reason in ("ErrImagePull", "ImagePullBackOff"):
-            # The kubelet reports the failure and the wait in turn: one sentence for both.
-            said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
-            said = f"image {container.get('image', '')} cannot be pulled: {said}"
-            yield PodProblem(Diagnosis.IMAGE, said, PUSH_IMAGE)
-        elif reason in CANNOT_START:
-            kind, fix = CANNOT_START[reason]
-            yield PodProblem(kind, f"{reason}: {_line(waiting.get('message', ''))}", fix)
-        elif container.get("state", {}).get("terminated", {}).get("exitCode"):
-            said = f"container {name} ended with {ended['exitCode']}: {_line(ended.get('message', ''))}"
-            yield PodProblem(Diagnosis.CONTAINER, said)
-    if status.get("phase") == "Failed":
-        yield PodProblem(Diagnosis.POD, f"{status.get('reason', 'Failed')}: {_line(status.get('message', ''))}")
-
-
 def warning_event(raw: dict[str, Any]) -> WarningEvent:
     """Read an event as the API server gives it."""
     seen = (raw.get("series") or {}).get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
     return WarningEvent(
         raw.get("involvedObject", {}).get("name", ""),
         raw.get("reason", ""),
-        _line(raw.get("message", "")),
+        one_line(raw.get("message", "")),
         parse_time(seen or raw["metadata"].get("creationTimestamp")) or 0.0,
     )
 
@@ -308,5 +242,5 @@ def parse_time(text: str | None) -> float | None:
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
-def _line(text: str, ends: str = ".:; ") -> str:
+def one_line(text: str, ends: str = ".:; ") -> str:
     return " ".join(text.split()).rstrip(ends)

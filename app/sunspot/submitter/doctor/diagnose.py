@@ -11,7 +11,9 @@ from sunspot.run.owner import Owner
 from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.pod_problems import find_problems
 from sunspot.submitter.cluster.records import gather
+from sunspot.submitter.cluster.state import JobInCluster
 from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble, find_unrecorded_end
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
@@ -21,7 +23,6 @@ from sunspot.submitter.doctor.training.diverged import find_not_finite, is_end_b
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
 from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory, is_end_by_memory
 from sunspot.submitter.doctor.training.saving import find_storage
-from sunspot.submitter.doctor.unschedulable import waits_for_node
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
 CHECKS = (
@@ -62,7 +63,7 @@ def examine(access: RunAccess) -> Report:
     """Examine a run from cluster and storage, as far as they answer; raises like `gather`."""
     run = access.run
     snapshot, view = gather(access)
-    if snapshot.in_cluster and any(waits_for_node(pod) for pod in snapshot.in_cluster.own_pods):
+    if snapshot.in_cluster and _waits_for_node(snapshot.in_cluster):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
     findings = []
@@ -109,6 +110,11 @@ def examine(access: RunAccess) -> Report:
         kind = Diagnosis.STOPPED if state is RunState.STOPPING else Diagnosis.STARTING
         findings.append(Finding(kind, Severity.NOTE, reason, "wait, and ask again"))
     return Report(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
+
+
+def _waits_for_node(seen: JobInCluster) -> bool:
+    problems = find_problems(seen.job, seen.own_pods, ())
+    return any(problem.kind is Diagnosis.NO_NODE for problem in problems)
 
 
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:

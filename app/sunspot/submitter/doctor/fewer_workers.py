@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.state import WARNING_FRESH_S, JobInCluster, asked_workers, pod_problem, refused_pod
+from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
+from sunspot.submitter.cluster.state import JobInCluster, asked_workers
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -43,17 +44,16 @@ def _find_beginning(case: Case, wanted: int) -> float | None:
 def _find_missing(seen: JobInCluster) -> str:
     """Describe what a run waits for until all of its workers train."""
     job = seen.job
-    fresh = [event for event in seen.warnings if seen.now - event.time < WARNING_FRESH_S]
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]
     causes = []
     for pod in workers:
-        why = pod_problem(pod, fresh)
-        if why or not pod.ready:
-            causes.append(f"pod {pod.name} ({why.said if why else 'it starts'})")
+        problem = find_problem(pod, seen.fresh_warnings)
+        if problem or not pod.ready:
+            causes.append(f"pod {pod.name} ({problem.evidence if problem else 'it starts'})")
     wanted = pod_sets(job.raw)["workers"].most if not job.borrows_cluster else 0
     if len(workers) < wanted:
-        refused = refused_pod(job, fresh)
-        why_not = refused.message if refused else "the cluster has not been asked for them, or has not made them yet"
+        refusal = find_refusal(job, seen.fresh_warnings, job.training_groups[0])
+        why_not = refusal.evidence if refusal else "the cluster has not been asked for them, or has not made them yet"
         causes.append(f"{plural(wanted - len(workers), 'more worker pod')} ({why_not})")
     if not causes:
         return "the workers in running pods to join"

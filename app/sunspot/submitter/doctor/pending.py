@@ -4,25 +4,22 @@ from collections.abc import Iterator
 
 from sunspot.formatting import in_words
 from sunspot.run.status import RunState
+from sunspot.submitter.cluster.pod_problems import (
+    CREATE_MISSING,
+    HEAD,
+    PodProblem,
+    find_past_problems,
+    find_problems,
+)
 from sunspot.submitter.cluster.state import (
     CLOCK_SKEW_S,
     FAILURES,
     OPERATOR_OVERDUE_S,
     WARNING_FRESH_S,
     JobInCluster,
-    count_workers,
     explain_pods,
-    pod_problem,
-    refused_pod,
 )
-from sunspot.submitter.cluster.views import (
-    CREATE_MISSING,
-    PUSH_IMAGE,
-    JobView,
-    PodProblem,
-    WarningEvent,
-    Warnings,
-)
+from sunspot.submitter.cluster.views import JobView, Pods, Warnings
 from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, name_pods
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 from sunspot.submitter.manifest.pods import pod_groups
@@ -82,45 +79,40 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
 
 
 def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
-    job, mine = seen.job, seen.own_pods
-    wanted, _ = count_workers(seen)
-    has_head = any(pod.head for pod in mine)
-    for pod in mine:
+    job = seen.job
+    pods = seen.own_pods
+    yield from _find_restarts(job, pods)
+    problems = find_problems(job, pods, warnings) or ([] if pods else find_past_problems(job, warnings))
+    alike: dict[tuple[str, Diagnosis, str, str], list[PodProblem]] = {}
+    unplaced: dict[str, list[PodProblem]] = {}
+    for problem in problems:
+        if problem.prevents_creation:
+            yield _explain_refusal(job, problem, severity)
+        elif problem.kind is Diagnosis.NO_NODE:
+            unplaced.setdefault(problem.group, []).append(problem)
+        else:
+            alike.setdefault((problem.group, problem.kind, problem.evidence, problem.fix), []).append(problem)
+    for (group, kind, evidence, fix), same in alike.items():
+        names = [problem.pod for problem in same]
+        advice = fix or "kubectl describe pod says more"
+        yield Finding(kind, severity, f"{name_pods(names)}: {evidence}", advice, {"group": group, "pods": names})
+    templates = pod_templates(job.raw)
+    for group, found in unplaced.items():
+        pod = next((pod for pod in pods if pod.name == found[0].pod), None)
+        spec = pod.spec if pod and pod.spec.get("containers") else templates.get(group, {}).get("spec", {})
+        yield from explain_unplaced(UnplacedPods(group, found, spec), seen.nodes, severity)
+
+
+def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
+    """Find pods that run again after a container ran out of memory."""
+    for pod in pods:
         if pod.ready and pod.out_of_memory:
-            limit = _memory_limit(job, "head" if pod.head else pod.group)
+            group = HEAD if pod.head else pod.group
+            limit = _memory_limit(job, group)
             evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled{limit}), and was started again"
             advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
-            details = {"group": "head" if pod.head else pod.group, "pods": [pod.name], "restarts": pod.restarts}
+            details = {"group": group, "pods": [pod.name], "restarts": pod.restarts}
             yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0)
-    missing = not has_head or sum(pod.group in job.training_groups for pod in mine) < wanted
-    refused = refused_pod(job, warnings) if missing else None
-    if refused:
-        yield _refused(job, refused, "worker" if has_head else "head", severity)
-    problems: dict[tuple[str, PodProblem], list[str]] = {}
-    for pod in mine:
-        if why := pod_problem(pod, warnings):
-            problems.setdefault(("head" if pod.head else pod.group, why), []).append(pod.name)
-    if not mine and not refused:
-        told: set[tuple[str, Diagnosis]] = set()
-        for event in warnings:  # newest first
-            why = _last_problem(event)
-            if why and (event.object, why.kind) not in told:
-                told.add((event.object, why.kind))
-                group = "head" if "-head" in event.object else next(iter(job.training_groups), "")
-                problems.setdefault((group, why), []).append(event.object)
-    unplaced: dict[str, dict[PodProblem, list[str]]] = {}
-    for (group, why), names in problems.items():
-        if why.kind is Diagnosis.NO_NODE:
-            unplaced.setdefault(group, {})[why] = names
-        else:
-            advice = why.fix or "kubectl describe pod says more"
-            details = {"group": group, "pods": names}
-            yield Finding(why.kind, severity, f"{name_pods(names)}: {why.said}", advice, details)
-    templates = pod_templates(job.raw)
-    for group, said in unplaced.items():
-        one = next((pod for pod in mine if pod.name in next(iter(said.values()))), None)
-        spec = one.spec if one and one.spec.get("containers") else templates.get(group, {}).get("spec", {})
-        yield from explain_unplaced(UnplacedPods(group, said, spec), seen.nodes, severity)
 
 
 def _memory_limit(job: JobView, group: str) -> str:
@@ -131,20 +123,9 @@ def _memory_limit(job: JobView, group: str) -> str:
     return f", limit {limit}" if limit else ""
 
 
-def _last_problem(event: WarningEvent) -> PodProblem | None:
-    """Find the problem of a pod that is gone, from a warning about it."""
-    if event.reason == "FailedScheduling":
-        return PodProblem(Diagnosis.NO_NODE, event.message)
-    if event.reason == "Failed" and "pull" in event.message:
-        return PodProblem(Diagnosis.IMAGE, event.message, PUSH_IMAGE)
-    if event.reason in ("FailedMount", "Failed") and "not found" in event.message:
-        return PodProblem(Diagnosis.MISSING, event.message, CREATE_MISSING)
-    return None
-
-
-def _refused(job: JobView, event: WarningEvent, which: str, severity: Severity) -> Finding:
-    evidence = f"a {which} pod cannot be made: {event.message}"
-    exceeded = parse_exceeded(event.message)
+def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> Finding:
+    evidence = f"a {'head' if problem.group == HEAD else 'worker'} pod cannot be made: {problem.evidence}"
+    exceeded = parse_exceeded(problem.evidence)
     if exceeded:
         raised = f"have the ResourceQuota {exceeded.name} raised"
         advice = f"end other runs of the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
@@ -154,10 +135,10 @@ def _refused(job: JobView, event: WarningEvent, which: str, severity: Severity) 
         names = {"requested": exceeded.requested, "used": exceeded.used, "limited": exceeded.limited}
         details = {"quota": exceeded.name, **names}
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
-    if "not found" in event.message:
+    if "not found" in problem.evidence:
         return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
     advice = "a policy of the namespace refuses it; correct what it names, or have the policy changed"
-    return Finding(Diagnosis.REFUSED, severity, evidence, advice)
+    return Finding(problem.kind, severity, evidence, advice)
 
 
 def _deadline(job: JobView, reason: str) -> Finding:

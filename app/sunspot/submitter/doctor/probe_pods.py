@@ -16,6 +16,7 @@ from sunspot.errors import ClusterError
 from sunspot.formatting import in_words
 from sunspot.storage.prove import Check, Result
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.pod_problems import find_problem
 from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.doctor.cluster_checks import SHARED_POLICY
 from sunspot.submitter.manifest.pods import RUN_LABEL, head_group, worker_group
@@ -126,7 +127,9 @@ def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] |
         living = [pod for pod in latest.values() if pod and not has_ended(pod)]
         if not living or time.monotonic() > deadline:
             return latest
-        trouble = "; ".join(f"{pod['metadata']['name']}: {why}" for pod in living if (why := pod_view(pod).problem))
+        trouble = "; ".join(
+            f"{pod['metadata']['name']}: {why}" for pod in living if (why := find_problem(pod_view(pod)))
+        )
         if trouble and trouble != warned:
             warn(trouble)
             warned = trouble
@@ -154,7 +157,7 @@ def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
             check = Check(**{**record, "result": Result(record["result"])})
             yield Check(f"{name}: {check.check}", check.result, f"on {node}: {check.seen}", check.fix)
         return
-    trouble = pod_view(pod).problem
+    trouble = find_problem(pod_view(pod))
     if trouble:
         yield Check(name, Result.FAILED, f"the pod did not run: {trouble}")
     elif not has_ended(pod):

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sunspot.formatting import plural
-from sunspot.submitter.cluster.views import Nodes, PodProblem, PodView
+from sunspot.submitter.cluster.pod_problems import PodProblem
+from sunspot.submitter.cluster.views import Nodes
 from sunspot.submitter.doctor.schedulable_nodes import CONTROL_PLANE, Obstacle, find_obstacles, kind_of_taint
 from sunspot.submitter.findings import UNSCHEDULABLE, Diagnosis, Finding, Severity
 
@@ -42,8 +43,8 @@ class UnplacedPods(NamedTuple):
     """Pods of one group that no node takes."""
 
     group: str
-    said: Mapping[PodProblem, Sequence[str]]
-    "The scheduler's messages, each with the names of its pods."
+    problems: Sequence[PodProblem]
+    "The scheduler's message about each of the pods."
     spec: Mapping[str, Any]
 
     @property
@@ -57,7 +58,7 @@ class UnplacedPods(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The names of all these pods."""
-        return list(dict.fromkeys(name for names in self.said.values() for name in names))
+        return list(dict.fromkeys(problem.pod for problem in self.problems))
 
 
 def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> Iterator[Finding]:
@@ -65,23 +66,22 @@ def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> It
 
     `nodes` are all nodes of the cluster, or none if they may not be listed.
     """
-    merged: dict[tuple[Diagnosis, str], tuple[Refusal, dict[PodProblem, Sequence[str]]]] = {}
-    for problem, names in pods.said.items():
-        refusals = find_refusals(problem.said, pods.spec, nodes)
+    alike: dict[tuple[str, str], list[PodProblem]] = {}
+    for problem in pods.problems:
+        alike.setdefault((problem.evidence, problem.fix), []).append(problem)
+    merged: dict[tuple[Diagnosis, str], tuple[Refusal, list[PodProblem]]] = {}
+    for (message, fix), problems in alike.items():
+        refusals = find_refusals(message, pods.spec, nodes)
         if not refusals:
-            advice = problem.fix or "kubectl describe pod says more"
-            details = {"group": pods.group, "pods": list(names)}
-            yield Finding(problem.kind, severity, f"{name_pods(names)}: {problem.said}", advice, details)
+            names = [problem.pod for problem in problems]
+            details = {"group": pods.group, "pods": names}
+            advice = fix or "kubectl describe pod says more"
+            yield Finding(Diagnosis.NO_NODE, severity, f"{name_pods(names)}: {message}", advice, details)
         for refusal in refusals:
-            _, said = merged.setdefault((refusal.kind, refusal.what), (refusal, {}))
-            said[problem] = names
-    for refusal, said in sorted(merged.values(), key=lambda each: each[0].is_unnamed_taint):
-        yield _describe(pods._replace(said=said), refusal, severity, len(merged) == 1)
-
-
-def waits_for_node(pod: PodView) -> bool:
-    """Return True if no node takes the pod."""
-    return bool(pod.problem and pod.problem.kind is Diagnosis.NO_NODE)
+            _, refused = merged.setdefault((refusal.kind, refusal.what), (refusal, []))
+            refused += problems
+    for refusal, problems in sorted(merged.values(), key=lambda each: each[0].is_unnamed_taint):
+        yield _describe(pods._replace(problems=problems), refusal, severity, len(merged) == 1)
 
 
 def name_pods(names: Sequence[str]) -> str:
