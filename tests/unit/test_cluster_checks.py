@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from sunspot.run import Run, open_run
 from sunspot.storage import open_storage
@@ -409,48 +408,6 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
     broken = node()
     broken["status"]["conditions"][0]["status"] = "Unknown"
     assert find_room(head, broken) == (0, "not ready")
-
-
-@pytest.mark.parametrize(
-    ("profile", "provider", "address", "dataplane_v2", "closed"),
-    [
-        ("gke-spot", "gce://p/z/n", "10.0.0.1", False, ""),
-        ("gke-spot", "gce://p/z/n", "10.0.0.1", True, "base-gke"),
-        ("eks-spot", "aws:///z/n", "10.0.0.1", False, ""),
-        ("eks-spot", "aws:///z/n", "2001:db8::1", False, "base-eks"),
-        ("aks-spot", "azure:///n", "10.0.0.1", False, ""),
-    ],
-)
-def test_the_way_to_the_credentials_of_a_cloud(
-    fit: FakeCluster, profile: str, provider: str, address: str, dataplane_v2: bool, closed: str
-) -> None:
-    where = node(providerID=provider)
-    where["status"]["addresses"] = [{"type": "InternalIP", "address": address}]
-    fit.documents["/api/v1/nodes"] = {"items": [where]}
-    if dataplane_v2:
-        agent = {"metadata": {"name": "anetd", "labels": {"k8s-app": "cilium"}}}
-        fit.documents["/api/v1/pods"]["items"].append(agent)
-    fit.documents[f"{NETWORK}/to-workload-identity"] = built("base")
-    found = of_cluster(profile)["identity"]
-    assert found.result is (Result.WARNING if closed else Result.OK)
-    assert found.fix == (f"`kubectl apply -k k8s/{closed}` opens it" if closed else "")
-    if closed:
-        fit.documents[f"{NETWORK}/to-workload-identity"] = built(closed)
-        assert of_cluster(profile)["identity"].result is Result.OK
-    fit.forbidden.add("/api/v1/nodes")
-    assert "identity" not in of_cluster("kind"), "it has keys"
-
-
-def built(overlay: str) -> Any:
-    """The policy towards workload identity as kustomize builds it of an overlay of k8s/base."""
-    text = (manifests() / "base" / "network.yaml").read_text()
-    [policy] = [item for item in yaml.safe_load_all(text) if item["metadata"]["name"] == "to-workload-identity"]
-    if overlay != "base":
-        [patch] = yaml.safe_load((manifests() / overlay / "kustomization.yaml").read_text())["patches"]
-        [operation] = yaml.safe_load(patch["patch"])
-        assert (operation["op"], operation["path"]) == ("add", "/spec/egress/-")
-        policy["spec"]["egress"].append(operation["value"])
-    return policy
 
 
 def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) -> None:

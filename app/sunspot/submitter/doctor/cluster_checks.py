@@ -22,7 +22,6 @@ from sunspot.submitter.cluster.preflight import (
     list_if_allowed,
 )
 from sunspot.submitter.cluster.views import pod_view
-from sunspot.submitter.doctor.identity_path import check_identity
 from sunspot.submitter.doctor.schedulable_nodes import find_room
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
 from sunspot.submitter.manifest.pods import pod_groups
@@ -64,7 +63,6 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         "permissions": _or_ok(find_missing_rights(cluster), "permissions", rights),
         "objects": _check_references(cluster, manifest),
         "k8s/base": _check_base(cluster, manifest),
-        "identity": check_identity(cluster, rendered),
         "manifest": _check_manifest(cluster, manifest),
         "nodes": _check_nodes(cluster, manifest),
         "queue": _check_queue(cluster, manifest),
