@@ -211,6 +211,26 @@ def test_an_image(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     assert "push the image" in found["image"]["advice"]
 
 
+def test_doctor_warns_if_pods_pulled_different_images_under_one_tag(
+    cluster: FakeCluster, job: Any, run: Run, sunspot: Command
+) -> None:
+    trains(run, owner=JOB)
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    cluster.pods = [head(), worker(1), worker(2)]
+    for each, letter in zip(cluster.pods, "aab", strict=True):
+        each["spec"]["containers"] = [{"name": "ray", "image": "registry.example/sunspot:1"}]
+        digest = f"registry.example/sunspot@sha256:{letter * 8}"
+        each["status"]["containerStatuses"] = [{"name": "ray", "image": "sunspot:1", "imageID": digest}]
+    finding = findings(sunspot)["image"]
+    assert finding["severity"] == "warning"
+    assert finding["evidence"].endswith(
+        "pulled as registry.example/sunspot:1: "
+        f"sha256:aaaaaaaa in 2 pods ({CLUSTER}-head, {CLUSTER}-worker-1), sha256:bbbbbbbb in pod {CLUSTER}-worker-2"
+    )
+    cluster.pods.pop()
+    assert "image" not in findings(sunspot)
+
+
 def test_a_secret_that_is_missing(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     missing = waiting("CreateContainerConfigError", 'secret "sunspot-storage" not found')
     cluster.pods = [head(), worker(1, phase="Pending", **missing), worker(2, phase="Pending")]

@@ -26,7 +26,6 @@ from sunspot.run.status import SILENT_S, RunState, is_alive
 from sunspot.settings import PREFIX, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
-from sunspot.submitter.cluster.image_digests import pin_images
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
 from sunspot.submitter.cluster.preflight import check, check_identity
 from sunspot.submitter.cluster.state import owns
@@ -95,13 +94,14 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
     if archive:
         warn(f"code: {archive}")
     with progress_note("checking the cluster and the storage"):
-        pinned, images = pin_images(rendered.manifest)
-        expected, warnings = check(cluster, access.run, pinned)
-    for text in [*images, *(f"warning: {text}" for text in [*warnings, *find_absent(rendered)])]:
-        warn(text)
+        expected, warnings = check(cluster, access.run, rendered.manifest)
+    for text in [*warnings, *find_absent(rendered)]:
+        warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
     arguments = (*rendered.request.arguments(), *cluster.options.split())
-    return start_job(access, PreparedJob(as_submission(pinned), arguments, expected, archive), dry_run, take_over)
+    return start_job(
+        access, PreparedJob(as_submission(rendered.manifest), arguments, expected, archive), dry_run, take_over
+    )
 
 
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:

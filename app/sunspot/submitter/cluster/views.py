@@ -1,6 +1,6 @@
 """What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -106,6 +106,8 @@ class PodView:
     restarts: int
     out_of_memory: bool
     "Whether one of its containers last ended for that; it may run again."
+    images: frozenset[tuple[str, str]] = frozenset()
+    "Each image of a container that has been pulled, as named in the pod's spec, and the digest that the node pulled."
     spec: Mapping[str, Any] = field(default_factory=dict)
     "The spec in the API server, with the additions of admission controllers."
     status: dict[str, Any] = field(default_factory=dict)
@@ -191,9 +193,18 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         deleted_by=parse_time(metadata.get("deletionTimestamp")) or 0.0,
         restarts=sum(container.get("restartCount", 0) for container in containers),
         out_of_memory="OOMKilled" in [c.get("lastState", {}).get("terminated", {}).get("reason") for c in containers],
+        images=frozenset(_pulled_images(raw)),
         spec=raw.get("spec") or {},
         status=status,
     )
+
+
+def _pulled_images(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    named = {container["name"]: container.get("image", "") for container in raw.get("spec", {}).get("containers", ())}
+    for container in (raw.get("status") or {}).get("containerStatuses") or ():
+        digest = container.get("imageID", "").rpartition("@")[2]
+        if digest and container["name"] in named:
+            yield named[container["name"]], digest
 
 
 def is_ready(node: Mapping[str, Any]) -> bool:

@@ -82,6 +82,7 @@ def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) ->
     job = seen.job
     pods = seen.own_pods
     yield from _find_restarts(job, pods)
+    yield from _find_mixed_images(pods)
     problems = find_problems(job, pods, warnings) or ([] if pods else find_past_problems(job, warnings))
     alike: dict[tuple[str, Diagnosis, str, str], list[PodProblem]] = {}
     unplaced: dict[str, list[PodProblem]] = {}
@@ -113,6 +114,20 @@ def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
             advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
             details = {"group": group, "pods": [pod.name], "restarts": pod.restarts}
             yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0)
+
+
+def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
+    """Find tags that other images were pushed under while the run was on, so that its pods run different programs."""
+    digests: dict[str, dict[str, list[str]]] = {}
+    for pod in pods:
+        for image, digest in sorted(pod.images):
+            digests.setdefault(image, {}).setdefault(digest, []).append(pod.name)
+    for image, pulled in digests.items():
+        if len(pulled) > 1:
+            of_each = ", ".join(f"{digest} in {name_pods(names)}" for digest, names in pulled.items())
+            evidence = f"the pods run different images that were pulled as {image}: {of_each}"
+            advice = "stop the run, give each image a tag of its own or name its digest (--image), and submit again"
+            yield Finding(Diagnosis.IMAGE, Severity.WARNING, evidence, advice, {"image": image, "digests": pulled})
 
 
 def _memory_limit(job: JobView, group: str) -> str:
