@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sunspot.errors import StorageError
+from sunspot.errors import DivergedError, StorageError
 from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
 from sunspot.run.history import newest_rank_records
+from sunspot.run.incidents import Cause
 from sunspot.run.owner import Owner
 from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
@@ -19,9 +20,9 @@ from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
-from sunspot.submitter.doctor.training.diverged import find_not_finite, is_end_by_nan
+from sunspot.submitter.doctor.training.diverged import find_not_finite
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
-from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory, is_end_by_memory
+from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
 from sunspot.submitter.doctor.training.saving import find_storage
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
@@ -88,12 +89,8 @@ def examine(access: RunAccess) -> Report:
         windows = newest_rank_records(run, lineage(view.attempts))
         local = snapshot.storage.outside_clusters and not snapshot.job
         case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
-        of_training = [finding for check in CHECKS for finding in check(case)]
-        if any(finding.finding is Diagnosis.NOT_FINITE for finding in of_training):
-            of_training = [finding for finding in of_training if not is_end_by_nan(finding)]
-        if any(finding.finding is Diagnosis.OUT_OF_MEMORY for finding in of_training):
-            of_training = [finding for finding in of_training if not is_end_by_memory(finding)]
-        findings += [finding for finding in of_training if not _explained(finding, findings)]
+        findings += [finding for check in CHECKS for finding in check(case)]
+        findings = [finding for finding in findings if not _is_explained(finding, findings)]
         seen = snapshot.in_cluster
         fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
         findings += fewer
@@ -102,7 +99,7 @@ def examine(access: RunAccess) -> Report:
             evidence, details = figures(case)
             findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
     else:
-        findings += [end for end in find_unrecorded_end(state, reason) if not _explained(end, findings)]
+        findings += [end for end in find_unrecorded_end(state, reason) if not _is_explained(end, findings)]
         findings += [find_storage_trouble(snapshot)] if snapshot.storage.trouble else []
     if not any(finding.finding is Diagnosis.FAILED for finding in findings):
         findings += find_failed_tries(snapshot, state)
@@ -144,7 +141,13 @@ def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
     return texts
 
 
-def _explained(finding: Finding, findings: list[Finding]) -> bool:
-    """Whether the cluster's findings explain the end better than the run's own state does."""
-    ends = (Diagnosis.DEADLINE, Diagnosis.REFUSED)
-    return finding.finding is Diagnosis.FAILED and not finding.traces and any(f.finding in ends for f in findings)
+def _is_explained(finding: Finding, findings: list[Finding]) -> bool:
+    """Return True for the failure of a run if another finding names its cause."""
+    if finding.finding is not Diagnosis.FAILED:
+        return False
+    found = {other.finding for other in findings}
+    if Diagnosis.NOT_FINITE in found and finding.details.get("type") == DivergedError.__name__:
+        return True
+    if Diagnosis.OUT_OF_MEMORY in found and f"{Cause.OUT_OF_MEMORY}: " in finding.evidence:
+        return True
+    return not finding.traces and not found.isdisjoint((Diagnosis.DEADLINE, Diagnosis.REFUSED))

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from sunspot.errors import DivergedError
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -25,11 +24,6 @@ def find_not_finite(case: Case) -> Iterator[Finding]:
     details: dict[str, Any] = {"since": since or None, "checkpoint": good.name if good else None}
     evidence = f"{what} NaN or infinite {seen}"
     yield Finding(Diagnosis.NOT_FINITE, Severity.ERROR, evidence, _advise(case, good), details, cost=1.0)
-
-
-def is_end_by_nan(finding: Finding) -> bool:
-    """Return True for the failure of a run that ended because its loss or weights were not finite."""
-    return finding.finding is Diagnosis.FAILED and finding.details.get("type") == DivergedError.__name__
 
 
 def _advise(case: Case, good: Checkpoint | None) -> str:

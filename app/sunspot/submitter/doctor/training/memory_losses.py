@@ -39,8 +39,3 @@ def find_out_of_memory(case: Case) -> Iterator[Finding]:
     yield Finding(
         Diagnosis.OUT_OF_MEMORY, severity, evidence, advice, {"times": len(said), "gib": details or None}, cost=1.0
     )
-
-
-def is_end_by_memory(finding: Finding) -> bool:
-    """Return True for the failure of a run that ended because its workers ran out of memory."""
-    return finding.finding is Diagnosis.FAILED and f"{Cause.OUT_OF_MEMORY}: " in finding.evidence
