@@ -12,8 +12,8 @@ from lupa import lua51
 
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster.state import JobInCluster, StoragePart, judge
-from sunspot.submitter.cluster.views import KEEPERS, job_view
-from sunspot.submitter.cluster.waiting import PUT_BACK_WITHIN_S, annotations
+from sunspot.submitter.cluster.views import GITOPS_TOOLS, job_view
+from sunspot.submitter.cluster.waiting import RECREATED_WITHIN_S, annotations
 from sunspot.submitter.manifest.profile import manifests
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, kept, rayjob
 
@@ -160,11 +160,11 @@ def test_a_cluster(cluster: dict[str, Any], argo_says: tuple[str, str], flux_say
 
 
 def test_argo_cd_and_flux_are_known_by_the_fields_that_they_manage_and_put_back_what_is_deleted() -> None:
-    found = {manager: job_view(kept(rayjob("digits-1"), manager)).kept_by for manager in (*KEEPERS, "kubectl")}
-    assert found == {**KEEPERS, "kubectl": ""}
+    found = {manager: job_view(kept(rayjob("digits-1"), manager)).gitops_tool for manager in (*GITOPS_TOOLS, "kubectl")}
+    assert found == {**GITOPS_TOOLS, "kubectl": ""}
     assert load("application.yaml")["spec"]["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
     assert load("flux.yaml")["spec"]["interval"] == "10m"
-    assert PUT_BACK_WITHIN_S > 600
+    assert RECREATED_WITHIN_S > 600
 
 
 def test_neither_puts_back_what_kueue_writes() -> None:

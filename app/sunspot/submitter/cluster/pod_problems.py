@@ -30,7 +30,7 @@ CANNOT_START = {
     "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
     "CrashLoopBackOff": (Diagnosis.CONTAINER, "`kubectl logs --previous` of this pod says why"),
 }
-"""Kind and fix of a problem, by the kubelet's reason why a container cannot start."""
+"""Kind and fix of each problem that the kubelet names as the reason why a container cannot start."""
 
 EXPLAINED_BY_STATUS = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
 """Reasons of warnings about pods that the pod's own status explains better."""

@@ -1,11 +1,11 @@
-"""Where a run stands, and why, from everything known of it. Pure.
+"""Judges the state of a run, with the reason, from its RayJob, its pods and its status in storage. Pure.
 
-KubeRay gives a RayJob two states that may contradict each other, its pods have their own, and the run's processes write
-a third to storage (`sunspot.run.status`). What decides:
+These sources may contradict each other. KubeRay gives a RayJob two states, its pods have states of their own, and the
+run's processes write another one to storage (`sunspot.run.status`). Three rules decide:
 
-1. The driver's own last word is the truth about the run.
-2. Only `jobDeploymentStatus` says whether the operator goes on; `jobStatus` may be the previous try's.
-3. A status in storage counts for a RayJob if that RayJob owns it; a later owner has taken the run over.
+1. The driver's final status is the truth about the run.
+2. Only `jobDeploymentStatus` shows whether the operator will continue. `jobStatus` may describe the previous try.
+3. A status in storage counts for a RayJob only if that RayJob owns it. A later owner has taken the run over.
 """
 
 import re
@@ -24,18 +24,18 @@ from sunspot.submitter.manifest.render import JOB_ID, settings_of
 NUM_WORKERS = PREFIX + "NUM_WORKERS"
 
 OPERATOR_OVERDUE_S = 30
-"""Operators notice a new RayJob within seconds; if none has after this long, the reason says so."""
+"""Seconds after which the reason says that no operator handles a new RayJob. Operators notice one within seconds."""
 
 WARNING_FRESH_S = 600
-"""Older warnings no longer matter."""
+"""Age in seconds at which warnings no longer matter."""
 
 CLOCK_SKEW_S = 60
-"""How far clocks of nodes and of the API server may differ."""
+"""Largest expected difference in seconds between the clocks of nodes and of the API server."""
 
 STORAGE_TIMEOUT = "STORAGE_TIMEOUT_S"
 
 HEAD_GIVEN_UP = "JobStatusCheckTimeoutExceeded"
-"""The operator's reason when a head did not answer for longer than it waits, whatever `backoffLimit` says."""
+"""The operator's reason for a failure after the head has not answered for too long. `backoffLimit` does not apply."""
 
 NO_ANSWER = "the head did not answer the operator for too long"
 
@@ -48,12 +48,12 @@ FAILURES = {
     "SubmissionFailed": "the job could not be handed to the head",
     "AppFailed": "the program failed",
 }
-"""The operator's reasons for a failure, explained."""
+"""Explanations of the operator's reasons for a failure."""
 
 
 @dataclass(frozen=True)
 class JobInCluster:
-    """A RayJob, and what the cluster says of its pods."""
+    """A RayJob with its pods, their warnings and the cluster's nodes."""
 
     job: JobView
     pods: Pods = ()
@@ -61,39 +61,39 @@ class JobInCluster:
     now: float = 0.0
     "Seconds since the epoch."
     nodes: Nodes = ()
-    "All nodes of the cluster; none if they were not needed, or may not be listed."
+    "All nodes of the cluster; empty if they were not needed, or if this user may not list them."
     unseen_pods: str = ""
-    "Why the pods are not known; empty if they are."
+    "Reason why the pods are not known; empty if they are known."
 
     @property
     def own_pods(self) -> list[PodView]:
-        """The pods of its RayCluster that nobody has told to go."""
+        """The pods of the RayJob's RayCluster that are not being deleted."""
         return [pod for pod in self.pods if pod.cluster == self.job.cluster and not pod.deleting]
 
     @property
     def fresh_warnings(self) -> list[WarningEvent]:
-        """The warnings of the last WARNING_FRESH_S."""
+        """The warnings from the last WARNING_FRESH_S seconds."""
         return [event for event in self.warnings if self.now - event.time < WARNING_FRESH_S]
 
 
 @dataclass(frozen=True)
 class StoragePart:
-    """What storage says of a run. What could not be read is old or missing."""
+    """A run's status and requests in storage. Values that could not be read are old or missing."""
 
     status: Status | None = None
     stop_wanted: bool = False
     deleting: bool = False
-    "Whether a deletion has begun."
+    "True if a deletion has begun."
     state: tuple[RunState, str] | None = None
-    "State and reason by storage alone; None if there is no run, or a RayJob to ask."
+    "State and reason from storage alone; None if storage has no such run, or if a RayJob shows the state."
     trouble: str = ""
-    "Why it is missing or old."
+    "Error that kept the values from being read; empty if they are current."
     refused: bool = False
-    "Whether storage refuses this reader, which says nothing about the run's own access."
+    "True if storage refuses this reader. The run's own processes may have access."
 
     @property
     def outside_clusters(self) -> bool:
-        """Whether a process outside any cluster was the last to train the run, and no RayJob is to follow it."""
+        """True if a process outside any cluster was the last to train the run, and no submitted RayJob follows it."""
         if not self.status or (self.state and self.state[0] is RunState.PENDING):
             return False
         owner = Owner.parse(self.status.owner)
@@ -101,14 +101,14 @@ class StoragePart:
 
 
 def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
-    """Judge the state of a run by its newest RayJob and by storage; also returns a sentence that says why."""
+    """Return the state of a run, judged by its newest RayJob and by storage, and the reason as a sentence."""
     job, status = seen.job, stored.status
-    own = status if is_of(stored, job) else None
+    own = status if was_written_by(stored, job) else None
     if status and not own and _took_over(status, job):
         silence = _silence(status, seen.now)
-        said = silence or status.reason
+        detail = silence or status.reason
         taken_by = Owner.parse(status.owner).describe()
-        reason = f"{taken_by} has taken the run over from {job.name}" + (f": {said}" if said else "")
+        reason = f"{taken_by} has taken the run over from {job.name}" + (f": {detail}" if detail else "")
         return RunState.SILENT if silence else status.state, reason
     if own and _ended_for_good(own, job, stored.stop_wanted):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
@@ -124,23 +124,23 @@ def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
 
 
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
-    """Whether the run's end stands whatever the operator still does with the RayJob.
+    """Return True if the run has ended, whatever the operator still does with the RayJob.
 
-    A driver also stops on SIGTERM, for instance when it loses its node, and then the operator starts it again.
+    A driver also stops on SIGTERM, for example when its node is reclaimed. The operator then starts it again.
     """
     concluded = job.deployment_status == "Complete" and not job.failed_for_good
     stopped = own.state is RunState.STOPPED and (stop_wanted or concluded)
     return own.state is RunState.SUCCEEDED or stopped
 
 
-def is_of(stored: StoragePart, job: JobView) -> bool:
-    """Whether a process of `job` wrote the status, and not one of a deleted RayJob of the same name."""
+def was_written_by(stored: StoragePart, job: JobView) -> bool:
+    """Return True if the stored status is from a process of this RayJob, not of a deleted one with the same name."""
     status = stored.status
     return status is not None and owns(job, status.owner) and status.time >= job.created - CLOCK_SKEW_S
 
 
 def owns(job: JobView, owner: str) -> bool:
-    """Return True if an owner in storage is this RayJob. Parts that are not known on either side do not count."""
+    """Return True if an owner in storage is this RayJob. Parts that are unknown on either side are not compared."""
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
     counted = not own.submission and COUNTED.fullmatch(found.submission)  # written by an earlier version
@@ -150,7 +150,7 @@ def owns(job: JobView, owner: str) -> bool:
 
 
 def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> tuple[RunState, str]:
-    """Judge by the operator and the run's own processes; `last` may be of an earlier try."""
+    """Judge a run by its operator and its own processes. `last` may be the status of an earlier try."""
     job = seen.job
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
@@ -187,10 +187,10 @@ def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> 
 
 
 def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
-    """Judge a job whose driver the operator waits for: for the first time, or after the loss of the head."""
+    """Judge a job whose driver has not started yet, either for the first time or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
-    if not own.state.terminal and not _silence(own, seen.now):  # the operator is merely behind
+    if not own.state.terminal and not _silence(own, seen.now):  # the operator has not caught up
         return own.state, own.reason or describe_work(own)
     return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(seen)}"
 
@@ -211,9 +211,11 @@ def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tup
         return state, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
     if silence:
         return RunState.SILENT, f"{silence}, though its Ray job runs: frozen, cut off or gone{and_why}"
-    stand_in = len(seen.job.training_groups) > 1  # then pods of one group may wait while those of another train
+    several_groups = len(seen.job.training_groups) > 1  # pods of one group may wait while those of another train
     default = (
-        describe_work(own, workers_missed(own, seen.job)) if state is RunState.RUNNING and (stand_in or not why) else ""
+        describe_work(own, workers_missed(own, seen.job))
+        if state is RunState.RUNNING and (several_groups or not why)
+        else ""
     )
     said = own.reason or default
     return state, f"{said}{and_why}" if said else why or str(state)
@@ -237,7 +239,7 @@ def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[R
 
 
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
-    """Judge a try that has failed, when the operator has not said yet whether another follows."""
+    """Judge a try that has failed before the operator has decided whether another one follows."""
     reason = _last_words(own) or job.message or "its Ray job failed"
     if job.failed + 1 < job.tries and not job.failed_for_good:
         return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
@@ -259,7 +261,7 @@ def _failure(seen: JobInCluster, own: Status | None) -> str:
 
 
 def _took_over(status: Status, job: JobView) -> bool:
-    """Whether somebody else took the run over after `job` was created."""
+    """Return True if another owner took the run over after `job` was created."""
     later = not owns(job, status.owner) and status.began > job.created
     return later and not (job.live and status.state.terminal)
 
@@ -268,8 +270,9 @@ def _took_over(status: Status, job: JobView) -> bool:
 
 
 def explain_pods(seen: JobInCluster) -> str:
-    """Explain by its pods why a RayJob's driver has not started yet."""
-    if problem := summarize_pod_problems(seen):
+    """Explain why a RayJob's driver has not started yet, from the state of its pods."""
+    problem = summarize_pod_problems(seen)
+    if problem:
         return problem
     if seen.unseen_pods:
         return seen.unseen_pods
@@ -285,7 +288,7 @@ def explain_pods(seen: JobInCluster) -> str:
 
 
 def summarize_pod_problems(seen: JobInCluster) -> str:
-    """Return the head's problem, or the most common problem of the workers, with its fix; empty without problems."""
+    """Return the head's problem, or the workers' most common problem, with its fix; empty without problems."""
     job = seen.job
     problems = find_problems(job, seen.own_pods, seen.fresh_warnings)
     head_problems = [problem for problem in problems if problem.group == HEAD]
@@ -315,13 +318,13 @@ def asked_workers(text: str) -> WorkerRange | None:
 
 
 def workers_missed(own: Status, job: JobView) -> WorkerRange | None:
-    """Return the requested number of workers if fewer train, else None."""
+    """Return the requested number of workers if fewer than that train, else None."""
     asked = asked_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
     return asked if asked and 0 < own.world_size < asked.most else None
 
 
 def count_workers(seen: JobInCluster) -> tuple[int, int]:
-    """Training pods: how many there should be now, and how many run."""
+    """Return how many training pods there should be now, and how many of them run."""
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in seen.job.training_groups]
     return max(seen.job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
@@ -330,9 +333,9 @@ def count_workers(seen: JobInCluster) -> tuple[int, int]:
 
 
 def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
-    """Describe how many tries of the RayJob have failed, and why, as far as storage or the operator knows."""
+    """Return how many tries of the RayJob have failed, and why, as far as storage or the operator knows."""
     status, failed = stored.status, max(job.failed, 1)
-    if status and is_of(stored, job):
+    if status and was_written_by(stored, job):
         return f"try {failed} of {job.tries} failed{_because(status, job)}"
     have = "have" if failed > 1 else "has"
     unwritten = "" if stored.trouble else " before they could write" if failed > 1 else " before it could write"
@@ -341,7 +344,7 @@ def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
 
 
 def explain_trouble(job: JobView, stored: StoragePart) -> str:
-    """Explain what it means for a live run that its storage cannot be read from here."""
+    """Explain the consequences for a live run whose storage cannot be read from here."""
     if stored.refused:
         return "its storage refuses this reader, so nothing is known of its progress"
     limit_s = storage_timeout_s(job)
@@ -352,7 +355,7 @@ def explain_trouble(job: JobView, stored: StoragePart) -> str:
 
 
 def storage_timeout_s(job: JobView) -> float:
-    """Return for how long a run trains while storage fails, in seconds."""
+    """Return how many seconds a run keeps training while storage fails."""
     given = settings_of(job.raw).get(PREFIX + STORAGE_TIMEOUT)
     return float(given or Settings.model_fields["storage_timeout_s"].default)
 
@@ -367,7 +370,7 @@ def _last_words(own: Status | None) -> str:
 
 
 def _silence(status: Status, now: float) -> str:
-    """Say for how long a run that has not ended has been silent; empty while it is not."""
+    """Return for how long a run that has not ended has been silent; empty if it is not silent."""
     if status.state.terminal or now - status.seen <= SILENT_S:
         return ""
     return describe_silence(status.seen, now)

@@ -1,4 +1,4 @@
-"""Stops a run, and removes its cluster."""
+"""Stops a run, and deletes RayJobs that would restart it."""
 
 import time
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
 GONE_WITHIN_S = 180.0
-"""How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""
+"""Seconds in which a deleted RayJob and its pods must be gone. That is longer than any profile's grace period."""
 
 LOOK_EVERY_S = 1.0
-"""Between two looks at a RayJob that ends or is deleted."""
+"""Seconds between two checks of a RayJob that ends or is deleted."""
 
 
 def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
-    """Leave the stop marker, wait until the run has saved and ended, and delete RayJobs that would begin it again.
+    """Write the stop marker, wait until the run has saved and ended, and delete RayJobs that would restart it.
 
-    A RayJob that has ended stays for `resume`, and the operator removes its cluster. Without `wait`, only leave the
-    marker. Returns the run's state then, and the reason as a sentence. Raises `NotFoundError` if there is no such run,
-    `GaveUpError` if it has not ended after `timeout` seconds, and `ClusterError` if the cluster does not answer. The
-    marker stays even then.
+    Returns the run's state at that time, and the reason as a sentence. Without `wait`, only the marker is written. A
+    RayJob that has ended stays for `resume`, and the operator removes its cluster.
+
+    Raises `NotFoundError` if there is no such run, `GaveUpError` if it has not ended after `timeout` seconds, and
+    `ClusterError` if the cluster does not answer. The marker stays in all these cases.
     """
     snapshot = access.observe_existing()
     state, reason = snapshot.state()
@@ -42,7 +43,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
 
 
 def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -> tuple[RunState, str]:
-    """Wait until a run with a stop marker has ended, and delete RayJobs that would begin it again."""
+    """Wait until a run with a stop marker has ended, and delete RayJobs that would restart it."""
     state, reason = snapshot.state()
     began = time.monotonic()
     deleted = False
@@ -59,9 +60,9 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
                     raise GaveUpError(f"{late}; {again}")
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
-        # GitOps would put back a RayJob from a repository, and so start it again.
+        # A GitOps tool would recreate a RayJob from a repository, which would restart the run.
         ended = [job for job in snapshot.cluster.jobs if job.terminal or (job is snapshot.job and state.terminal)]
-        ours = [job for job in snapshot.cluster.jobs if not job.kept_by and job not in ended]
+        ours = [job for job in snapshot.cluster.jobs if not job.gitops_tool and job not in ended]
         with progress_note("waiting for its pods to go"):
             gone = delete_jobs(access.cluster, ours, left)
         if not gone:
@@ -78,14 +79,14 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
 
 
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
-    """Delete RayJobs, and wait until they and their clusters' pods are gone; returns whether they are.
+    """Delete RayJobs, and return True once they and their clusters' pods are gone, or False after `seconds`.
 
-    Pods on nodes that do not answer are waited for only with `frozen`: what they still do changes no run.
+    Pods on nodes that do not answer are ignored, because they can no longer change a run, unless `frozen` is True.
     """
     for job in jobs:
         cluster.delete_job(job)
     deadline = time.monotonic() + seconds
-    own = [job for job in jobs if not job.borrows_cluster]  # a cluster of somebody else stays
+    own = [job for job in jobs if not job.borrows_cluster]  # borrowed clusters stay
 
     while True:
         left = [pod for pod in cluster.list_pods(own) if frozen or not pod.overdue(time.time())]

@@ -1,4 +1,4 @@
-"""What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
+"""Parses RayJobs, pods and events from the API server into the fields that the verbs need. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,27 +12,28 @@ from sunspot.submitter.manifest.shape import SLOT
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """Values of `jobDeploymentStatus` after which the operator only cleans up."""
 
-KEEPERS = {
+GITOPS_TOOLS = {
     "argocd-controller": "Argo CD",
     "argocd-application-controller": "Argo CD",
     "kustomize-controller": "Flux",
 }
-"""What keeps objects as a repository has them (GitOps), by the name under which it manages their fields."""
+"""GitOps tools, by the field manager's name under which each applies objects from a repository."""
 
 MAX_MESSAGE = 600
-"""Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
+"""Largest number of characters of the operator's message that is kept. The message quotes up to 20,000 characters of a
+failed driver's output, whose end contains the error."""
 
 
 @dataclass(frozen=True)
 class JobView:
-    """One RayJob. Times are in seconds since the epoch."""
+    """A RayJob. Times are in seconds since the epoch."""
 
     raw: dict[str, Any]
-    "The object as the API server gave it."
+    "The object from the API server."
     name: str
     uid: str
     version: str
-    "Changes with every change of the object; empty in a dry run of its creation."
+    "The resource version, which changes with every change of the object; empty in a dry run of its creation."
     created: float
     try_began: float
     deleting: bool
@@ -40,27 +41,27 @@ class JobView:
     job_status: str
     deployment_status: str
     failure: str
-    "The operator's word for why it failed, such as AppFailed."
+    "The operator's reason for a failure, such as AppFailed."
     message: str
-    "The operator's; of a driver's output that it quotes, the error at the end."
+    "The operator's message; if it quotes a driver's output, only the error at the end."
     failed: int
-    "Tries that failed."
+    "Number of tries that failed."
     tries: int
-    "Tries in all."
+    "Largest number of tries."
     cluster: str
-    "The RayCluster of the current try; empty before there is one."
+    "Name of the current try's RayCluster; empty before it exists."
     queue: str
-    "The Kueue queue that admits it, if any."
+    "Name of the Kueue queue that admits the RayJob; empty without a queue."
     training_groups: tuple[str, ...]
-    "Names of the groups of training pods, first choice first."
+    "Names of the worker groups that train, first choice first."
     least_workers: int
-    "Training pods that it starts with."
+    "Number of training pods at the start."
     kubernetes: str = ""
-    "Identity of the Kubernetes cluster that it is in (`owner.cluster_identity`); empty if not known."
+    "Identity of the Kubernetes cluster (`owner.cluster_identity`); empty if it is not known."
 
     @property
     def borrows_cluster(self) -> bool:
-        """Whether it runs in a RayCluster that is not its own."""
+        """True if the RayJob runs in a RayCluster that it did not create."""
         return bool(self.spec.get("clusterSelector"))
 
     @property
@@ -69,83 +70,83 @@ class JobView:
 
     @property
     def failed_for_good(self) -> bool:
-        """Return True if the driver ended the job for good, because no other try can succeed (`SunspotError.final`)."""
-        said = (self.raw.get("status") or {}).get("message", "")
-        return self.job_status == "STOPPED" and said.startswith(FAILED_FOR_GOOD)
+        """True if the driver ended the job for good, because no other try can succeed (`SunspotError.final`)."""
+        message = (self.raw.get("status") or {}).get("message", "")
+        return self.job_status == "STOPPED" and message.startswith(FAILED_FOR_GOOD)
 
     @property
     def live(self) -> bool:
-        """Whether the operator still works on it."""
+        """True if the operator still works on the RayJob."""
         return not self.terminal and not self.deleting
 
     @property
-    def kept_by(self) -> str:
-        """What puts it back when it is deleted: Argo CD or Flux; empty: nothing."""
+    def gitops_tool(self) -> str:
+        """Name of the tool that would recreate the RayJob if it were deleted: Argo CD or Flux; empty without one."""
         managers = [entry.get("manager") for entry in self.raw["metadata"].get("managedFields") or ()]
-        return next((KEEPERS[manager] for manager in managers if manager in KEEPERS), "")
+        return next((GITOPS_TOOLS[manager] for manager in managers if manager in GITOPS_TOOLS), "")
 
 
 OVERDUE_S = 30
-"""A pod that is still there so long after its grace period is on a node that does not answer."""
+"""Seconds after its grace period until an existing pod is taken to be on a node that does not answer."""
 
 
 @dataclass(frozen=True)
 class PodView:
-    """One pod of a run."""
+    """A pod of a run."""
 
     name: str
     uid: str
     head: bool
     group: str
     cluster: str
-    "The RayCluster it belongs to."
+    "Name of the pod's RayCluster."
     node: str
     ready: bool
     deleted_by: float
-    "When its grace period ends, in seconds since the epoch; 0: nobody deletes it."
+    "End of the grace period, in seconds since the epoch; 0 if the pod is not being deleted."
     restarts: int
     out_of_memory: bool
-    "Whether one of its containers last ended for that; it may run again."
+    "True if a container's last end was for lack of memory. The container may be running again."
     images: frozenset[tuple[str, str]] = frozenset()
-    "Each image of a container that has been pulled, as named in the pod's spec, and the digest that the node pulled."
+    "Name in the spec and digest of each image that the node has pulled for the pod."
     spec: Mapping[str, Any] = field(default_factory=dict)
-    "The spec in the API server, with the additions of admission controllers."
+    "Spec from the API server, with the additions of admission controllers."
     status: dict[str, Any] = field(default_factory=dict)
-    "The status in the API server."
+    "Status from the API server."
     lost: str = ""
-    "What happened to the pod's node, if that is gone or not ready (`mark_lost_pods`)."
+    "Description of the fault if the pod's node is gone or not ready (`mark_lost_pods`); otherwise empty."
 
     @property
     def deleting(self) -> bool:
-        """Whether it was told to go."""
+        """True if somebody has deleted the pod."""
         return bool(self.deleted_by)
 
     def overdue(self, now: float) -> bool:
-        """Whether it should have gone: it stays until its node comes back or is removed."""
+        """Return True if the pod should be gone by now. It stays until its node comes back or is removed."""
         return self.deleting and now > self.deleted_by + OVERDUE_S
 
 
 class WarningEvent(NamedTuple):
-    """An event of type Warning."""
+    """A Kubernetes event of type Warning."""
 
     object: str
-    "Name of the pod, RayCluster or RayJob it is about."
+    "Name of the pod, RayCluster or RayJob that the event is about."
     reason: str
     message: str
     time: float
-    "When it was last seen, in seconds since the epoch."
+    "Time of the last occurrence, in seconds since the epoch."
 
 
 Pods = Sequence[PodView]
 
 Nodes = Sequence[Mapping[str, Any]]
-"""Nodes in the form of the API server."""
+"""Node objects from the API server."""
 
 Warnings = Sequence[WarningEvent]
 
 
 def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
-    """Parse a RayJob from the API server. `kubernetes` is the identity of its cluster."""
+    """Parse a RayJob from the API server. `kubernetes` is the identity of the Kubernetes cluster."""
     metadata = raw["metadata"]
     spec = raw.get("spec") or {}
     status = raw.get("status") or {}
@@ -176,7 +177,7 @@ def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
 
 
 def pod_view(raw: dict[str, Any]) -> PodView:
-    """Read a pod as the API server gives it."""
+    """Parse a pod from the API server."""
     metadata = raw["metadata"]
     status = raw.get("status") or {}
     labels = metadata.get("labels", {})
@@ -208,14 +209,14 @@ def _pulled_images(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def is_ready(node: Mapping[str, Any]) -> bool:
-    """Return True if the node's kubelet reports, and reports that the node is ready."""
+    """Return True if the node's kubelet has recently reported that the node is ready."""
     return _ready_condition(node).get("status") == "True"
 
 
 def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
-    """Mark pods as not ready if their nodes are gone or not ready, because Kubernetes calls them Running for a while.
+    """Mark pods as not ready if their nodes are gone or not ready. Kubernetes calls such pods Running for a while.
 
-    `nodes` are all nodes of the cluster, or none if they are not known.
+    `nodes` are all nodes of the cluster. If they are unknown, pass an empty sequence, and no pod is marked.
     """
     by_name = {node["metadata"]["name"]: node for node in nodes}
 
@@ -238,7 +239,7 @@ def _ready_condition(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def warning_event(raw: dict[str, Any]) -> WarningEvent:
-    """Read an event as the API server gives it."""
+    """Parse an event from the API server."""
     seen = (raw.get("series") or {}).get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
     return WarningEvent(
         raw.get("involvedObject", {}).get("name", ""),
@@ -249,9 +250,10 @@ def warning_event(raw: dict[str, Any]) -> WarningEvent:
 
 
 def parse_time(text: str | None) -> float | None:
-    """Kubernetes' RFC 3339 as seconds since the epoch."""
+    """Convert one of Kubernetes' RFC 3339 times to seconds since the epoch. Returns None for an empty text or None."""
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
 def one_line(text: str, ends: str = ".:; ") -> str:
+    """Return a text as one line, without the characters in `ends` at its end."""
     return " ".join(text.split()).rstrip(ends)
