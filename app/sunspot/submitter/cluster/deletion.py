@@ -47,8 +47,8 @@ MAX_NAMED = 3
 """Largest number of objects that a message names."""
 
 REUSED = ("attempts", *RECORDS)
-"""Parts of a run whose objects have the same keys in the next run of this name. The name of a checkpoint differs, because
-it contains the nonce of its attempt."""
+"""Parts of a run whose objects have the same keys in the next run of this name. Names of checkpoints differ, because
+they contain the nonce of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,10 @@ def find_contents(access: RunAccess) -> RunContents:
     folder = Path(run.location)
     if not run.storage.is_bucket and folder.is_symlink():  # its target lies outside this storage
         target = folder.resolve()
+        storage = f" (--storage {target.parent})" if target.name == run.name else ""
         raise ConflictError(
-            f"{folder} is a symbolic link to {target}; nothing was removed. Delete the run there (if {target.name} is "
-            f"its name, with --storage {target.parent}), then remove the link"
+            f"{folder} is a symbolic link to {target}, and nothing was removed; delete the run there{storage}, and "
+            "then remove the link"
         )
     with progress_note("looking for the run's objects"):
         snapshot = access.observe(lambda job: is_kept_in(job, run))

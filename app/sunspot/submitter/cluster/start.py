@@ -110,8 +110,8 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` without a cluster, and `ConflictError` if another RayJob of the run is live. Raises it also if
-    the run is alive elsewhere, unless `take_over` is True. Raises `GaveUpError` if a RayJob that is ending does not end.
+    Raises `ClusterError` without a cluster, `ConflictError` if another RayJob of the run is live or (unless `take_over`
+    is True) if the run is alive elsewhere, and `GaveUpError` if a RayJob that is ending does not end.
     """
     run = access.run
     name = str(prepared.manifest["metadata"]["name"])

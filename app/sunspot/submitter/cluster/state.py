@@ -41,11 +41,11 @@ NO_ANSWER = "the head did not answer the operator for too long"
 
 FAILURES = {
     "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
-    "again to go on from the last checkpoint",
+    "again to continue from the last checkpoint",
     "PreRunningDeadlineExceeded": "its pods were not all ready within preRunningDeadlineSeconds ({start} s)",
-    HEAD_GIVEN_UP: f"{NO_ANSWER}; submit again to go on from the last checkpoint",
-    "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended and its submitter did not",
-    "SubmissionFailed": "the job could not be handed to the head",
+    HEAD_GIVEN_UP: f"{NO_ANSWER}; submit again to continue from the last checkpoint",
+    "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended, but its submitter did not",
+    "SubmissionFailed": "the job could not be submitted to the head",
     "AppFailed": "the program failed",
 }
 """Explanations of the operator's reasons for a failure."""
@@ -119,8 +119,8 @@ def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"
     if state is RunState.SILENT:
-        return RunState.STOPPING, f"told to stop; {reason}"
-    return RunState.STOPPING, f"told to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
+        return RunState.STOPPING, f"asked to stop; {reason}"
+    return RunState.STOPPING, f"asked to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
 
 
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
@@ -164,25 +164,25 @@ def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> 
         queue = f"the queue {job.queue} has not admitted it" if job.queue else "suspend is true in its spec"
         return RunState.PENDING, f"suspended: {queue}"
     if deployment == "Retrying":
-        return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; its cluster is made anew"
+        return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; a new cluster follows"
     if deployment in ("", "Initializing", "Waiting"):
         why = explain_pods(seen)
         if job.failed:
             return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; {why}"
         if not deployment and seen.now - job.created > OPERATOR_OVERDUE_S:
             check = "check that the KubeRay operator runs and watches this namespace"
-            why = f"no operator has looked at its RayJob; {check}"
+            why = f"no operator has handled its RayJob; {check}"
         return RunState.PENDING, why
     if ray == "FAILED" or job.failed_for_good or (own and own.state is RunState.FAILED):
         return _failed_or_retrying(job, own)
     if ray in ("", "PENDING"):
         return _starting(seen, own)
     if own and own.state is RunState.STOPPED:
-        return RunState.STOPPING, "its driver was told to end, and has saved; the operator has not concluded yet"
+        return RunState.STOPPING, "its driver was asked to end and has saved; the operator has not concluded yet"
     if ray == "STOPPED":
         return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
     if ray == "SUCCEEDED":
-        return RunState.FINISHING, "its Ray job has ended well; the operator has not concluded yet"
+        return RunState.FINISHING, "its Ray job has succeeded; the operator has not concluded yet"
     return _running(seen, own, stored)
 
 
@@ -192,7 +192,7 @@ def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
     if not own.state.terminal and not _silence(own, seen.now):  # the operator has not caught up
         return own.state, own.reason or describe_work(own)
-    return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(seen)}"
+    return RunState.RETRYING, f"its head was lost, and the job starts again; {explain_pods(seen)}"
 
 
 def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
@@ -210,7 +210,7 @@ def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tup
     if silence and stored.trouble:
         return state, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
     if silence:
-        return RunState.SILENT, f"{silence}, though its Ray job runs: frozen, cut off or gone{and_why}"
+        return RunState.SILENT, f"{silence}, although its Ray job runs: it may be frozen, cut off or gone{and_why}"
     several_groups = len(seen.job.training_groups) > 1  # pods of one group may wait while those of another train
     default = (
         describe_work(own, workers_missed(own, seen.job))
@@ -232,10 +232,13 @@ def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[R
     if ray == "SUCCEEDED":
         return RunState.SUCCEEDED, "its Ray job succeeded; its driver wrote no final status to storage"
     if ray == "STOPPED":
-        return RunState.STOPPED, "its Ray job was stopped through Ray or its RayJob; submit again to go on"
+        return RunState.STOPPED, "its Ray job was stopped through Ray or its RayJob; submit again to continue"
     if ray == "FAILED":
         return RunState.FAILED, _last_words(own) or "its Ray job failed"
-    return RunState.LOST, "the operator calls it complete, though its Ray job never ended; submit again to go on"
+    return (
+        RunState.LOST,
+        "the operator reports it as complete, although its Ray job never ended; submit again to continue",
+    )
 
 
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
@@ -278,12 +281,12 @@ def explain_pods(seen: JobInCluster) -> str:
         return seen.unseen_pods
     mine = seen.own_pods
     if not any(pod.head for pod in mine):
-        return "its pods are about to be made"
+        return "its pods are about to be created"
     if not any(pod.head and pod.ready for pod in mine):
-        return "the head pod starts"
+        return "the head pod is starting"
     wanted, ready = count_workers(seen)
     if ready < wanted:
-        return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others start"
+        return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others are starting"
     return "its pods are ready; the driver is about to begin"
 
 
@@ -295,16 +298,16 @@ def summarize_pod_problems(seen: JobInCluster) -> str:
     ending = next((pod for pod in seen.pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
     if ending and not any(pod.head for pod in seen.own_pods):
         silent = ", which does not answer" if ending.overdue(seen.now) else ""
-        return f"the head pod was told to go; a new one follows when it has left node {ending.node}{silent}"
+        return f"the head pod is being deleted; a new one follows when it has left node {ending.node}{silent}"
     if head_problems:
         problem = head_problems[0]
         if problem.prevents_creation:
-            return f"the head pod cannot be made: {problem}"
+            return f"the head pod cannot be created: {problem}"
         return f"the head pod cannot start: {problem}"
     if not problems or not any(pod.head for pod in seen.own_pods):
         return ""
     reasons = Counter(str(problem) for problem in problems if not problem.prevents_creation)
-    [(reason, _)] = reasons.most_common(1) or [(f"a pod cannot be made: {problems[0]}", 1)]
+    [(reason, _)] = reasons.most_common(1) or [(f"a pod cannot be created: {problems[0]}", 1)]
     wanted, ready = count_workers(seen)
     if len(job.training_groups) > 1:
         return f"{plural(wanted - ready, 'more worker pod')} asked for: {reason}"
@@ -349,7 +352,7 @@ def explain_trouble(job: JobView, stored: StoragePart) -> str:
         return "its storage refuses this reader, so nothing is known of its progress"
     limit_s = storage_timeout_s(job)
     return (
-        "storage does not answer, so nothing is known of its progress; if the run's own processes are cut off, too, "
+        "storage does not answer, so nothing is known of its progress; if the run's own processes are cut off as well, "
         f"they keep training for up to {limit_s:g} s ({STORAGE_TIMEOUT})"
     )
 

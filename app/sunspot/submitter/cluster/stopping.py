@@ -33,7 +33,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
         return state, f"there is nothing to stop: {reason}"
     request_stop(access.run, who_asks())
     if not wait:
-        return RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended"
+        return RunState.STOPPING, "it saves and ends by itself; its cluster is removed once its RayJob has ended"
     try:
         return _wait_and_delete(access, snapshot, timeout)
     except ClusterError as error:
@@ -56,25 +56,25 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
                     break
                 if time.monotonic() - began > timeout:
                     late = f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason})"
-                    again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
+                    again = f"its stop marker stays, and `sunspot stop {access.arguments}` waits again"
                     raise GaveUpError(f"{late}; {again}")
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
         # A GitOps tool would recreate a RayJob from a repository, which would restart the run.
         ended = [job for job in snapshot.cluster.jobs if job.terminal or (job is snapshot.job and state.terminal)]
         ours = [job for job in snapshot.cluster.jobs if not job.gitops_tool and job not in ended]
-        with progress_note("waiting for its pods to go"):
+        with progress_note("waiting until its pods are gone"):
             gone = delete_jobs(access.cluster, ours, left)
         if not gone:
             name = access.run.name
-            raise GaveUpError(f"{name} has ended ({reason}), but its pods are still there; they go by themselves")
+            raise GaveUpError(f"{name} has ended ({reason}), but its pods still exist; they will go by themselves")
         deleted = bool(snapshot.job and snapshot.job in ours)
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
     on_cluster = snapshot.job is not None
-    how = "submit it again, and it goes on" if deleted else how_to_resume(access.arguments, on_cluster)
+    how = "submit it again to continue" if deleted else how_to_resume(access.arguments, on_cluster)
     return state, f"{saved}; {how}"
 
 

@@ -40,7 +40,7 @@ from sunspot.submitter.runs import named_run
 
 MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 
-STARTED_AGAIN = f"{NO_ANSWER}; the run is started again"
+STARTED_AGAIN = f"{NO_ANSWER}; the run is restarted"
 
 RECREATED_WITHIN_S = 900.0
 """Seconds in which Argo CD or Flux must recreate a RayJob. In k8s/gitops/flux.yaml, Flux checks every 10 minutes."""
@@ -109,10 +109,10 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
                 return snapshot
             if timeout is not None and time.monotonic() - began > timeout:
                 still = f"{access.run.name} is {state} after {timeout:g} s: {reason}"
-                raise GaveUpError(f"{still}. It goes on; `sunspot wait {again}` comes back to it")
+                raise GaveUpError(f"{still}. The run continues; `sunspot wait {again}` follows it again")
     except KeyboardInterrupt:
         show.close()
-        warn(f"\nthe run goes on; `sunspot wait {again}` comes back to it, `sunspot stop {again}` ends it")
+        warn(f"\nthe run continues; `sunspot wait {again}` follows it again, and `sunspot stop {again}` ends it")
         raise
     raise AssertionError("following never ends by itself")
 
@@ -154,7 +154,7 @@ class HeadRestarts:
         if self._count >= int(most):
             raise SunspotError(
                 f"{self._run.name} failed: its head was given up again after {plural(self._count, 'restart')} without "
-                f"a new checkpoint; look at the nodes it was on. {MAX_STARTS} allows more"
+                f"a new checkpoint; check the nodes it was on, or raise {MAX_STARTS}"
             )
         self._count += 1
         return Restart(job, manifest)
@@ -170,7 +170,7 @@ def start_again(access: RunAccess, restart: Restart) -> None:
     cluster, job = access.require_cluster(), restart.job
     deadline = time.monotonic() + (MAX_OUTAGE_S if restart.manifest else RECREATED_WITHIN_S)
     try:
-        with progress_note(f"starting {job.name} again"):
+        with progress_note(f"restarting {job.name}"):
             while trouble := _replace(cluster, restart):
                 if time.monotonic() > deadline:
                     raise trouble
