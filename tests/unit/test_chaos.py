@@ -90,7 +90,7 @@ def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_kinds_take_random_turns_by_a_seed() -> None:
+def test_the_seed_decides_the_order_of_the_kinds() -> None:
     plans = [make_plan(["reclaim,kill", "head"], 60, 9, seed) for seed in (1, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[0].kinds != plans[2].kinds
@@ -115,7 +115,7 @@ def test_kinds_take_random_turns_by_a_seed() -> None:
         (["--kind", "kill", "--count", "0"], "0: give a whole number from 1"),
     ],
 )
-def test_nothing_is_done_without_consent_or_with_wrong_words(
+def test_nothing_happens_without_consent_or_with_wrong_arguments(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -134,7 +134,7 @@ def test_nothing_is_done_without_consent_or_with_wrong_words(
     ("kind", "victims", "grace_s"),
     [("reclaim", WORKERS, None), ("kill", WORKERS, KILL_GRACE_S), ("head", [HEAD], KILL_GRACE_S)],
 )
-def test_a_fault_hits_one_pod_of_its_kind_and_never_another(
+def test_a_fault_hits_exactly_one_pod_of_its_kind(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -161,7 +161,7 @@ def test_a_fault_hits_one_pod_of_its_kind_and_never_another(
     assert grace == grace_s
 
 
-def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
+def test_every_fault_is_printed_with_its_receipt_and_then_the_audit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -191,7 +191,9 @@ def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
     }
 
 
-def test_the_lines_for_people(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+def test_the_text_output_contains_fault_receipt_and_audit(
+    cluster: FakeCluster, sunspot: Command, training: Training
+) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0
     seed, fault, recovered, heads, row = sunspot.out.splitlines()
     [(name, _)] = cluster.deleted
@@ -202,7 +204,9 @@ def test_the_lines_for_people(cluster: FakeCluster, sunspot: Command, training: 
     assert row.split() == ["1", "10", "unfinished", "0"]
 
 
-def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+def test_a_retried_deletion_spares_the_replacement_pod(
+    cluster: FakeCluster, sunspot: Command, training: Training
+) -> None:
     """The answer to the first try is lost; by the second, a new pod has the name."""
 
     def replace(name: str) -> None:
@@ -219,7 +223,7 @@ def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, tra
     assert sum(method == "DELETE" for method, _ in cluster.requests) == 2
 
 
-def test_one_receipt_may_answer_several_faults(
+def test_one_receipt_may_belong_to_several_faults(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -233,7 +237,7 @@ def test_one_receipt_may_answer_several_faults(
     assert [line["faults"] for line in sunspot.lines if line["event"] == "recovered"] == [[1, 2]]
 
 
-def test_a_pod_that_is_not_ready_yet_is_waited_for(
+def test_a_fault_waits_for_a_ready_pod(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -251,7 +255,7 @@ def test_a_pod_that_is_not_ready_yet_is_waited_for(
     assert [name for name, _ in cluster.deleted] == [HEAD]
 
 
-def test_waiting_ends(
+def test_waiting_ends_after_the_time_limit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -264,13 +268,13 @@ def test_waiting_ends(
         assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
         assert f"waiting for {missing}\n" in sunspot.err
         assert f"run has not got {missing} within" in sunspot.err
-        assert "so it has not recovered; it goes on, and `sunspot audit run" in sunspot.err
+        assert "so it has not recovered; it continues, and `sunspot audit run" in sunspot.err
     cluster.pods = []
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
     assert "run has not got a ready training worker within 0 s, so fault 1 was not injected" in sunspot.err
 
 
-def test_it_ends_early_when_the_run_does(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+def test_chaos_ends_early_if_the_run_ends(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
     training.then = training.end
     assert sunspot("chaos", "run", "--kind", "kill", "--count", "9", "--every", "9", "--yes", "--json") == 0
     assert len(cluster.deleted) == 1
@@ -280,7 +284,7 @@ def test_it_ends_early_when_the_run_does(cluster: FakeCluster, sunspot: Command,
     assert sunspot.lines[-1]["event"] == "audit"
 
 
-def test_an_api_server_that_is_away_is_waited_for(
+def test_an_unreachable_api_server_is_waited_for(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -291,7 +295,7 @@ def test_an_api_server_that_is_away_is_waited_for(
     assert len(cluster.deleted) == 1
 
 
-def test_a_user_who_may_not_delete_pods_is_told_the_role(
+def test_a_user_who_may_not_delete_pods_learns_the_missing_role(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     cluster.on("DELETE", "pods/", answer(403, 'User "me" cannot delete pods'))
@@ -318,7 +322,7 @@ def borrow(training: Training) -> None:
     ],
     ids=["ended", "gone", "borrowed", "unreachable"],
 )
-def test_a_run_that_must_not_be_struck(
+def test_chaos_refuses_runs_that_are_not_live_or_borrow_a_cluster(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -332,7 +336,7 @@ def test_a_run_that_must_not_be_struck(
     assert cluster.deleted == []
 
 
-def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
+def test_chaos_of_an_unknown_run_fails_with_code_3(cluster: FakeCluster, sunspot: Command) -> None:
     for consent in ((), ("--yes",)):
         assert sunspot("chaos", "run", "--kind", "kill", *consent) == 3
         assert "no run run in" in sunspot.err
@@ -341,16 +345,14 @@ def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def test_what_the_audit_finds_is_the_exit_code(
-    cluster: FakeCluster, run: Run, sunspot: Command, training: Training
-) -> None:
+def test_the_audit_decides_the_exit_code(cluster: FakeCluster, run: Run, sunspot: Command, training: Training) -> None:
     damage(run, commit(run, read_attempts(run)[0], 1))
     assert sunspot("chaos", "run", "--kind", "kill", "--yes", "--json") == 7
     assert sunspot.lines[-1]["faults"][0].startswith("step-00000001-attempt-0001: damaged")
     assert "1 checkpoint damaged" in sunspot.err
 
 
-def test_without_a_record_of_rows_the_rest_is_audited(
+def test_chaos_says_that_rows_are_not_proved_without_an_audit(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,

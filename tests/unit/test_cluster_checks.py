@@ -99,7 +99,7 @@ def of_cluster(profile: str) -> dict[str, Check]:
 # ---------------------------------------------------------------------------------------------------------- all is well
 
 
-def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
+def test_a_suitable_cluster_and_bucket_pass_every_check(sunspot: Command, fit: FakeCluster) -> None:
     found = checks(sunspot)
     assert {name: check["result"] for name, check in found.items() if check["result"] != "ok"} == {}
     assert set(found) == {
@@ -120,7 +120,7 @@ def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
     assert "ready for a run: 20 checks, 0 with a warning" in sunspot.out
 
 
-def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeCluster) -> None:
+def test_every_network_policy_of_k8s_base_is_checked(sunspot: Command, fit: FakeCluster) -> None:
     checks(sunspot)
     text = (manifests() / "base" / "network.yaml").read_text()
     asked = {path.rpartition("/")[2] for _, path in fit.requests if path.startswith(NETWORK)}
@@ -130,7 +130,7 @@ def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeClust
 # ---------------------------------------------------------------------------------------------------------- the cluster
 
 
-def test_no_cluster_still_tries_the_bucket(
+def test_the_bucket_is_tried_without_a_cluster(
     sunspot: Command, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -142,7 +142,7 @@ def test_no_cluster_still_tries_the_bucket(
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_this_machine_is_checked_where_no_cluster_is_meant(
+def test_this_machine_is_checked_if_there_is_no_kubeconfig(
     installed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not installed:
@@ -156,7 +156,7 @@ def test_this_machine_is_checked_where_no_cluster_is_meant(
     assert "cluster" not in sunspot.out + sunspot.err
 
 
-def test_a_cluster_that_is_down(sunspot: Command, fit: FakeCluster) -> None:
+def test_an_unreachable_cluster_fails_one_check(sunspot: Command, fit: FakeCluster) -> None:
     fit.down()
     found = checks(sunspot, code=4)
     assert "cannot be reached" in found["API server"]["seen"]
@@ -322,7 +322,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_cluster_is_named(
+def test_each_fault_of_a_cluster_is_named_with_its_fix(
     sunspot: Command, fit: FakeCluster, name: str, change: Any, result: str, seen: str, fix: str
 ) -> None:
     change(fit)
@@ -347,7 +347,7 @@ def test_what_is_wrong_with_a_cluster_is_named(
         ),
     ],
 )
-def test_a_queue_that_the_profile_names(
+def test_the_queue_of_the_profile_is_checked(
     sunspot: Command, fit: FakeCluster, tmp_path: Path, queue: Any, result: str, seen: str
 ) -> None:
     profile = tmp_path / "mine.yaml"
@@ -362,7 +362,7 @@ def test_a_queue_that_the_profile_names(
     assert seen in found["queue"]["seen"]
 
 
-def test_wrong_words(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sunspot("doctor", "--profile", "kinnd") == 2
     assert "did you mean kind?" in sunspot.err
     assert sunspot("doctor", "run", "--from-pods") == 2
@@ -375,7 +375,7 @@ def test_wrong_words(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------------------------------ the nodes
 
 
-def test_nodes_are_matched_as_the_scheduler_does() -> None:
+def test_nodes_are_matched_like_the_scheduler_does_it() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
     cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]
@@ -410,7 +410,7 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
     assert find_room(head, broken) == (0, "not ready")
 
 
-def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) -> None:
+def test_a_quota_on_cpu_limits_is_checked(fit: FakeCluster, tmp_path: Path) -> None:
     """The autoscaler's container counts, too."""
     limit_cpus(fit)
     profile = tmp_path / "mine.yaml"
@@ -421,7 +421,7 @@ def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) ->
     assert of_cluster(str(profile))["quota"].result is Result.FAILED
 
 
-def test_runs_that_are_apart(fit: FakeCluster, tmp_path: Path) -> None:
+def test_doctor_warns_if_a_shared_policy_connects_isolated_runs(fit: FakeCluster, tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nrayjob: {spec: {rayClusterSpec: {networkPolicy: {mode: DenyAll}}}}")
     seen = [check.seen for check in check_cluster(connect(), render(str(profile), {}))]
@@ -431,7 +431,7 @@ def test_runs_that_are_apart(fit: FakeCluster, tmp_path: Path) -> None:
     assert of_cluster("kind")["NetworkPolicy"].result is Result.WARNING
 
 
-def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:
+def test_doctor_warns_if_pods_would_share_the_gpus_of_a_node(fit: FakeCluster) -> None:
     made = node(taints=[{"key": "nvidia.com/gpu", "effect": "NoSchedule"}])
     made["status"]["allocatable"] |= {"nvidia.com/gpu": "8", "cpu": "96"}
     fit.documents["/api/v1/nodes"]["items"].append(made)
@@ -445,14 +445,16 @@ def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:
 @pytest.mark.parametrize(
     ("text", "number"), [("250m", 0.25), ("5Gi", 5 * 2**30), ("2", 2), ("1e3", 1000), ("3k", 3000), (4, 4)]
 )
-def test_quantities(text: Any, number: float) -> None:
+def test_quantities_are_parsed(text: Any, number: float) -> None:
     assert parse_quantity(text) == number
 
 
 # ----------------------------------------------------------------------------------------------------------- the bucket
 
 
-def test_a_bucket_that_refuses_or_is_not_there(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_a_bucket_that_refuses_access_or_does_not_exist_fails(
+    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("PutObject", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert "AccessDenied" in found["storage"]["seen"]
@@ -461,7 +463,7 @@ def test_a_bucket_that_refuses_or_is_not_there(sunspot: Command, fit: FakeCluste
     assert "not ready for a run: 1 of 15 checks failed (storage first)" in sunspot.err
 
 
-def test_a_server_without_conditional_writes(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_a_server_without_conditional_writes_fails(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
     found = checks(sunspot, code=4)["storage"]
     assert "created twice" in found["seen"]
@@ -469,7 +471,7 @@ def test_a_server_without_conditional_writes(sunspot: Command, fit: FakeCluster,
     assert not sunspot.run.storage.list("")
 
 
-def test_parts_that_are_refused(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_refused_multipart_uploads_fail(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("UploadPart", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert found["storage latency"]["result"] == "ok"
@@ -478,7 +480,9 @@ def test_parts_that_are_refused(sunspot: Command, fit: FakeCluster, s3_proxy: Fa
     assert s3.leftover_uploads(sunspot.run.storage.bucket) == []
 
 
-def test_a_bucket_that_keeps_what_is_deleted(sunspot: Command, fit: FakeCluster, s3_bucket: str) -> None:
+def test_doctor_warns_of_a_bucket_that_keeps_deleted_objects(
+    sunspot: Command, fit: FakeCluster, s3_bucket: str
+) -> None:
     client = s3.plain_client()
     client.put_bucket_versioning(Bucket=s3_bucket, VersioningConfiguration={"Status": "Enabled"})
     client.delete_bucket_lifecycle(Bucket=s3_bucket)
@@ -491,14 +495,14 @@ def test_a_bucket_that_keeps_what_is_deleted(sunspot: Command, fit: FakeCluster,
 @pytest.mark.parametrize(
     ("prefix", "status", "drops"), [("runs/", "Enabled", True), ("other/", "Enabled", False), ("", "Disabled", False)]
 )
-def test_only_a_rule_for_this_place_counts(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
+def test_only_lifecycle_rules_for_this_prefix_count(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
     rule = {"ID": "x", "Status": status, "Filter": {"Prefix": prefix}}
     rule["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 3}
     s3.plain_client().put_bucket_lifecycle_configuration(Bucket=s3_bucket, LifecycleConfiguration={"Rules": [rule]})
     assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
 
 
-def test_a_forbidden_lookup_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
+def test_a_forbidden_request_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
     for query in ("versioning", "lifecycle"):
         s3_proxy.on(lambda request, query=query: query in request.query, s3.answer(403, "AccessDenied"))
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
@@ -507,7 +511,9 @@ def test_a_forbidden_lookup_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -
         assert right in found[name].fix
 
 
-def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_storage_and_a_wrong_clock_are_warnings(
+    s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sunspot.storage.prove.MAX_LATENCY_S", 0.02)
     monkeypatch.setattr("sunspot.storage.prove.MIN_MB_PER_S", 1e6)
     s3_proxy.on("GetObject", delay(0.03))
@@ -519,7 +525,7 @@ def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, mo
     assert found["clock"].seen in [f"this clock and the storage's are {apart} s apart" for apart in (99, 100, 101)]
 
 
-def test_a_directory_is_tried_too(tmp_path: Path) -> None:
+def test_storage_in_a_directory_is_tried_too(tmp_path: Path) -> None:
     found = {check.check: check for check in probe_storage(LocalStorage(str(tmp_path)))}
     assert {check.result for check in found.values()} == {Result.OK}
     assert set(found) == {"storage access", "storage latency", "clock", "storage throughput"}
@@ -543,7 +549,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.LOOK_EVERY_S", 0.02)
 
 
-def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+def test_probe_pods_resemble_the_pods_of_the_run(fit: FakeCluster, sunspot: Command, patient: None) -> None:
     made: list[dict[str, Any]] = []
 
     def end(pod: dict[str, Any]) -> None:
@@ -581,7 +587,7 @@ def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient
 
 
 @pytest.mark.parametrize("why", ["one pod", "one node", "a policy", "a policy of the run", "a sidecar"])
-def test_why_the_network_between_nodes_is_not_tried(
+def test_doctor_says_why_the_network_between_nodes_is_not_tried(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:
     own = {
@@ -638,7 +644,7 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
         (GOOD.replace('"ok"', '"failed"'), "Succeeded", 0, "all of it"),
     ],
 )
-def test_pods_that_find_fault_are_deleted_all_the_same(
+def test_probe_pods_with_failed_checks_are_deleted_too(
     fit: FakeCluster, sunspot: Command, patient: None, message: str, phase: str, code: int, said: str
 ) -> None:
     fit.on_create = lambda pod: finish(pod, message, phase, code)
@@ -647,7 +653,7 @@ def test_pods_that_find_fault_are_deleted_all_the_same(
     assert not fit.pods
 
 
-def test_pods_that_no_node_takes(
+def test_probe_pods_that_no_node_takes_fail_a_check(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.WITHIN_S", 0.3)
@@ -658,7 +664,7 @@ def test_pods_that_no_node_takes(
     assert not fit.pods
 
 
-def test_a_pod_that_is_refused_takes_the_first_with_it(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+def test_the_first_pod_is_deleted_if_the_second_is_refused(fit: FakeCluster, sunspot: Command, patient: None) -> None:
     forbidden = 'pods "sunspot-doctor-worker" is forbidden: exceeded quota: team'
     fit.on_create = lambda pod: fit.on("POST", f"{CORE}/pods", answer(403, forbidden))
     found = checks(sunspot, "--from-pods", code=4)
@@ -670,7 +676,7 @@ def test_a_pod_that_is_refused_takes_the_first_with_it(fit: FakeCluster, sunspot
     assert "have the Role sunspot-doctor of k8s/base bound to you" in found["from pods"]["seen"]
 
 
-def test_what_a_pod_runs_prints_what_is_read(tmp_path: Path) -> None:
+def test_the_output_of_the_probe_command_can_be_read(tmp_path: Path) -> None:
     output = tmp_path / "message"
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "sunspot.train.pod_probe", "--output", str(output)]
@@ -701,7 +707,7 @@ def test_an_interrupt_leaves_no_pods(
     assert not fit.pods
 
 
-def test_the_folder_of_the_trial_is_no_run(run: Run, sunspot: Command) -> None:
+def test_the_folder_of_the_storage_trial_is_not_listed_as_a_run(run: Run, sunspot: Command) -> None:
     sunspot.run.storage.write(f"{FOLDER}/x/small", b"left by a killed one")
     assert sunspot("list", "--json") == 0
     assert sunspot.json == []

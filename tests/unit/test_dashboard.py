@@ -191,7 +191,7 @@ def test_requests_get_the_token_and_keep_their_bodies(local: LocalPort, dashboar
         ({"Host": "localhost:9000", "Sec-Fetch-Site": "cross-site"}, False),
     ],
 )
-def test_only_its_own_pages_are_served(local: LocalPort, headers: dict[str, str], served: bool) -> None:
+def test_requests_from_other_sites_are_refused(local: LocalPort, headers: dict[str, str], served: bool) -> None:
     status, said = ask(local.server_address[1], **headers)
     assert (status == 200) is served, said
     head = "\r\n".join(["GET / HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())])
@@ -199,7 +199,7 @@ def test_only_its_own_pages_are_served(local: LocalPort, headers: dict[str, str]
 
 
 @pytest.mark.parametrize("name", ["Host", "origin", "Sec-Fetch-Site"])
-def test_a_decisive_header_may_come_once_only(name: str) -> None:
+def test_a_repeated_decisive_header_is_refused(name: str) -> None:
     """Of two the dashboard may heed the other one."""
     lines = ["Host: localhost:1", "Origin: http://localhost:1", "Sec-Fetch-Site: same-origin"]
     head = "\r\n".join(["GET / HTTP/1.1", *lines])
@@ -208,7 +208,7 @@ def test_a_decisive_header_may_come_once_only(name: str) -> None:
         assert "twice" in find_problem(f"{head}\r\n{name} : {other}\r\n\r\n".encode())
 
 
-def test_a_client_that_drips_has_a_deadline(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_its_head_slowly_is_disconnected(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sunspot.local_http.HEAD_WITHIN_S", 0.5)
     began = time.monotonic()
     with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
@@ -221,13 +221,13 @@ def test_a_client_that_drips_has_a_deadline(local: LocalPort, monkeypatch: pytes
     assert time.monotonic() - began < 3
 
 
-def test_nobody_but_this_machine_reaches_it(local: LocalPort) -> None:
+def test_the_port_listens_on_loopback_only(local: LocalPort) -> None:
     assert local.server_address[0] == "127.0.0.1"
     with pytest.raises(SettingsError, match="choose another one"):
         LocalPort(local.server_address[1], lambda: Direct(1), {})
 
 
-def test_what_keeps_a_request_from_going_through_is_said() -> None:
+def test_an_error_of_the_connection_is_returned_to_the_client() -> None:
     def refuse() -> Direct:
         raise ClusterError("the API server is away")
 
@@ -237,7 +237,7 @@ def test_what_keeps_a_request_from_going_through_is_said() -> None:
         port.shutdown()
 
 
-def test_a_head_is_rewritten_only_where_it_must_be() -> None:
+def test_only_the_necessary_headers_are_rewritten() -> None:
     head = b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\nauthorization: old\r\nCookie: a=b\r\n\r\n"
     wanted = b"GET /a HTTP/1.1\r\nHost: x\r\nCookie: a=b\r\nAuthorization: new\r\nConnection: close\r\n\r\n"
     assert rewrite(head, {"Authorization": "new"}) == wanted
@@ -336,7 +336,7 @@ class Process:
         return self.process.returncode, said
 
 
-def test_the_dashboard_is_reached_with_its_token_until_interrupted(
+def test_the_dashboard_is_forwarded_with_its_token_until_an_interrupt(
     cluster: FakeCluster, run: Run, dashboard: int
 ) -> None:
     make_live(cluster, run)
@@ -362,7 +362,7 @@ def test_the_dashboard_is_reached_with_its_token_until_interrupted(
     assert TOKEN not in process.first + said
 
 
-def test_it_ends_with_the_head(cluster: FakeCluster, run: Run, dashboard: int) -> None:
+def test_forwarding_ends_if_the_head_is_gone(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run, token=False)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
     process = Process(run, "--port", str(free_port()))
@@ -375,7 +375,7 @@ def test_it_ends_with_the_head(cluster: FakeCluster, run: Run, dashboard: int) -
     assert "token" not in said
 
 
-def test_it_ends_with_a_head_that_has_ended(cluster: FakeCluster, run: Run, dashboard: int) -> None:
+def test_forwarding_ends_if_the_head_has_failed(cluster: FakeCluster, run: Run, dashboard: int) -> None:
     make_live(cluster, run, token=False)
     cluster.on("GET", "/portforward", Kubelet(dashboard))
     process = Process(run, "--port", str(free_port()))
@@ -384,7 +384,7 @@ def test_it_ends_with_a_head_that_has_ended(cluster: FakeCluster, run: Run, dash
     assert process.end()[0] == 3
 
 
-def test_a_port_that_the_pod_does_not_serve_is_said(cluster: FakeCluster, run: Run) -> None:
+def test_a_refused_connection_in_the_pod_is_reported(cluster: FakeCluster, run: Run) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", Kubelet(0, error="connection refused in the pod"))
     port = free_port()
@@ -393,7 +393,7 @@ def test_a_port_that_the_pod_does_not_serve_is_said(cluster: FakeCluster, run: R
     assert process.end()[0] == 0
 
 
-def test_without_the_right_to_read_the_token_the_browser_is_asked(
+def test_without_permission_to_read_the_token_the_dashboard_asks_for_it(
     cluster: FakeCluster, run: Run, dashboard: int
 ) -> None:
     make_live(cluster, run)
@@ -408,7 +408,7 @@ def test_without_the_right_to_read_the_token_the_browser_is_asked(
     assert "have the Role sunspot-dashboard of k8s/base bound to you" in said
 
 
-def test_what_is_refused_is_refused_at_once(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_refused_port_forward_fails_at_once(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", answer(403, 'User "me" cannot get pods/portforward'))
     assert sunspot("dashboard", "run") == 4
@@ -431,7 +431,7 @@ def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, s
     assert sunspot("dashboard", "run") == 4
 
 
-def test_without_a_cluster_a_run_that_storage_does_not_know_is_named_as_that(
+def test_without_a_cluster_an_unknown_run_is_reported(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

@@ -80,7 +80,7 @@ def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
         ("Retrying", "Progressing", "in progress"),
     ],
 )
-def test_a_job_that_has_not_completed(deployment: str, argo_says: str, flux_says: str) -> None:
+def test_the_health_of_an_unfinished_job_ignores_its_ray_job(deployment: str, argo_says: str, flux_says: str) -> None:
     """What the Ray job of a try is does not matter: another may follow."""
     for ray in JOB_STATUSES:
         job = a_rayjob(deployment, ray)
@@ -89,13 +89,13 @@ def test_a_job_that_has_not_completed(deployment: str, argo_says: str, flux_says
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_job_that_has_completed_is_well_if_it_succeeded(ray: str) -> None:
+def test_a_completed_job_is_healthy_if_it_succeeded(ray: str) -> None:
     job = a_rayjob("Complete", ray)
     assert argo_cd(job)[0] == ("Healthy" if ray == "SUCCEEDED" else "Degraded")
     assert flux(job) == ("current" if ray == "SUCCEEDED" else "failed")
 
 
-def test_they_agree_with_the_command() -> None:
+def test_the_health_checks_agree_with_sunspot_status() -> None:
     for case in CASES:
         job = a_rayjob(*case)
         state, _ = judge(JobInCluster(job_view(job)), StoragePart())
@@ -104,18 +104,18 @@ def test_they_agree_with_the_command() -> None:
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case
 
 
-def test_a_job_that_no_operator_has_seen() -> None:
+def test_a_job_that_no_operator_has_handled_is_progressing() -> None:
     assert argo_cd(rayjob("digits-1")) == ("Progressing", "")
     assert flux(rayjob("digits-1")) == "unknown"
 
 
-def test_the_message_has_the_operators_reason() -> None:
+def test_the_health_message_contains_the_reason_of_the_operator() -> None:
     message = "Job status checks have been failing since 2026-11-20 10:00:00; exceeded timeout of 300s"
     job = a_rayjob("Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded", message=message)
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
 
 
-def test_the_message_has_the_step_that_the_job_is_annotated_with() -> None:
+def test_the_health_message_contains_the_annotated_step() -> None:
     job = a_rayjob("Running", "RUNNING")
     job["metadata"]["annotations"] = annotations(RunState.RUNNING, Status(RunState.RUNNING, "", step=7, total_steps=10))
     assert argo_cd(job) == ("Progressing", "Running: RUNNING: step 7 of 10")
@@ -154,12 +154,14 @@ REFUSED = (True, 'pods "head" is forbidden: exceeded quota: sunspot')
         ),
     ],
 )
-def test_a_cluster(cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str) -> None:
+def test_the_health_of_a_raycluster_follows_its_state(
+    cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str
+) -> None:
     assert argo_cd(cluster) == argo_says
     assert flux(cluster) == flux_says
 
 
-def test_argo_cd_and_flux_are_known_by_the_fields_that_they_manage_and_put_back_what_is_deleted() -> None:
+def test_gitops_tools_are_recognized_by_their_field_managers() -> None:
     found = {manager: job_view(kept(rayjob("digits-1"), manager)).gitops_tool for manager in (*GITOPS_TOOLS, "kubectl")}
     assert found == {**GITOPS_TOOLS, "kubectl": ""}
     assert load("application.yaml")["spec"]["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
@@ -167,7 +169,7 @@ def test_argo_cd_and_flux_are_known_by_the_fields_that_they_manage_and_put_back_
     assert RECREATED_WITHIN_S > 600
 
 
-def test_neither_puts_back_what_kueue_writes() -> None:
+def test_neither_tool_reverts_the_changes_of_kueue() -> None:
     """All of a RayJob's spec, which its name stands for, and nothing else."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}

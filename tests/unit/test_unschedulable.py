@@ -68,7 +68,7 @@ def message(*reasons: str) -> str:
         (["3 cannot allocate all claims"], [(RESOURCES, 3, "devices for its claim")]),
     ],
 )  # fmt: skip
-def test_the_words_of_the_scheduler_are_put_in_order(
+def test_refusals_in_a_scheduler_message_are_sorted_by_use(
     reasons: list[str], found: list[tuple[Diagnosis, int, str]]
 ) -> None:
     assert [refusal[:3] for refusal in parse_refusals(message(*reasons))] == found
@@ -124,7 +124,7 @@ ON_L4 = {"nodeSelector": L4}
         ([UNNAMED], pod(), PLAIN, (TAINT, 1, "")),
     ],
 )  # fmt: skip
-def test_the_nodes_show_what_truly_keeps_a_pod_away(
+def test_the_nodes_show_the_obstacle_of_a_pod(
     said: list[str], asked: dict[str, Any], nodes: list[Any], first: tuple[Diagnosis, int, str]
 ) -> None:
     assert find_refusals(message(*said), asked, nodes)[0][:3] == first
@@ -146,7 +146,7 @@ def explain(said: dict[str, list[str]], nodes: Any = (), **spec: Any) -> list[Fi
     return list(explain_unplaced(UnplacedPods("workers", problems, pod(**spec)), nodes, Severity.ERROR))
 
 
-def test_no_reason_is_told_twice() -> None:
+def test_no_reason_is_reported_twice() -> None:
     """The scheduler's words differ from pod to pod, as nodes come and go."""
     said = {message("3 node(s) had untolerated taint(s)"): ["w-1", "w-2"], message(UNNAMED, LABELS): ["w-3"]}
     findings = explain(said, nodeSelector=L4)
@@ -165,14 +165,14 @@ def test_the_order_of_the_reasons_is_kept_among_all_findings() -> None:
     ]
 
 
-def test_labels_that_some_nodes_have_are_not_said_to_be_missing_everywhere() -> None:
+def test_labels_of_some_nodes_are_not_called_missing_everywhere() -> None:
     said = {message(UNNAMED, LABELS): ["w-1"]}
     taint, labels = explain(said, [*PLAIN, node("l4", L4, ["team"])], nodeSelector=L4)
     assert taint.finding is TAINT
     assert labels.evidence.startswith("2 nodes without what pod w-1 selects (gpu=l4)")
 
 
-def test_what_cannot_be_parsed_is_shown_as_it_is() -> None:
+def test_an_unknown_message_is_shown_unchanged() -> None:
     [finding] = explain({"no nodes available to schedule pods": ["w-1"]})
     assert "no nodes available to schedule pods" in finding.evidence
 
@@ -191,13 +191,13 @@ def test_every_reason_has_its_own_advice(reason: str, advice: str) -> None:
     assert advice in finding.advice
 
 
-def test_a_pod_that_is_too_large_for_every_node_is_not_told_to_wait() -> None:
+def test_advice_on_a_pod_too_large_for_every_node_is_not_to_wait() -> None:
     [finding] = explain({message("2 Insufficient cpu", UNNAMED): ["w-1"]}, [MAIN, *PLAIN], cpu="64")
     assert finding.evidence == ("2 nodes too small for pod w-1, even without other pods: too little cpu (cpu 64)")
     assert finding.advice == "lower worker.cpu in the profile, or add larger nodes"
 
 
-def test_nodes_whose_device_plugin_does_not_run_offer_no_gpus() -> None:
+def test_nodes_without_a_running_device_plugin_offer_no_gpus() -> None:
     said = {message(f"2 Insufficient {GPU}", UNNAMED): ["w-1"]}
     [finding] = explain(said, [MAIN, node("l4", L4), node("m4", L4)], nodeSelector=L4, gpus=1)
     assert finding.evidence == f"no node has {GPU}, which pod w-1 asks for"

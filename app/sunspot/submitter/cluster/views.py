@@ -201,7 +201,7 @@ def pod_view(raw: dict[str, Any]) -> PodView:
 
 
 def _pulled_images(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    named = {container["name"]: container.get("image", "") for container in raw.get("spec", {}).get("containers", ())}
+    named = {each.get("name"): each.get("image", "") for each in raw.get("spec", {}).get("containers", ())}
     for container in (raw.get("status") or {}).get("containerStatuses") or ():
         digest = container.get("imageID", "").rpartition("@")[2]
         if digest and container["name"] in named:

@@ -1,11 +1,11 @@
-"""Finds out why a run is pending, slow, stuck, growing in memory or failed, and how to fix it."""
+"""Examines a run that is pending, slow, stuck, growing in memory or failed, and finds fixes."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from sunspot.errors import DivergedError, StorageError
 from sunspot.run.attempts import lineage
-from sunspot.run.failures import read_failures
+from sunspot.run.failures import Failure, read_failures
 from sunspot.run.history import newest_rank_records
 from sunspot.run.incidents import Cause
 from sunspot.run.owner import Owner
@@ -19,7 +19,7 @@ from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storag
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
-from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
+from sunspot.submitter.doctor.training.costs import find_losses, find_memory_growth, find_slow, summarize_figures
 from sunspot.submitter.doctor.training.diverged import find_not_finite
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
 from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
@@ -37,38 +37,39 @@ CHECKS = (
     find_storage,
     find_losses,
 )
-"""What explains the state of a run that has begun; each finds nothing when nothing seems wrong."""
+"""Checks of a run that has begun. A check yields no finding if nothing seems wrong."""
 
 EXPLAINED_BY_PODS = (RunState.PENDING, RunState.STARTING, RunState.SILENT)
-"""States that storage alone does not explain."""
+"""States of a run that storage alone does not explain."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """The findings, and what could not be examined."""
+class Examination:
+    """The result of examining a run: its state and the findings."""
 
     state: RunState
     reason: str
     findings: list[Finding]
     unseen: list[str]
+    "Descriptions of the parts that could not be examined, with the reasons."
     cluster_trouble: str = ""
-    "Why the cluster was not examined, if only the cluster can show what the run does now."
+    "Error of the cluster, if only the cluster can show what the run does now; otherwise empty."
 
     def record(self) -> dict[str, Any]:
-        """Return it as a JSON document has it."""
+        """Return the keys of the JSON document."""
         findings = [finding.record() for finding in self.findings]
         return {"state": self.state.value, "reason": self.reason, "findings": findings, "unseen": self.unseen}
 
 
-def examine(access: RunAccess) -> Report:
-    """Examine a run from cluster and storage, as far as they answer; raises like `gather`."""
+def examine(access: RunAccess) -> Examination:
+    """Examine a run in cluster and storage, as far as they answer. Raises the same errors as `gather`."""
     run = access.run
     snapshot, view = gather(access)
     if snapshot.in_cluster and _waits_for_node(snapshot.in_cluster):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
     findings = []
-    unseen = _unseen(access, snapshot)
+    unseen = _list_unseen(access, snapshot)
     cluster_trouble = snapshot.cluster.trouble
     if cluster_trouble and not _needs_cluster(access, snapshot, state):
         cluster_trouble = ""
@@ -78,10 +79,12 @@ def examine(access: RunAccess) -> Report:
     if snapshot.in_cluster:
         findings += find_pending(snapshot.in_cluster, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
-        advice = "if that was not intended, submit it again when they have ended: it goes on from the last checkpoint"
+        advice = (
+            "if that was not intended, submit it again after they have ended: it continues from the last checkpoint"
+        )
         findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
     if view:
-        failures = []
+        failures: list[Failure] = []
         try:
             failures = read_failures(run)
         except StorageError as error:
@@ -96,7 +99,7 @@ def examine(access: RunAccess) -> Report:
         findings += fewer
         good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
         if good and state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
-            evidence, details = figures(case)
+            evidence, details = summarize_figures(case)
             findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
     else:
         findings += [end for end in find_unrecorded_end(state, reason) if not _is_explained(end, findings)]
@@ -106,7 +109,7 @@ def examine(access: RunAccess) -> Report:
     if not findings:
         kind = Diagnosis.STOPPED if state is RunState.STOPPING else Diagnosis.STARTING
         findings.append(Finding(kind, Severity.NOTE, reason, "wait, and ask again"))
-    return Report(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
+    return Examination(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
 
 
 def _waits_for_node(seen: JobInCluster) -> bool:
@@ -115,9 +118,10 @@ def _waits_for_node(seen: JobInCluster) -> bool:
 
 
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
-    """Return True if, according to storage, a RayJob trains the run, or will, and its pods may explain the state.
+    """Return True if the pods of a RayJob may explain the state of the run better than storage does.
 
-    If no cluster was to be asked, storage alone explains a run that trains.
+    According to storage, a RayJob must train the run, or will do so. If there is no cluster to ask, storage alone
+    explains a run that trains.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)
@@ -125,8 +129,8 @@ def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) ->
     return bool(in_cluster) and (lives if access.cluster else state in EXPLAINED_BY_PODS)
 
 
-def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
-    """List what could not be examined, and why."""
+def _list_unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
+    """Return descriptions of the parts that could not be examined, with the reasons."""
     texts = []
     if snapshot.cluster.trouble:
         texts.append(f"the cluster: {snapshot.cluster.trouble}")
@@ -137,7 +141,7 @@ def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
         texts.append(f"pods and their events: the run has no RayJob{asked}{last}")
     texts += [f"its {what}: {refusal}" for what, refusal in snapshot.cluster.hidden.items()]
     if snapshot.storage.trouble:
-        texts.append(f"what the run left in storage: {snapshot.storage.trouble}")
+        texts.append(f"the run's files in storage: {snapshot.storage.trouble}")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Finds runs that train with fewer workers than requested: since when, and what they wait for. Pure."""
+"""Finds runs that train with fewer workers than requested, and what they wait for. Pure."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from sunspot.run.status import RunState
 from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
 from sunspot.submitter.cluster.state import JobInCluster, asked_workers
 from sunspot.submitter.doctor.training.case import Case
-from sunspot.submitter.doctor.training.costs import figures
+from sunspot.submitter.doctor.training.costs import summarize_figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 from sunspot.submitter.manifest.requirements import pod_sets
 
@@ -16,14 +16,15 @@ MAX_NAMED = 3
 
 
 def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Finding]:
-    """Find whether a run trains with fewer workers than requested; `seen` is None without a cluster."""
-    status, asked = case.view.status, asked_workers(case.setting("num_workers"))
+    """Yield a finding if a run trains with fewer workers than requested. `seen` is None without a cluster."""
+    status = case.view.status
+    asked = asked_workers(case.setting("num_workers"))
     if case.state is not RunState.RUNNING or not (status and asked and 0 < status.world_size < asked.most):
         return
     since = _find_beginning(case, asked.most)
     unseen = "room on this machine" if case.local else "not known, because no cluster shows its pods"
     waits_for = _find_missing(seen) if seen else unseen
-    figures_, details = figures(case)
+    figures_, details = summarize_figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
     evidence = f"{status.world_size} of {asked} workers train{when}; waits for: {waits_for}; {figures_}"
     advice = "nothing, unless you need the others now: they join as soon as they can"
@@ -32,7 +33,7 @@ def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Findin
 
 
 def _find_beginning(case: Case, wanted: int) -> float | None:
-    """Return since when fewer than `wanted` workers train, in seconds since the epoch; None if it is not known."""
+    """Return the time since when fewer than `wanted` workers train, in seconds since the epoch, or None if unknown."""
     since = None
     for attempt in reversed(case.view.attempts):
         if attempt.metadata.world_size >= wanted:
@@ -42,20 +43,20 @@ def _find_beginning(case: Case, wanted: int) -> float | None:
 
 
 def _find_missing(seen: JobInCluster) -> str:
-    """Describe what a run waits for until all of its workers train."""
+    """Return what a run waits for until all of its workers train."""
     job = seen.job
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]
     causes = []
     for pod in workers:
         problem = find_problem(pod, seen.fresh_warnings)
         if problem or not pod.ready:
-            causes.append(f"pod {pod.name} ({problem.evidence if problem else 'it starts'})")
+            causes.append(f"pod {pod.name} ({problem.evidence if problem else 'it is starting'})")
     wanted = pod_sets(job.raw)["workers"].most if not job.borrows_cluster else 0
     if len(workers) < wanted:
         refusal = find_refusal(job, seen.fresh_warnings, job.training_groups[0])
-        why_not = refusal.evidence if refusal else "the cluster has not been asked for them, or has not made them yet"
+        why_not = refusal.evidence if refusal else "the cluster was not asked for them, or has not created them yet"
         causes.append(f"{plural(wanted - len(workers), 'more worker pod')} ({why_not})")
     if not causes:
-        return "the workers in running pods to join"
+        return "the workers in running pods, which have not joined yet"
     more = f" and {len(causes) - MAX_NAMED} more" if len(causes) > MAX_NAMED else ""
     return ", ".join(causes[:MAX_NAMED]) + more

@@ -1,4 +1,4 @@
-"""Why a run's pods do not all run, or its RayJob does not start, from what Kubernetes reports. Pure."""
+"""Finds why a run's RayJob does not start, or why its pods do not run, from what Kubernetes reports. Pure."""
 
 from collections.abc import Iterator
 
@@ -27,24 +27,24 @@ from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, parse_exceeded
 from sunspot.submitter.manifest.requirements import pod_templates
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
-"""States in which missing pods keep the whole run from training."""
+"""States in which missing pods keep a run from training at all."""
 
 DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
     "DeadlineExceeded": ("activeDeadlineSeconds", "active_deadline_s"),
 }
-"""The operator's reasons that are time limits, each with its field in a RayJob and its key in a profile."""
+"""The field in a RayJob and the key in a profile of each time limit, by the operator's reason for a failure."""
 
 
 def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
-    """Find what keeps a run's newest RayJob from having all its pods; empty when it has them or needs none.
+    """Find what keeps a run's newest RayJob from starting, or its pods from running.
 
-    Pods that are not known are left out.
+    Returns an empty list if nothing does. If this user may not list the pods, only the RayJob is examined.
     """
     job = seen.job
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator refuses the manifest of {job.name}: {job.message}"
-        advice = "correct what it names, and submit again"
+        advice = "correct what the message names, and submit again"
         return [Finding(Diagnosis.REFUSED, Severity.ERROR, evidence, advice, {"job": job.name})]
     late = job.failure if job.deployment_status == "Failed" else ""
     if job.terminal and late not in DEADLINES:
@@ -53,7 +53,7 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, seen.now)
-        # For pods that are gone, the last warnings say what was wrong. Warnings of earlier tries do not count.
+        # For pods that are gone, the last warnings tell the problem. Warnings of earlier tries do not count.
         since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
         found += [] if seen.unseen_pods else _explain_pods(seen, recent, severity)
@@ -64,17 +64,17 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
 
 def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
     if not job.deployment_status and not job.terminal and now - job.created > OPERATOR_OVERDUE_S:
-        evidence = f"no operator has looked at {job.name} for {in_words(now - job.created)}"
+        evidence = f"no operator has handled {job.name} for {in_words(now - job.created)}"
         shows = "kubectl get pods -A -l app.kubernetes.io/name=kuberay-operator"
         advice = f"check that the KubeRay operator runs and watches this namespace: {shows}"
         yield Finding(Diagnosis.NO_OPERATOR, Severity.ERROR, evidence, advice, {"job": job.name})
     if job.deployment_status in ("Suspending", "Suspended"):
         evidence = f"suspend is true in the spec of {job.name}"
-        advice = "whoever set it has to take it back"
+        advice = "ask the person or tool that set it to unset it"
         if job.queue:
             evidence = f"{job.name} is suspended: the queue {job.queue} has not admitted it"
-            less = "lower SUNSPOT_NUM_WORKERS, end other runs of the queue, or have its quota raised"
-            advice = f"kubectl describe workload says what it waits for; {less}"
+            less = "lower SUNSPOT_NUM_WORKERS, end other runs of the queue, or ask for a larger quota"
+            advice = f"kubectl describe workload shows what it waits for; {less}"
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 
 
@@ -95,7 +95,7 @@ def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) ->
             alike.setdefault((problem.group, problem.kind, problem.evidence, problem.fix), []).append(problem)
     for (group, kind, evidence, fix), same in alike.items():
         names = [problem.pod for problem in same]
-        advice = fix or "kubectl describe pod says more"
+        advice = fix or "kubectl describe pod shows more"
         yield Finding(kind, severity, f"{name_pods(names)}: {evidence}", advice, {"group": group, "pods": names})
     templates = pod_templates(job.raw)
     for group, found in unplaced.items():
@@ -110,14 +110,14 @@ def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
         if pod.ready and pod.out_of_memory:
             group = HEAD if pod.head else pod.group
             limit = _memory_limit(job, group)
-            evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled{limit}), and was started again"
+            evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled{limit}) and was restarted"
             advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
             details = {"group": group, "pods": [pod.name], "restarts": pod.restarts}
             yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0)
 
 
 def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
-    """Find tags that other images were pushed under while the run was on, so that its pods run different programs."""
+    """Find tags that were pushed again during the run, so that its pods run different programs."""
     digests: dict[str, dict[str, list[str]]] = {}
     for pod in pods:
         for image, digest in sorted(pod.images):
@@ -131,7 +131,7 @@ def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
 
 
 def _memory_limit(job: JobView, group: str) -> str:
-    """Return `, limit 3Gi` for the pods of a group; empty if they have no limit."""
+    """Return `, limit 3Gi` for the pods of a group, or "" if they have no limit."""
     spec = pod_groups(job.spec).get(group, {}).get("template", {}).get("spec", {})
     containers = spec.get("containers") or [{}]
     limit = containers[0].get("resources", {}).get("limits", {}).get("memory")
@@ -139,10 +139,10 @@ def _memory_limit(job: JobView, group: str) -> str:
 
 
 def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> Finding:
-    evidence = f"a {'head' if problem.group == HEAD else 'worker'} pod cannot be made: {problem.evidence}"
+    evidence = f"a {'head' if problem.group == HEAD else 'worker'} pod cannot be created: {problem.evidence}"
     exceeded = parse_exceeded(problem.evidence)
     if exceeded:
-        raised = f"have the ResourceQuota {exceeded.name} raised"
+        raised = f"ask for a larger ResourceQuota {exceeded.name}"
         advice = f"end other runs of the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
         if exceeded.never_fits(job.raw):
             evidence += "; the run alone needs more than that quota allows"
@@ -152,7 +152,7 @@ def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> F
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in problem.evidence:
         return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
-    advice = "a policy of the namespace refuses it; correct what it names, or have the policy changed"
+    advice = "a policy of the namespace refuses it; correct what it names, or ask for another policy"
     return Finding(problem.kind, severity, evidence, advice)
 
 
@@ -160,9 +160,9 @@ def _deadline(job: JobView, reason: str) -> Finding:
     field, key = DEADLINES[reason]
     limit = job.spec.get(field, "?")
     evidence = FAILURES[reason].format(active=limit, start=limit).partition(";")[0]
-    advice = f"raise {key} in the profile, and submit again to go on from the last checkpoint"
+    advice = f"raise {key} in the profile, and submit again to continue from the last checkpoint"
     if reason == "PreRunningDeadlineExceeded":
-        advice = f"mend what kept its pods from running, or raise {key} in the profile; then submit again"
+        advice = f"fix what kept its pods from running, or raise {key} in the profile; then submit again"
     return Finding(Diagnosis.DEADLINE, Severity.ERROR, evidence, advice, {"limit_s": limit, "job": job.name}, cost=1.0)
 
 
