@@ -1,4 +1,4 @@
-"""`sunspot chaos`: what it may hit and what never, how it waits, and what it says of the faults and in the end."""
+"""Tests of `sunspot chaos`: the pods that it may hit, how it waits, and its output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD, WORKERS = "run-1-x-head", ["run-1-x-worker-1", "run-1-x-worker-2", "run-1-
 
 
 class Training:
-    """The run, as its own processes would write it: each pod that is lost costs a restart, from memory."""
+    """A run that writes to storage like a real one. Each lost pod costs a restart from memory."""
 
     def __init__(self, cluster: FakeCluster, run: Run) -> None:
         self.cluster, self.run = cluster, run
@@ -33,7 +33,7 @@ class Training:
         self.replaced = True
         self._lost = False
         self.then: Callable[[], Any] = lambda: None
-        "What it does after a restart."
+        "Called after a restart."
         begin(run)
         cluster.put_job(rayjob(JOB))
         cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
@@ -42,14 +42,14 @@ class Training:
         cluster.on_delete = self.lose
 
     def lose(self, name: str) -> None:
-        """Go on without a pod, which is replaced at once."""
+        """Lose a pod, which is replaced at once."""
         if self.replaced:
             self.cluster.pods.append(pod(f"{name}-new", CLUSTER, head=name.startswith(HEAD)))
         if self.recovers:
             self._lost = True
 
     def go_on(self) -> None:
-        """Recover from what was lost; storage shows it when the fault has been compared with the attempt before."""
+        """Recover from a loss. This happens after the fault has been compared with the attempt before it."""
         if self._lost:
             self._lost, before = False, self.attempt
             name = f"step-{before.number:08d}-attempt-{before.number:04d}"
@@ -58,7 +58,7 @@ class Training:
             self.then()
 
     def _train(self, attempt: Attempt, since: int, cause: Cause) -> Attempt:
-        """Take one step, and commit it."""
+        """Take one step, and commit a checkpoint."""
         step = attempt.number
         write_receipt(self.run, attempt, since, cause, noticed=attempt.time - 4.1)
         record_audit(self.run, attempt, consumed(step, step))
@@ -68,7 +68,7 @@ class Training:
         return attempt
 
     def end(self) -> None:
-        """Succeed."""
+        """End the run successfully."""
         set_status(self.run, RunState.SUCCEEDED, owner=JOB, step=self.attempt.number)
         self.cluster.set_status(JOB, "Complete", "SUCCEEDED")
 
@@ -207,7 +207,7 @@ def test_the_text_output_contains_fault_receipt_and_audit(
 def test_a_retried_deletion_spares_the_replacement_pod(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
-    """The answer to the first try is lost; by the second, a new pod has the name."""
+    """The response to the first try is lost. At the second try, a new pod has the name."""
 
     def replace(name: str) -> None:
         successor = pod(name, CLUSTER, head=True)

@@ -1,4 +1,4 @@
-"""`sunspot doctor` without a run: each thing that makes a cluster or a bucket unfit, and what is tried from pods."""
+"""Tests of `sunspot doctor` without a run: faults of a cluster or a bucket, and trials from pods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/sunspot/localqueues"
 
 
 def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
-    """A node that any pod of profile kind fits on."""
+    """Return a node that has room for any pod of the profile kind."""
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **OF_THE_IMAGE}},
         "spec": spec,
@@ -58,7 +58,7 @@ def sunspot(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture
 def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
-    """A cluster and a bucket with nothing wrong."""
+    """A cluster and a bucket without faults."""
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     operator = pod("kuberay-operator", "")
     operator["metadata"] |= {"namespace": "ray", "labels": {"app.kubernetes.io/component": "kuberay-operator"}}
@@ -85,14 +85,14 @@ def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
 
 
 def checks(sunspot: Command, *words: str, code: int = 0) -> dict[str, dict[str, str]]:
-    """The checks by name."""
+    """Run the command, and return the checks by name."""
     assert sunspot("doctor", "--json", *words) == code, sunspot.out + sunspot.err
     assert sunspot.json["fit"] is (code == 0)
     return {check["check"]: check for check in sunspot.json["checks"]}
 
 
 def of_cluster(profile: str) -> dict[str, Check]:
-    """The checks of the cluster alone, by name."""
+    """Return the checks of the cluster alone, by name."""
     return {check.check: check for check in check_cluster(connect(), render(profile, {}))}
 
 
@@ -113,7 +113,7 @@ def test_a_suitable_cluster_and_bucket_pass_every_check(sunspot: Command, fit: F
     assert "operator:v1.7.0 in namespace ray" in found["KubeRay operator"]["seen"]
     assert "2 of 2 nodes match" in found["nodes for workers"]["seen"]
     assert not fit.jobs
-    assert not sunspot.run.storage.list(""), "it leaves nothing behind"
+    assert not sunspot.run.storage.list(""), "no object is left"
     assert s3.leftover_uploads(sunspot.run.storage.bucket) == []
     assert sunspot("doctor") == 0
     assert "ok       API server: http://127.0.0.1" in sunspot.out
@@ -169,7 +169,7 @@ def make_old(cluster: FakeCluster) -> None:
 
 
 def crash_operator(cluster: FakeCluster) -> None:
-    """Between two starts, a pod that crashes is Running and not ready."""
+    """Make the operator's pod Running but not ready, like a crashing pod between two starts."""
     [operator] = cluster.documents["/api/v1/pods"]["items"]
     operator["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
 
@@ -331,7 +331,7 @@ def test_each_fault_of_a_cluster_is_named_with_its_fix(
     assert seen in found[name]["seen"]
     assert fix in found[name]["fix"]
     others = {other for other, check in found.items() if check["result"] == "failed"}
-    assert others <= {name, "manifest"}, "one thing that is wrong is told once"
+    assert others <= {name, "manifest"}, "each fault is reported once"
     assert found["storage access"]["result"] == "ok"
 
 
@@ -625,11 +625,11 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
     assert head["nodeSelector"] == OF_THE_IMAGE
     assert head["affinity"]["nodeAffinity"]
     tried = [" ".join(pod["containers"][0]["command"]) for pod in (head, worker)]
-    assert ["--gpus 0 " in tried[0], "--gpus 1 " in tried[1]] == [True, True], "only workers are promised one"
+    assert ["--gpus 0 " in tried[0], "--gpus 1 " in tried[1]] == [True, True], "only workers get a node of their own"
     [rule] = worker["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert rule["podAffinityTerm"]["labelSelector"] == {"matchLabels": {LABEL: "worker-x"}}, "the run has none yet"
+    assert rule["podAffinityTerm"]["labelSelector"] == {"matchLabels": {LABEL: "worker-x"}}, "the run has no pods yet"
     run = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
-    assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is not touched"
+    assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is unchanged"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`sunspot dashboard`: what passes through the local port, whom it serves, and how it ends."""
+"""Tests of `sunspot dashboard`: forwarding, the requests that are refused, and its end."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, _Handler, answer, pod, rayjob
 from tests.harness.runs import begin
 
-JOB, CLUSTER, HEAD = "run-1", "run-1-x", "run-1-x-head"
+JOB = "run-1"
+CLUSTER = "run-1-x"
+HEAD = "run-1-x-head"
 TOKEN = "s3cret"
 MAGIC = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-"""Of WebSocket's handshake."""
+"""Constant of the WebSocket handshake (RFC 6455)."""
 
 
 class Dashboard(BaseHTTPRequestHandler):
-    """A dashboard that wants a token, streams, and echoes what WebSockets bring."""
+    """A dashboard that requires a token, streams, and echoes WebSocket messages."""
 
     protocol_version = "HTTP/1.1"
 
@@ -67,7 +69,7 @@ class Dashboard(BaseHTTPRequestHandler):
     def send(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        if self.headers.get("Connection") == "close":  # as aiohttp says it, in which Ray's dashboard is written
+        if self.headers.get("Connection") == "close":  # like aiohttp, which Ray's dashboard uses
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
@@ -79,11 +81,11 @@ class Dashboard(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Print nothing."""
 
 
 def shake_hands(handler: BaseHTTPRequestHandler, **headers: str) -> None:
-    """Accept a WebSocket."""
+    """Accept a WebSocket handshake."""
     key = hashlib.sha1((handler.headers["Sec-WebSocket-Key"] + MAGIC).encode()).digest()
     handler.send_response(101)
     headers |= {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": base64.b64encode(key).decode()}
@@ -93,14 +95,14 @@ def shake_hands(handler: BaseHTTPRequestHandler, **headers: str) -> None:
 
 
 def unmask(data: bytes) -> bytes:
-    """A client's frame of less than 126 bytes as a server would send it."""
+    """Convert a client's frame of less than 126 bytes to a server's."""
     mask, masked = data[2:6], data[6:]
     return bytes((data[0], data[1] & 0x7F)) + bytes(byte ^ mask[place % 4] for place, byte in enumerate(masked))
 
 
 @pytest.fixture
 def dashboard() -> Iterator[int]:
-    """The port of one."""
+    """Port of a running dashboard."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Dashboard)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -118,7 +120,7 @@ def free_port() -> int:
 
 
 class Direct:
-    """A connection to a port of this machine, in the place of one to a pod."""
+    """A connection to a port of this machine instead of a pod."""
 
     error = ""
 
@@ -165,7 +167,7 @@ def test_requests_get_the_token_and_keep_their_bodies(local: LocalPort, dashboar
     assert ask(port, "POST", "/jobs?x=1", body) == (200, f"POST /jobs?x=1 300000 {hashlib.sha256(body).hexdigest()}")
     assert ask(port, path="/stream") == (200, "line 0\nline 1\nline 2\n")
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
-        for _ in range(2):  # the client connects again by itself, as it was told to
+        for _ in range(2):  # the client connects again by itself
             connection.request("GET", "/", headers={"Connection": "keep-alive"})
             response = connection.getresponse()
             assert response.headers["Connection"] == "close"
@@ -200,7 +202,7 @@ def test_requests_from_other_sites_are_refused(local: LocalPort, headers: dict[s
 
 @pytest.mark.parametrize("name", ["Host", "origin", "Sec-Fetch-Site"])
 def test_a_repeated_decisive_header_is_refused(name: str) -> None:
-    """Of two the dashboard may heed the other one."""
+    """The dashboard might use the other one of two headers."""
     lines = ["Host: localhost:1", "Origin: http://localhost:1", "Sec-Fetch-Site: same-origin"]
     head = "\r\n".join(["GET / HTTP/1.1", *lines])
     assert not find_problem(f"{head}\r\n\r\n".encode())
@@ -249,7 +251,7 @@ def test_only_the_necessary_headers_are_rewritten() -> None:
 
 
 class Kubelet:
-    """Port-forwarding as the API server does it, to a port of this machine."""
+    """An API server's port forwarding to a port of this machine."""
 
     def __init__(self, port: int, error: str = "") -> None:
         self.port, self.error = port, error
@@ -286,7 +288,7 @@ def send_frame(connection: socket.socket, data: bytes, operation: int = 2) -> No
 
 
 def read_frame(source: Any) -> bytes | None:
-    """The payload of a client's next frame; None when there is none."""
+    """Return the payload of a client's next frame, or None at the end."""
     head = source.read(2)
     if len(head) < 2 or head[0] & 0xF == 8:
         return None
@@ -312,7 +314,7 @@ def make_live(cluster: FakeCluster, run: Run, token: bool = True) -> None:
 
 
 class Process:
-    """`sunspot dashboard` as a process of its own."""
+    """A process of `sunspot dashboard`."""
 
     def __init__(self, run: Run, *words: str) -> None:
         storage = run.storage.locate("")
@@ -324,14 +326,14 @@ class Process:
         self.first = self.process.stdout.readline()
 
     def answer(self, port: int) -> tuple[int, str]:
-        """What it answers to one request, after which it is interrupted."""
+        """Send one request, interrupt the process, and return the response."""
         try:
             return ask(port)
         finally:
             self.process.send_signal(signal.SIGINT)
 
     def end(self) -> tuple[int, str]:
-        """Exit code and what was said on stderr."""
+        """Return the exit code and the text on stderr."""
         _, said = self.process.communicate(timeout=20)
         return self.process.returncode, said
 

@@ -1,4 +1,4 @@
-"""`sunspot delete`: what it shows, what it removes and what never, and what it leaves where it is interrupted."""
+"""Tests of `sunspot delete`: what it shows, what it removes or keeps, and what an interrupt leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def fill(run: Run, state: RunState = RunState.SUCCEEDED) -> Attempt:
-    """A run with some of everything."""
+    """Write objects of every kind that a run may have."""
     attempt = start(begin(run), JOB)
     commit(run, attempt, 5)
     commit(run, attempt, 10)
@@ -109,7 +109,7 @@ def test_deleting_an_unknown_run_fails(sunspot: Command, run: Run, cluster: Fake
     assert sunspot("delete", "run", "--yes") == 3
     assert "no run run in" in sunspot.err
     run.storage.write("run/train/part.parquet", b"a dataset")
-    assert sunspot("delete", "run", "--yes") == 3, "a folder that holds no run is somebody else's"
+    assert sunspot("delete", "run", "--yes") == 3, "a folder without a run belongs to somebody else"
     assert files_of(run)
 
 
@@ -128,7 +128,7 @@ def test_everything_of_a_run_is_deleted_and_nothing_else(
     cluster.put_job(rayjob("run-2-1", run="run-2"))
     kept = {other.name: files_of(other) for other in others}
     client, bucket = s3.plain_client(), run.storage.bucket
-    client.put_object(Bucket=bucket, Key="runs/run/", Body=b"")  # as a browser of buckets makes a folder
+    client.put_object(Bucket=bucket, Key="runs/run/", Body=b"")  # as bucket browsers create a folder
     client.put_object(Bucket=bucket, Key="runs/run/checkpoints/", Body=b"")
     for key in ("runs/run/checkpoints/x/model.pt", "runs/run-2/checkpoints/x/model.pt"):
         client.create_multipart_upload(Bucket=bucket, Key=key)
@@ -167,9 +167,9 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     copy.parent.mkdir(parents=True)
     copy.write_bytes(b"x" * 1000)
     assert sunspot("delete", "run", "--yes") == 0
-    assert "cluster" not in sunspot.err, "there is none"
+    assert "cluster" not in sunspot.err, "no cluster was asked"
     assert os.listdir(root) == ["run-2"]
-    assert not node_memory_directory(run.location).exists(), "the next run of this name would go on from it"
+    assert not node_memory_directory(run.location).exists(), "the next run of this name would resume from it"
     assert "copies in this machine's memory" in sunspot.out
 
 
@@ -264,7 +264,7 @@ def test_objects_are_deleted_in_batches_or_singly_if_the_server_requires_it(
     posts = [request for request in s3_proxy.requests if "delete" in request.query]
     assert len(posts) == 2, "manifests, the rest"
     one_by_one = [request for request in s3_proxy.requests if request.method == "DELETE"]
-    assert all(request.headers["if-match"] for request in one_by_one), "names that the next run uses again"
+    assert all(request.headers["if-match"] for request in one_by_one), "names that the next run reuses"
     tops = {request.path.split("/")[4] for request in one_by_one}
     assert tops == {"attempts", "delete.json", "run.json", "status", "submissions"}
     fill(bucket_run)

@@ -1,7 +1,4 @@
-"""`sunspot doctor RUN`: what it finds of a run's pods, as the API server tells it, and of what lies in storage.
-
-Ailments of the training itself are caused in test_ailments.py.
-"""
+"""Tests of `sunspot doctor RUN`: its findings about a run's pods and about the run's files in storage."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ PREEMPTION = (
 
 
 def message(*reasons: str) -> str:
-    """What the scheduler of Kubernetes 1.34 says of a pod that it finds no node for."""
+    """Return the message of Kubernetes 1.34's scheduler about a pod that no node takes."""
     return f"0/3 nodes are available: {', '.join(reasons)}.{PREEMPTION}"
 
 
@@ -59,14 +56,14 @@ def waiting(reason: str, said: str) -> dict[str, Any]:
 
 
 def warning(about: str, reason: str, said: str, age: float = 30) -> dict[str, Any]:
-    """A warning event."""
+    """Return a warning event."""
     times = {"lastTimestamp": timestamp(time.time() - age)}
     return {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": said, **times}
 
 
 @pytest.fixture
 def job(cluster: FakeCluster) -> dict[str, Any]:
-    """A RayJob whose pods are about to be made."""
+    """A RayJob whose pods are about to be created."""
     job = rayjob(JOB, preRunningDeadlineSeconds=600)
     group = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     container = {"name": "ray", "resources": {"requests": {"cpu": "64", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}}
@@ -85,10 +82,10 @@ def worker(number: int, **more: Any) -> dict[str, Any]:
 
 
 def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
-    """What the doctor finds, by name; every finding is complete."""
+    """Run the doctor, check that every finding is complete, and return the findings by name."""
     assert sunspot("doctor", "run", "--json", *words) == 0, sunspot.err
     assert {"run", "state", "findings", "unseen"} <= set(sunspot.json)
-    assert sunspot.json["findings"], "nothing is no answer"
+    assert sunspot.json["findings"], "there is always a finding"
     for finding in sunspot.json["findings"]:
         assert finding["finding"] in list(Diagnosis)
         assert finding["severity"] in list(Severity)
@@ -98,7 +95,7 @@ def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def names(sunspot: Command) -> list[str]:
-    """The names of what was found, what explains most first."""
+    """Return the names of the findings, in their order."""
     return list(dict.fromkeys(finding["finding"] for finding in sunspot.json["findings"]))
 
 
@@ -151,7 +148,7 @@ def test_doctor_explains_an_exceeded_quota(cluster: FakeCluster, job: Any, sunsp
     assert (quota["used"], quota["limited"]) == ("requests.cpu=65", "requests.cpu=100")
     assert quota["advice"].startswith("ask for less"), "its own two workers need more than the quota has"
     cluster.pods = [head(), worker(1), worker(2)]
-    assert "quota" not in findings(sunspot), "it has all its pods by now"
+    assert "quota" not in findings(sunspot), "it has all its pods now"
 
 
 def test_a_quota_is_reported_once_and_without_problems_of_earlier_tries(
@@ -168,13 +165,13 @@ def test_a_quota_is_reported_once_and_without_problems_of_earlier_tries(
     [quota] = sunspot.json["findings"]
     assert quota["advice"].startswith("end other runs of the namespace")
     cluster.events = [warning("run-1-w-head", "FailedScheduling", refused, age=300)]
-    assert list(findings(sunspot)) == ["starting"], "the pods of an earlier try are no news"
+    assert list(findings(sunspot)) == ["starting"], "pods of an earlier try do not matter"
 
 
 def test_the_nodes_show_the_taint_that_the_scheduler_does_not_name(
     cluster: FakeCluster, job: Any, sunspot: Command
 ) -> None:
-    """Kubernetes 1.34 names no taints. The nodes do, if they may be listed."""
+    """Kubernetes 1.34 names no taints. The nodes show them if the user may list nodes."""
     unnamed, labels = "1 node(s) had untolerated taint(s)", "2 node(s) didn't match Pod's node affinity/selector"
     refused = unschedulable(unnamed, labels)
     cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
@@ -269,7 +266,7 @@ def test_doctor_reports_a_missing_operator(cluster: FakeCluster, sunspot: Comman
 
 
 def test_doctor_says_what_a_job_waited_for_at_its_deadline(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
-    """Its pods are gone by then; what was wrong with them, their events still tell."""
+    """Its pods are gone by then, but their events remain."""
     cluster.set_status(JOB, "Failed", "", reason="PreRunningDeadlineExceeded")
     refused = message(MASTER, "2 Insufficient cpu")
     cluster.events = [warning(f"{CLUSTER}-workers-worker-{n}", "FailedScheduling", refused, age=700) for n in (1, 2)]
@@ -285,7 +282,7 @@ def test_doctor_reports_the_deadline_of_a_job(cluster: FakeCluster, run: Run, su
     trains(run, owner=JOB)
     cluster.set_status(JOB, "Failed", "RUNNING", reason="DeadlineExceeded", rayClusterName=CLUSTER)
     found = findings(sunspot)
-    assert list(found) == ["deadline"], "that it failed is no news then"
+    assert list(found) == ["deadline"], "the failure itself explains nothing more"
     assert "activeDeadlineSeconds (60 s)" in found["deadline"]["evidence"]
 
 
@@ -313,7 +310,7 @@ SETTINGS = {"SUNSPOT_CHECKPOINT_EVERY_S": "60", "SUNSPOT_HANG_TIMEOUT_S": "300"}
 
 
 def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attempt:
-    """A run of two ranks that trains: step 7 was taken just now, and `age` seconds ago it said so."""
+    """Start a run of two ranks that took step 7 just now. Its status was written `age` seconds ago."""
     begin(run)
     metadata = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
     attempt = start(run, owner, **metadata, driver=more.get("driver", "00000000"))
@@ -325,7 +322,7 @@ def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attem
 
 
 def window(step: int, seconds: float = 10.0, **ranks: list[float]) -> dict[str, Any]:
-    """A window of ten steps in which two ranks were alike, but for what is given."""
+    """Return a metric window of ten steps with equal figures of two ranks, except for those given."""
     usual = {"data_wait_s": 0.1, "forward_s": 2.0, "steps_s": 9.5, "seconds": seconds, "resident_mib": 500.0}
     usual |= {"memory_left_mib": 1000.0, "throttled_s": 0.0, "throttled_share": 0.0, "gpu_memory_mib": 0.0}
     both = [{name: ranks.get(name, [value] * 2)[rank] for name, value in usual.items()} for rank in (0, 1)]
@@ -344,14 +341,14 @@ def test_a_healthy_run_is_reported_with_its_figures(run: Run, sunspot: Command) 
     assert found["healthy"]["evidence"].startswith("step 50 of 100, 950 ms a step, 1% of it waiting for rows")
     assert sunspot.json["state"] == "running"
     [text] = sunspot.json["unseen"]
-    assert text.startswith("the cluster: no cluster"), "it was not asked, and that is not said"
+    assert text.startswith("the cluster: no cluster"), "the cluster could not be asked"
     trains(run)
     findings(sunspot)
-    assert sunspot.json["unseen"] == [], "a run of this machine has no part in a cluster"
+    assert sunspot.json["unseen"] == [], "a local run needs no cluster"
 
 
 def lost(run: Run, cause: Cause, **fields: Any) -> None:
-    """Make the run's second attempt one that began after a loss."""
+    """Start a second attempt after a loss."""
     first = trains(run)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, LOCAL, commit(run, first, 5).name, world_size=2, tier="storage", driver="00000000")
@@ -488,7 +485,7 @@ def test_doctor_reports_a_live_run_that_takes_no_steps(run: Run, sunspot: Comman
     assert found["no step"]["evidence"].startswith("no step for 2 min, after step 7")
     assert "300 s" in found["no step"]["advice"]
     trains(run, heartbeat=time.time() - 120, step_time_s=20.0)
-    assert list(findings(sunspot)) == ["healthy"], "six steps are no time"
+    assert list(findings(sunspot)) == ["healthy"], "six step times are not long enough"
 
 
 def test_the_first_step_may_take_longer(run: Run, sunspot: Command) -> None:
@@ -544,11 +541,11 @@ def test_doctor_reports_hung_ranks_with_their_stacks(run: Run, sunspot: Command)
 
     after = start(run, "job", commit(run, attempt, 5).name, tier="storage")
     write_receipt(run, after, 1, Cause.HUNG)
-    assert findings(sunspot)["hung"]["severity"] == "warning", "it was started again"
+    assert findings(sunspot)["hung"]["severity"] == "warning", "the run was restarted"
 
 
 def test_a_rank_that_hung_at_the_start_of_a_group_is_reported(run: Run, sunspot: Command) -> None:
-    """Its group had claimed no attempt, so nobody knows where it ran."""
+    """Its group had claimed no attempt, so its host is unknown."""
     attempt = trains(run)
     journal = Journal(run, "events", attempt.number)
     detail = "rank 0: not all ranks answered for 300 s, while the group agreed on its start; waits for other ranks"
@@ -617,7 +614,7 @@ def test_the_first_error_is_reported_once_for_all_ranks(run: Run, sunspot: Comma
 
     record_failure(run, Failure(1, 2, 6, "RuntimeError", "written late, by what was frozen", "", time=now))
     trains(run, driver="0123abcd")
-    assert "failed" not in findings(sunspot), "the run has a new owner, and its errors are none of its"
+    assert "failed" not in findings(sunspot), "the errors are not the new owner's"
 
 
 def test_advice_mentions_a_checkpoint_only_if_one_exists(run: Run, sunspot: Command) -> None:
@@ -640,7 +637,7 @@ def test_errors_of_sunspot_name_places_only_in_user_code() -> None:
 
 
 def diverges(run: Run, **more: Any) -> Checkpoint:
-    """Write a run whose loss is NaN since step 5; returns its newest checkpoint before that step."""
+    """Write a run whose loss is NaN since step 5, and return the newest checkpoint before that step."""
     attempt = trains(run, loss=math.nan, **{"nan_since": 5, **more})
     good = commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan, nan_since=5, nan_weights=1)
@@ -674,7 +671,7 @@ def test_a_run_that_ended_with_a_nan_loss_has_one_finding_about_it(run: Run, sun
 
 
 def test_advice_on_an_old_run_with_a_nan_loss_says_where_to_begin(run: Run, sunspot: Command) -> None:
-    """Versions that did not check weights recorded none, so a start resumes from the newest checkpoint."""
+    """Earlier versions did not check weights, so a start resumes from the newest checkpoint."""
     attempt = trains(run, loss=math.nan)
     commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan)
@@ -685,7 +682,7 @@ def test_advice_on_an_old_run_with_a_nan_loss_says_where_to_begin(run: Run, suns
 
 
 def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
-    """JSON has no NaN: the loss itself is null."""
+    """JSON has no NaN, so the loss is null."""
     good = diverges(run)
     assert sunspot("status", "run", "--json") == 0
     shown = {name: sunspot.json[name] for name in ("state", "loss", "nan_since", "warning", "checkpoint")}
@@ -768,7 +765,7 @@ def test_doctor_reports_a_damaged_checkpoint(run: Run, sunspot: Command) -> None
 
 
 def ended(run: Run, *steps: int) -> list[Checkpoint]:
-    """A finished run of two attempts, the second after an expensive loss, with its checkpoints of these steps."""
+    """Write a finished run with checkpoints of these steps. Its second attempt began after an expensive loss."""
     first = trains(run)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
@@ -790,7 +787,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
 
 
 def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:
-    """A lifecycle rule of the bucket, say, removes what the run would have kept."""
+    """A lifecycle rule of the bucket may delete a checkpoint that the run would keep."""
     made = ended(run, 8, 10)
     delete_checkpoint(run, made[1].name)
     found = findings(sunspot)
@@ -827,7 +824,7 @@ def test_leftovers_of_killed_commits_are_not_damage(run: Run, sunspot: Command) 
 def test_advice_on_a_full_disk_says_how_to_free_space(
     run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever writes says how to free space, and so does whoever looks at the run."""
+    """The error itself and the commands that show the run say how to free space."""
     trains(run)
 
     def fill(*_: Any) -> None:
@@ -854,7 +851,7 @@ def test_doctor_reports_failing_commits(run: Run, sunspot: Command) -> None:
     assert "503 SlowDown" in trouble["evidence"]
     assert "600 s" in trouble["advice"]
     commit(run, attempt, 6)
-    assert "storage trouble" not in findings(sunspot), "it came through in the end"
+    assert "storage trouble" not in findings(sunspot), "the last commit succeeded"
 
 
 def test_doctor_reports_a_checkpoint_that_is_too_old(
@@ -934,7 +931,7 @@ def test_workers_that_ran_out_of_memory_are_the_first_finding(run: Run, sunspot:
     assert memory["advice"].startswith("raise worker.memory in the profile above the 3.00 GiB that there are")
     assert memory["gib"] == {"used": 2.9, "limit": 3.0}
     start(run, "job", commit(run, second, 9).name, world_size=2, tier="storage", driver="11111111")
-    assert "out of memory" not in findings(sunspot), "it was submitted again since, perhaps with more memory"
+    assert "out of memory" not in findings(sunspot), "it has been submitted again since, perhaps with more memory"
 
 
 def test_the_end_of_a_run_for_lack_of_memory_is_the_first_finding(run: Run, sunspot: Command) -> None:
@@ -1108,7 +1105,7 @@ def test_a_part_of_a_run_that_cannot_be_read_is_reported(run: Run, sunspot: Comm
     ended(run, 10)
     folder = Path(run.storage.locate(run.key("checkpoints")))
     folder.rename(folder.with_name("elsewhere"))
-    folder.symlink_to(folder)  # a fault that a superuser meets, too: a loop
+    folder.symlink_to(folder)  # a loop, which is a fault for a superuser, too
     found = findings(sunspot)
     assert list(found) == ["storage trouble"]
     assert found["storage trouble"]["severity"] == "error"

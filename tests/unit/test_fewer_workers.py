@@ -1,4 +1,4 @@
-"""A run that trains with fewer workers than requested is not called healthy, and the report says what it waits for."""
+"""Tests of doctor's finding about a run that trains with fewer workers than requested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> None:
-    """Have attempts with these numbers of workers, a minute apart, the last a minute ago."""
+    """Start attempts with these numbers of workers, one a minute. The last one began a minute ago."""
     begin(run)
     now = time.time()
     settings = {"SUNSPOT_NUM_WORKERS": "2..3"}
@@ -32,7 +32,7 @@ def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> No
 
 @pytest.fixture
 def job(cluster: FakeCluster) -> FakeCluster:
-    """A RayJob of 2 to 3 workers that runs, with all of its pods."""
+    """A running RayJob of 2 to 3 workers, with all of its pods."""
     made = rayjob(JOB)
     spec = made["spec"]["rayClusterSpec"]
     spec["workerGroupSpecs"][0] |= {"maxReplicas": 3}
@@ -70,7 +70,7 @@ def test_a_run_with_all_its_workers_is_healthy(job: FakeCluster, run: Run, sunsp
 
 
 def test_pods_on_lost_nodes_do_not_count_as_running(job: FakeCluster, run: Run, sunspot: Command) -> None:
-    """Kubernetes calls pods on such nodes Running until it has taken them away."""
+    """Kubernetes calls pods on such nodes Running until it deletes them."""
     train(run, 3, 1)
     put_nodes(job, 2, gone=3)
     found = findings(sunspot)

@@ -1,4 +1,4 @@
-"""What Argo CD and Flux make of RayJobs and RayClusters: the checks in k8s/gitops, run on every status there is."""
+"""Tests of the health checks in k8s/gitops for Argo CD and Flux, with every status of RayJobs and RayClusters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(file: str) -> Any:
 
 
 def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
-    """Health and message, by Lua 5.1 with the libraries that Argo CD has (util/lua/lua.go)."""
+    """Return health and message from Lua 5.1 with Argo CD's libraries (util/lua/lua.go)."""
     lua = lua51.LuaRuntime()
     lua.execute("debug.setmetatable('', nil)")
     for library in ("string", "math", "io", "os", "debug", "coroutine", "python"):
@@ -37,7 +37,7 @@ def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
 
 
 def flux(thing: dict[str, Any]) -> str:
-    """Health, by expressions without types and in the order that Flux has (runtime/cel/status_evaluator.go)."""
+    """Return the health from untyped expressions, evaluated in Flux's order (runtime/cel/status_evaluator.go)."""
     [check] = [check for check in load("flux.yaml")["spec"]["healthCheckExprs"] if check["kind"] == thing["kind"]]
     assert thing["apiVersion"] == check["apiVersion"]
     for health in ("failed", "current"):
@@ -50,7 +50,7 @@ def flux(thing: dict[str, Any]) -> str:
 
 
 def with_status(thing: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """As the API server shows it, which leaves out what is empty."""
+    """Return an object with this status. Empty fields are left out, as the API server does."""
     return {**thing, "status": {key: value for key, value in status.items() if value}}
 
 
@@ -81,7 +81,7 @@ def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
     ],
 )
 def test_the_health_of_an_unfinished_job_ignores_its_ray_job(deployment: str, argo_says: str, flux_says: str) -> None:
-    """What the Ray job of a try is does not matter: another may follow."""
+    """The state of one try's Ray job does not matter, because another try may follow."""
     for ray in JOB_STATUSES:
         job = a_rayjob(deployment, ray)
         assert argo_cd(job) == (argo_says, ": ".join(filter(None, [deployment, ray])))
@@ -170,7 +170,7 @@ def test_gitops_tools_are_recognized_by_their_field_managers() -> None:
 
 
 def test_neither_tool_reverts_the_changes_of_kueue() -> None:
-    """All of a RayJob's spec, which its name stands for, and nothing else."""
+    """They ignore the spec of a RayJob, whose hash is in its name, and no other field."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}
     assert application["ignoreDifferences"] == [{**rayjobs, "jsonPointers": ["/spec"]}]

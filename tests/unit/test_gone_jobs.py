@@ -1,4 +1,4 @@
-"""A RayJob that is deleted while its run trains: what each command says, and where nothing may be concluded."""
+"""Tests of RayJobs that are deleted while their runs train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def identity(cluster: FakeCluster) -> None:
 
 
 def train(run: Run, silent_s: float = 0.0, owner: str = OWNER, **more: Any) -> None:
-    """Have the run saved at step 42 and at step 41 in its status, which was written `silent_s` seconds ago."""
+    """Write a checkpoint of step 42, and a status of step 41 that is `silent_s` seconds old."""
     begin(run)
     attempt = start(run, owner, tier="beginning", world_size=2)
     commit(run, attempt, 42)
@@ -80,7 +80,7 @@ def test_the_recorded_end_of_a_run_is_kept(cluster: FakeCluster, run: Run, sunsp
 
 
 def let_it_live(cluster: FakeCluster) -> None:
-    """Have the run trained by the RayJob of a search, which is labelled with the search."""
+    """Let the RayJob of a search train the run. Its label names the search."""
     cluster.put_job(rayjob("run-1", run="search"))
 
 

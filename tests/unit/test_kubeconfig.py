@@ -1,4 +1,4 @@
-"""Kubeconfigs as clouds and tunnels write them: who asks, in which namespace, and what is said of a broken one."""
+"""Tests of kubeconfigs: credentials, namespaces, and messages about broken files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.harness.kubernetes import JOBS, FakeCluster, answer, rayjob
 
 
 class Config:
-    """The kubeconfig of the fake cluster, entry by entry."""
+    """The kubeconfig of the fake cluster."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._path = cluster.kubeconfig
 
     def set(self, part: str, **entries: Any) -> None:
-        """Add entries to its only cluster, user or context."""
+        """Add entries to the only cluster, user or context."""
         config = json.loads(self._path.read_text())
         config[f"{part}s"][0][part] |= entries
         for name in [name for name, value in entries.items() if value is None]:
@@ -33,7 +33,7 @@ class Config:
         self._path.write_text(json.dumps(config))
 
     def sign_in_by(self, program: str, **more: Any) -> Path:
-        """Have the user's credential come from a plugin: a Python program."""
+        """Let a plugin, which is a Python program, supply the user's credential."""
         path = self._path.parent / "plugin"
         path.write_text(f"#!{sys.executable}\nimport json, os, sys, time\n{program}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -50,7 +50,7 @@ def config(cluster: FakeCluster) -> Config:
 
 
 def give(token: str) -> str:
-    """A plugin's answer."""
+    """Return a program that prints a plugin's credential."""
     return f"print(json.dumps({{'status': {{'token': {token}}}}}))"
 
 

@@ -1,4 +1,4 @@
-"""`sunspot wait --all`: runs of a namespace that are started again, and what their RayJobs are annotated with."""
+"""Tests of `sunspot wait --all`: restarts of a namespace's runs, and the annotations of their RayJobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reconciler(cluster: FakeCluster, run: Run, shown: list[tuple[str, str]]) -> 
 
 
 def another(job: dict[str, Any]) -> dict[str, Any]:
-    """A RayJob of the name of one that is gone."""
+    """Return a RayJob with the name of one that is gone."""
     return {**job, "metadata": {**job["metadata"], "uid": "another"}}
 
 
@@ -89,7 +89,7 @@ def test_a_rayjob_is_annotated_with_the_state_of_its_run(
     assert annotations(cluster, "run-1") == expected
     before = len(changes(cluster))
     reconciler.reconcile()
-    assert len(changes(cluster)) == before, "nothing is new"
+    assert len(changes(cluster)) == before, "nothing has changed"
     set_status(run, RunState.SUCCEEDED, step=10, **SAVED)
     cluster.set_status("run-1", "Complete", "SUCCEEDED")
     reconciler.reconcile()

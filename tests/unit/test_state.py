@@ -1,4 +1,4 @@
-"""Where a run stands, from KubeRay's two states, its pods, its warnings and what lies in storage: every combination."""
+"""Tests of the state of a run, for every combination of KubeRay's two states and the status in storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORED = [
     *("nothing", "starting", "running", "running, a while ago", "failed, in the try before", "failed", "lost"),
     *("stopped", "stopped, as was asked", "succeeded", "another's, from before", "another's, that trains now"),
 ]
-"""What may lie in storage."""
+"""Kinds of statuses in storage."""
 
 CASES = list(itertools.product(STORED, DEPLOYMENT_STATUSES, JOB_STATUSES))
 
@@ -35,22 +35,22 @@ BEFORE_THE_CLUSTER = ("", "Initializing", "Waiting", "Suspending", "Suspended")
 
 RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
     (
-        "a run that another RayJob has taken over stands where that one stands",
+        "a run that another RayJob has taken over has that one's state",
         lambda stored, deployment, ray: stored == "another's, that trains now",
         RunState.RUNNING,
     ),
     (
-        "a run that has succeeded stays so, whatever the operator says",
+        "a run that has succeeded stays succeeded, whatever the operator reports",
         lambda stored, deployment, ray: stored == "succeeded",
         RunState.SUCCEEDED,
     ),
     (
-        "a run that was asked to stop and has stopped stays so",
+        "a run that was asked to stop and has stopped stays stopped",
         lambda stored, deployment, ray: stored == "stopped, as was asked",
         RunState.STOPPED,
     ),
     (
-        "what the operator refuses or gives up has failed",
+        "a run that the operator refuses or gives up has failed",
         lambda stored, deployment, ray: deployment in ("Failed", "ValidationFailed"),
         RunState.FAILED,
     ),
@@ -70,7 +70,7 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
         RunState.STOPPED,
     ),
     (
-        "what the driver or Ray calls failed has failed",
+        "a run that the driver or Ray calls failed has failed",
         lambda stored, deployment, ray: stored == "failed" or ray == "FAILED",
         RunState.FAILED,
     ),
@@ -80,17 +80,17 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
         RunState.SUCCEEDED,
     ),
     (
-        "one whose Ray job was stopped has stopped",
+        "a complete RayJob whose Ray job was stopped has stopped",
         lambda stored, deployment, ray: (deployment, ray) == ("Complete", "STOPPED"),
         RunState.STOPPED,
     ),
     (
-        "one whose Ray job never ended is lost",
+        "a complete RayJob whose Ray job never ended is lost",
         lambda stored, deployment, ray: deployment == "Complete",
         RunState.LOST,
     ),
     (
-        "a Ray job that starts after its driver has ended or fallen silent begins anew",
+        "a Ray job that starts after its driver has ended or fallen silent is a retry",
         lambda stored, deployment, ray: (
             ray in ("", "PENDING") and stored in ("running, a while ago", "lost", "stopped")
         ),
@@ -102,27 +102,28 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
         RunState.STOPPING,
     ),
     (
-        "a run whose Ray job has succeeded is finishing until then",
+        "a run whose Ray job has succeeded is finishing until the operator concludes",
         lambda stored, deployment, ray: ray == "SUCCEEDED",
         RunState.FINISHING,
     ),
     (
-        "a run that trains and says nothing is silent",
+        "a run that trains without heartbeats is silent",
         lambda stored, deployment, ray: stored == "running, a while ago",
         RunState.SILENT,
     ),
     (
-        "a run whose driver says that it trains is running",
+        "a run whose driver reports that it trains is running",
         lambda stored, deployment, ray: stored == "running",
         RunState.RUNNING,
     ),
     (
-        "a run whose driver has said nothing of this try, or only that the last one was lost, is starting",
+        "a run whose driver has reported nothing of this try, or only the loss of the last one, is starting",
         lambda stored, deployment, ray: stored in (*NONE_OF_ITS_OWN, "starting", "lost"),
         RunState.STARTING,
     ),
 ]
-"""What a run's state is, by what lies in storage, `jobDeploymentStatus` and `jobStatus`: the first rule that holds."""
+"""Rules for the state of a run from the kind of its status, `jobDeploymentStatus` and `jobStatus`. The first rule that
+matches decides."""
 
 
 def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
@@ -206,7 +207,7 @@ def test_failed_tries_that_storage_does_not_record_are_counted(deployment: str) 
     said = judge(job(deployment, ray, message="...\nerror: SignatureDoesNotMatch; check the key", **TRIES))[1]
     assert said.startswith(f"{BEFORE_STORAGE}: SignatureDoesNotMatch; check the key; ")
     away = judge(job("Initializing", "", **TRIES), trouble="no route to host")[1]
-    assert away.startswith("2 of 3 tries have failed; "), "what they have written is not known"
+    assert away.startswith("2 of 3 tries have failed; "), "their status is unknown"
 
 
 def test_a_job_that_its_driver_ended_for_good_has_failed() -> None:
@@ -216,7 +217,7 @@ def test_a_job_that_its_driver_ended_for_good_has_failed() -> None:
     own = status(RunState.FAILED, reason="SignatureDoesNotMatch")
     assert judge(view, status=own) == (RunState.FAILED, "SignatureDoesNotMatch")
     assert judge(job("Complete", "STOPPED", message="Job was intentionally stopped."))[0] is RunState.STOPPED
-    drained = status(RunState.STOPPED, age=250)  # by the try before, when its node was taken
+    drained = status(RunState.STOPPED, age=250)  # written by the previous try, when its node was reclaimed
     again = job("Complete", "STOPPED", message=message, failed=1, startTime=timestamp(NOW - 200))
     assert judge(again, status=drained) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
     behind = job("Running", "STOPPED", message=message, spec={"backoffLimit": 2})
@@ -258,7 +259,7 @@ def test_a_status_from_before_the_job_was_replaced_does_not_count() -> None:
     old = status(RunState.STOPPED, "run-1#1a2b3c4d")
     again = job_view(submitted(job("Initializing", "").raw))
     assert judge(again, status=old, now=NOW)[0] is RunState.PENDING
-    # GitOps made it again: the owner's name is the same, and only the time tells.
+    # GitOps recreated it. The owner's name is the same, and only the time differs.
     old = status(RunState.FAILED, "run-1", age=1000)
     assert judge(job("Running", "RUNNING"), status=old, now=NOW)[0] is RunState.STARTING
 
@@ -276,7 +277,7 @@ def test_a_status_from_before_the_job_was_replaced_does_not_count() -> None:
         ("run-1", "run-1@teamb/aaaaaaaaaa", False),
         ("run-1", "run-1@sunspot/bbbbbbbbbb", False),
         ("run-1", "run-2@sunspot/aaaaaaaaaa", False),
-        ("run-1", "run-1#3", True),  # of a version that counted submissions
+        ("run-1", "run-1#3", True),  # from a version that counted submissions
         ("run-1", "run-1#12345678", False),
     ],
 )
@@ -316,7 +317,7 @@ def test_the_message_of_the_program_takes_precedence_over_the_operators() -> Non
 
 
 def test_a_refused_job_was_not_taken_over() -> None:
-    """The run's own job was there first; it trains on, or has ended."""
+    """The run's own job came first. It keeps training, or has ended."""
     failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
     for state in (RunState.RUNNING, RunState.SUCCEEDED):
         first = status(state, owner="run-0", began=CREATED - 60)
@@ -487,7 +488,7 @@ def test_pod_problems_of_a_run_that_trains_are_reported() -> None:
 
 
 def test_a_status_from_before_the_job_existed_does_not_count() -> None:
-    """It is of a deleted RayJob of the same name."""
+    """A deleted RayJob of the same name wrote it."""
     old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
     assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING
     assert judge(job(), status=status(RunState.SUCCEEDED, owner="run-1"), now=NOW)[0] is RunState.SUCCEEDED

@@ -1,4 +1,4 @@
-"""`sunspot submit`, `stop` and `resume` against a fake API server and a real bucket: what is sent, kept and said."""
+"""Tests of `sunspot submit`, `stop` and `resume` with a fake API server and a bucket."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def only_job(cluster: FakeCluster) -> str:
 
 
 def owner(cluster: FakeCluster) -> str:
-    """The owner that a driver of the only RayJob claims for, as far as the manifest says."""
+    """Return the owner in the manifest of the only RayJob."""
     name = only_job(cluster)
     return settings_of(cluster.jobs[name]).get("SUNSPOT_JOB_ID") or name
 
 
 def end(cluster: FakeCluster, run: Run, state: RunState, **more: Any) -> None:
-    """Have the driver of the only RayJob end, as it and the operator would say it."""
+    """End the driver of the only RayJob, in storage and in the RayJob's status."""
     name = only_job(cluster)
     write_status(run, Status(state, owner(cluster), **more))
     if state is RunState.FAILED:
@@ -67,7 +67,7 @@ def end(cluster: FakeCluster, run: Run, state: RunState, **more: Any) -> None:
 
 
 def writes(cluster: FakeCluster) -> list[str]:
-    """The requests that change something."""
+    """Return the requests that change something."""
     return [m for m, path in cluster.requests if m != "GET" and "review" not in path and "dryRun" not in path]
 
 
@@ -112,7 +112,7 @@ def test_submit_applies_what_render_prints(cluster: FakeCluster, sunspot: Comman
     rendered = yaml.safe_load(sunspot.out)
     sunspot.submit("--set", "EPOCHS=3")
     applied = without_copy(cluster.jobs[rendered["metadata"]["name"]])
-    set_variable(applied, "SUNSPOT_JOB_ID", rendered["metadata"]["name"])  # it has the submission, too
+    set_variable(applied, "SUNSPOT_JOB_ID", rendered["metadata"]["name"])  # the applied name includes the submission
     assert {name: applied["metadata"][name] for name in rendered["metadata"]} == rendered["metadata"]
     assert applied["spec"] == rendered["spec"]
 
@@ -134,7 +134,7 @@ def test_a_search_is_submitted_through_its_environment_and_listed(
     assert "sunspot wait run" in sunspot.out
     assert sunspot("status", "run") == 0, sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCHS", "-1")
-    assert sunspot("status", "run") == 2, "what is no search's is wrong as ever"
+    assert sunspot("status", "run") == 2, "settings that belong to no search are still refused"
 
 
 def test_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
@@ -260,7 +260,7 @@ def test_a_job_that_was_not_applied_is_not_recorded(cluster: FakeCluster, sunspo
 
 
 def refuse_unless_dry_run(handler: Any) -> None:
-    """Refuse to apply a job, which its dry run did not predict."""
+    """Refuse to apply a job after a successful dry run."""
     if "dryRun" in handler.path:
         handler.answer()
     else:
@@ -348,7 +348,7 @@ def test_refusals_quote_the_api_server(cluster: FakeCluster, sunspot: Command) -
 
 
 def refusing_pods(message: str, status: int = 403) -> Fault:
-    """Refuse pods on the host's network, as admission does in a namespace that is held to `restricted`."""
+    """Refuse pods on the host's network, like admission in a namespace that enforces `restricted`."""
 
     def act(handler: Any) -> None:
         pod = json.loads(handler.body)
@@ -398,7 +398,7 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
         assert "warning: pods of the group workers would be refused now" in sunspot.err
         assert f"{told}; {'they wait' if 'quota' in told else 'the operator'}" in sunspot.err
         assert sunspot.submit("--profile", str(profile)) == 0
-        assert "refused" not in sunspot.err, "a run that lives is attached to, whether it would find room anew or not"
+        assert "refused" not in sunspot.err, "submit attaches to a live run, whether or not it would find room again"
 
 
 QUOTAS = f"{CORE}/resourcequotas"
@@ -411,7 +411,7 @@ def put_quota(cluster: FakeCluster, resource: str, hard: str, used: str = "0") -
 
 
 def test_a_quota_in_which_a_run_can_never_fit_is_refused(cluster: FakeCluster, sunspot: Command) -> None:
-    """The quota would admit each pod alone."""
+    """The quota would admit each single pod."""
     put_quota(cluster, "requests.memory", "9Gi")
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
@@ -428,7 +428,7 @@ def test_a_quota_that_others_use_is_a_warning(cluster: FakeCluster, sunspot: Com
     cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, 403))
     assert sunspot.submit() == 0, sunspot.err
     assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; the pods wait until other runs end" in sunspot.err
-    assert "would be refused now" not in sunspot.err, "one quota is told of once"
+    assert "would be refused now" not in sunspot.err, "each quota is reported once"
 
 
 def test_a_quota_with_room_for_part_of_an_elastic_run_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
@@ -444,13 +444,13 @@ def test_submit_attaches_to_a_live_run_despite_a_full_quota(cluster: FakeCluster
     assert sunspot.submit("--json") == 0, sunspot.err
     assert sunspot.json["action"] == "attached"
     end(cluster, sunspot.run, RunState.FAILED)
-    assert sunspot.submit() == 4, "it would start anew"
+    assert sunspot.submit() == 4, "it would need new pods"
     assert "team: pods: 3 needed" in sunspot.err
     put_quota(cluster, "pods", "3", used="3")
-    assert sunspot.submit() == 0, "the old pods go first"
+    assert sunspot.submit() == 0, "the old pods are deleted first"
     end(cluster, sunspot.run, RunState.FAILED)
     put_quota(cluster, "count/rayjobs.ray.io", "1", used="1")
-    assert sunspot.submit() == 0, "the old RayJob goes first, too"
+    assert sunspot.submit() == 0, "the old RayJob is deleted first, too"
 
 
 def test_a_user_who_may_not_list_quotas_can_still_submit(cluster: FakeCluster, sunspot: Command) -> None:
@@ -462,7 +462,7 @@ def test_a_user_who_may_not_list_quotas_can_still_submit(cluster: FakeCluster, s
 def test_limit_ranges_are_compared_if_pods_cannot_be_tried(cluster: FakeCluster, sunspot: Command) -> None:
     limits = {"limits": [{"type": "Container", "max": {"memory": "4Gi"}}]}
     cluster.documents[f"{CORE}/limitranges"] = {"items": [{"metadata": {"name": "sizes"}, "spec": limits}]}
-    assert sunspot.submit("--dry-run") == 0, "the API server, which would refuse a pod, is asked itself"
+    assert sunspot.submit("--dry-run") == 0, "the API server itself would refuse a pod"
     cluster.forbidden.add("create pods")
     assert sunspot.submit() == 4
     assert "pods of the group head would be refused: a Container may have at most 4Gi of memory" in sunspot.err
@@ -487,14 +487,14 @@ def test_pods_are_not_tried_if_the_user_may_not_create_them(cluster: FakeCluster
 
 
 def test_a_new_job_in_a_queue_must_be_suspended(cluster: FakeCluster, sunspot: Command) -> None:
-    """Kueue's webhook suspends it in the dry run; without Kueue its label means nothing, and the job would begin."""
+    """Kueue's webhook suspends the job in the dry run. Without Kueue, the label has no effect, and the job begins."""
     assert sunspot.submit("--queue", "gpus") == 4
     assert "queue gpus: Kueue would not hold the job back" in sunspot.err
     assert cluster.jobs == {}
     cluster.has_kueue = True
     assert sunspot.submit("--queue", "gpus") == 0, sunspot.err
     cluster.jobs[only_job(cluster)]["spec"]["suspend"] = False
-    assert sunspot.submit("--queue", "gpus") == 0, "a job that was admitted is attached to"
+    assert sunspot.submit("--queue", "gpus") == 0, "submit attaches to an admitted job"
 
 
 def test_an_elastic_run_needs_a_newer_kueue(cluster: FakeCluster, sunspot: Command) -> None:
@@ -519,7 +519,7 @@ def test_unreachable_storage_is_explained_if_the_endpoint_differs(
 
 
 def test_a_stopped_pending_run_can_be_resumed(cluster: FakeCluster, sunspot: Command) -> None:
-    """The RayJob would wait for nodes, so it is deleted, and nothing is left in the cluster to start again."""
+    """The RayJob still waits for nodes, so it is deleted, and `resume` finds nothing in the cluster to restart."""
     sunspot.submit("--set", "EPOCHS=3")
     name = only_job(cluster)
     cluster.set_status(name, "Initializing")
@@ -559,7 +559,7 @@ def test_stop_waits_for_the_save_and_resume_restarts_the_job(cluster: FakeCluste
     assert sunspot("resume", "run", "--json") == 0, sunspot.err
     assert (sunspot.json["action"], only_job(cluster)) == ("replaced", name)
     assert not stop_requested(sunspot.run)
-    assert owner(cluster) != before, "what is left of the old one is refused"
+    assert owner(cluster) != before, "late writes of the old owner are refused"
     assert json.dumps(cluster.jobs[name]["spec"]) == spec.replace(before, owner(cluster))
 
 
@@ -567,7 +567,7 @@ PLANTED = {"image": "evil.example/miner", "serviceAccountName": "sunspot-submitt
 
 
 def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command) -> None:
-    """A user who can write to the bucket may not choose what runs in the cluster."""
+    """A user who can write to the bucket must not decide what runs in the cluster."""
     sunspot.submit()
     name = only_job(cluster)
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -701,7 +701,7 @@ def test_an_owner_whose_rayjob_was_just_deleted_here_does_not_count_as_elsewhere
 
 
 def test_an_ended_rayjob_here_does_not_hide_the_owner_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
-    """The loser's RayJob has ended with 6, and `submit` takes nothing back without --take-over."""
+    """The old owner's RayJob has ended with 6, and `submit` does not take the run back without --take-over."""
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
     cluster.set_status(name, "Failed", "FAILED", reason="AppFailed")
@@ -764,7 +764,7 @@ def test_stop_with_an_expired_credential_says_that_the_run_ends_by_its_stop_mark
 def test_a_user_without_a_name_may_stop_a_run(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container's user may have only a number."""
+    """A container's user may only have a number."""
     for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -813,7 +813,7 @@ def test_without_a_cluster_stop_and_resume_use_storage_alone(
 
 
 def test_the_newest_of_several_rayjobs_decides(cluster: FakeCluster, sunspot: Command) -> None:
-    """GitOps applied another spec while the first was live: the newer one decides."""
+    """GitOps applied another spec while the first RayJob was live."""
     cluster.put_job(rayjob("run-old", created=time.time() - 100))
     cluster.put_job(rayjob("run-new", created=time.time() - 10))
     cluster.set_status("run-old", "Running", "RUNNING")

@@ -1,4 +1,4 @@
-"""Why no node takes a pod, and which reason comes first: the one whose fix lets the pod run."""
+"""Tests of the reasons why no node takes a pod, and of their order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from sunspot.submitter.cluster.pod_problems import PodProblem
 from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, find_refusals, parse_refusals
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
-RESOURCES, TAINT, NO_NODE, NODES = Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NO_NODE, Diagnosis.NODES
-VOLUME, AFFINITY = Diagnosis.VOLUME, Diagnosis.AFFINITY
+RESOURCES = Diagnosis.RESOURCES
+TAINT = Diagnosis.TAINT
+NO_NODE = Diagnosis.NO_NODE
+NODES = Diagnosis.NODES
+VOLUME = Diagnosis.VOLUME
+AFFINITY = Diagnosis.AFFINITY
 
 MASTER = "1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }"
 UNNAMED = "1 node(s) had untolerated taint(s)"
@@ -22,7 +26,7 @@ GPU = "nvidia.com/gpu"
 
 
 def message(*reasons: str) -> str:
-    """The scheduler's message for a pod for which it finds no node."""
+    """Return the scheduler's message about a pod that no node takes."""
     preemption = " no new claims to deallocate, preemption: 0/3 nodes are available: 3 No preemption victims found."
     return f"0/3 nodes are available: {', '.join(reasons)}.{preemption}"
 
@@ -77,7 +81,7 @@ def test_refusals_in_a_scheduler_message_are_sorted_by_use(
 
 
 def node(name: str, labels: dict[str, str] | None = None, taints: Any = (), **more: Any) -> dict[str, Any]:
-    """A node with 8 CPUs, ready unless `ready` is false."""
+    """Return a node with 8 CPUs."""
     conditions = [{"type": "Ready", "status": "True" if more.pop("ready", True) else "Unknown"}]
     size = {"cpu": more.pop("cpu", "8"), GPU: more.pop("gpus", "0")}
     spec = {"taints": [{"key": key, "effect": "NoSchedule"} for key in taints], **more}
@@ -102,16 +106,16 @@ ON_L4 = {"nodeSelector": L4}
         ([UNNAMED, LABELS], pod(**ON_L4), [MAIN, *PLAIN], (NO_NODE, 2, "not labelled gpu=l4")),
         (["3 node(s) had untolerated taint(s)"], pod(), [MAIN, node("a", taints=["team"])], (TAINT, 1, "team")),
         ([UNNAMED], pod(), [MAIN], (TAINT, 1, "node-role.kubernetes.io/control-plane")),
-        # The labels are right, as a node has them: its taint is what keeps the pod away.
+        # A node has the labels, so they are right. Its taint keeps the pod away.
         ([UNNAMED, LABELS], pod(**ON_L4), [*PLAIN, node("l4", L4, ["team"])], (TAINT, 1, "team")),
-        # To tolerate the taint would not help: that node lacks the label, too.
+        # A toleration would not help, because that node lacks the label, too.
         ([UNNAMED, LABELS], pod(**ON_L4), [*PLAIN, node("c", taints=["team"])], (NO_NODE, 2, "not labelled gpu=l4")),
         ([UNNAMED], pod(**ON_L4), [*PLAIN, node("l4", L4, ready=False)], (NODES, 1, "not ready")),
         ([UNNAMED], pod(**ON_L4), [*PLAIN, node("l4", L4, unschedulable=True)], (NODES, 1, "cordoned")),
-        # Nodes without GPUs lack them, of course.
+        # Nodes without GPUs are not GPU nodes that are too small.
         ([UNNAMED, f"2 Insufficient {GPU}"], pod(1), [*PLAIN, node("g", None, ["team"], gpus="8")], (TAINT, 1, "team")),
         ([f"3 Insufficient {GPU}"], pod(4), [*PLAIN, node("g", gpus="2")], (RESOURCES, 1, GPU)),
-        # A node that would do when it is empty is full.
+        # A node that would be suitable without its present pods is full.
         ([f"3 Insufficient {GPU}"], pod(2), [*PLAIN, node("g", gpus="2")], (RESOURCES, 1, GPU)),
         (["2 Insufficient cpu", UNNAMED], pod(), [MAIN, *PLAIN], (RESOURCES, 2, "cpu")),
         (
@@ -120,7 +124,7 @@ ON_L4 = {"nodeSelector": L4}
             [*PLAIN, node("l4", L4)],
             (VOLUME, 1, "had volume node affinity conflict"),
         ),
-        # The nodes have changed since: nothing speaks against one of them.
+        # The nodes have changed since. One of them has no obstacle now.
         ([UNNAMED], pod(), PLAIN, (TAINT, 1, "")),
     ],
 )  # fmt: skip
@@ -147,7 +151,7 @@ def explain(said: dict[str, list[str]], nodes: Any = (), **spec: Any) -> list[Fi
 
 
 def test_no_reason_is_reported_twice() -> None:
-    """The scheduler's words differ from pod to pod, as nodes come and go."""
+    """The scheduler's messages differ from pod to pod, because nodes come and go."""
     said = {message("3 node(s) had untolerated taint(s)"): ["w-1", "w-2"], message(UNNAMED, LABELS): ["w-3"]}
     findings = explain(said, nodeSelector=L4)
     assert [finding.finding for finding in findings] == [NO_NODE, TAINT]

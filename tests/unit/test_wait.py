@@ -1,4 +1,4 @@
-"""`sunspot wait` and `status`: a run followed to its end, over outages on the way."""
+"""Tests of `sunspot wait` and `status`, with outages of the API server and of storage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JOB = "run-1"
 
 @pytest.fixture
 def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have something done as soon as `wait` has shown a state for the first time."""
+    """Call a function as soon as `wait` has shown a state for the first time."""
     steps: dict[str, Callable[[], Any]] = {}
     show = ProgressLines.__call__
 
@@ -51,7 +51,7 @@ def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def later(*steps: Callable[[], Any], pause: float) -> None:
-    """Do one thing after the other, meanwhile."""
+    """Call functions one after the other in a thread."""
 
     def act() -> None:
         for step in steps:
@@ -123,7 +123,7 @@ def test_the_end_of_the_run_decides_the_exit_code(
 def test_a_failure_is_not_final_until_the_cluster_confirms_it(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str
 ) -> None:
-    """The operator may start another try, which only the API server can tell."""
+    """The operator may start another try, which only the API server knows."""
     set_status(run, RunState.FAILED, reason="a lost disk")
     cluster.down()
 
@@ -195,7 +195,7 @@ def test_wait_gives_up_after_a_long_outage(
 
 
 class Breaking:
-    """An API server that answers every other time, after two thirds of the longest outage."""
+    """An API server that answers every second request, after two thirds of the longest outage."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -325,13 +325,13 @@ def give_up_head(cluster: FakeCluster) -> None:
 
 
 def owner(cluster: FakeCluster) -> str:
-    """Return the owner for which a driver of the RayJob claims."""
+    """Return the owner in the manifest of the RayJob."""
     return settings_of(cluster.jobs[JOB])["SUNSPOT_JOB_ID"]
 
 
 @pytest.fixture
 def uids(cluster: FakeCluster) -> list[str]:
-    """Of each RayJob that has been there; the API server gives a new one to each."""
+    """Return the uids of all RayJobs that have existed."""
     found: list[str] = []
     put = cluster.put_job
 
@@ -364,7 +364,9 @@ def test_a_run_whose_head_was_given_up_is_restarted_as_the_same_job(
     assert "submit again" not in sunspot.lines[0]["reason"]
     assert "did not answer the operator for too long" in sunspot.lines[0]["reason"]
     assert len(uids) == 2
-    assert owner(cluster) == before, "no new submission: the driver counts its starts, and a thawed one is late"
+    assert owner(cluster) == before, (
+        "the submission is the same, so the driver counts its starts, and a thawed one comes too late"
+    )
 
 
 def test_head_restarts_are_limited_without_a_new_checkpoint(
@@ -667,7 +669,7 @@ def test_a_rayjob_that_names_the_default_storage_needs_no_option(
     put_job_kept_in(path, cluster)
     set_status(run, RunState.FAILED)
     cluster.set_status(JOB, "Failed", "FAILED")
-    monkeypatch.chdir(Path(path).parent)  # where "runs" is that very folder
+    monkeypatch.chdir(Path(path).parent)  # where the path "runs" is that folder
     with pytest.raises(SystemExit, match="0"):
         main(["delete", "run", "--yes"])
     assert not run.storage.list("run")
