@@ -267,11 +267,11 @@ def test_waiting_ends_after_the_time_limit(
         training.recovers, training.commits = recovers, False
         assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
         assert f"waiting for {missing}\n" in sunspot.err
-        assert f"run has not got {missing} within" in sunspot.err
-        assert "so it has not recovered; it continues, and `sunspot audit run" in sunspot.err
+        assert f"for {missing}, " in sunspot.err
+        assert "so it has not recovered; it keeps training, and `sunspot audit run" in sunspot.err
     cluster.pods = []
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
-    assert "run has not got a ready training worker within 0 s, so fault 1 was not injected" in sunspot.err
+    assert "run: waited 0 s for a ready training worker, so fault 1 was not injected" in sunspot.err
 
 
 def test_chaos_ends_early_if_the_run_ends(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
@@ -300,7 +300,7 @@ def test_a_user_who_may_not_delete_pods_learns_the_missing_role(
 ) -> None:
     cluster.on("DELETE", "pods/", answer(403, 'User "me" cannot delete pods'))
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 4
-    assert 'User "me" cannot delete pods; have the Role sunspot-chaos of k8s/base bound to you' in sunspot.err
+    assert 'User "me" cannot delete pods; ask for the Role sunspot-chaos of k8s/base' in sunspot.err
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -206,7 +206,13 @@ def limit_cpus(cluster: FakeCluster) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "result", "seen", "fix"),
     [
-        ("KubeRay", lambda c: setattr(c, "has_operator", False), "failed", "knows no rayjobs", "install the KubeRay"),
+        (
+            "KubeRay",
+            lambda c: setattr(c, "has_operator", False),
+            "failed",
+            "does not know rayjobs",
+            "install the KubeRay",
+        ),
         (
             "KubeRay operator",
             lambda c: c.documents.update({"/api/v1/pods": {"items": []}}),
@@ -673,7 +679,7 @@ def test_the_first_pod_is_deleted_if_the_second_is_refused(fit: FakeCluster, sun
     assert not fit.pods
     fit._faults.insert(0, ("POST", f"{CORE}/pods", answer(403, 'User "me" cannot create pods'), 9))
     found = checks(sunspot, "--from-pods", code=4)
-    assert "have the Role sunspot-doctor of k8s/base bound to you" in found["from pods"]["seen"]
+    assert "ask for the Role sunspot-doctor of k8s/base" in found["from pods"]["seen"]
 
 
 def test_the_output_of_the_probe_command_can_be_read(tmp_path: Path) -> None:

@@ -407,14 +407,14 @@ def test_without_permission_to_read_the_token_the_dashboard_asks_for_it(
     code, said = process.end()
     assert code == 0
     assert f"the dashboard will ask for its token, auth_token of Secret {CLUSTER}, unreadable here: " in said
-    assert "have the Role sunspot-dashboard of k8s/base bound to you" in said
+    assert "ask for the Role sunspot-dashboard of k8s/base" in said
 
 
 def test_a_refused_port_forward_fails_at_once(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     make_live(cluster, run)
     cluster.on("GET", "/portforward", answer(403, 'User "me" cannot get pods/portforward'))
     assert sunspot("dashboard", "run") == 4
-    assert 'User "me" cannot get pods/portforward; have the Role sunspot-dashboard of k8s/base bound' in sunspot.err
+    assert 'User "me" cannot get pods/portforward; ask for the Role sunspot-dashboard of k8s/base' in sunspot.err
 
 
 def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, sunspot: Command) -> None:

@@ -125,7 +125,7 @@ def test_submitted_runs_are_restarted_if_the_user_may_create_rayjobs(
     cluster.set_status("run-1", **GIVEN_UP)
     cluster.forbidden.add("create rayjobs")
     reconciler.reconcile()
-    said = "may not create it again; have the Role sunspot-submitter"
+    said = "may not create it again; ask for the Role sunspot-submitter"
     wait_until(lambda: said in capsys.readouterr().err, seconds=20)
     assert "run-1" in cluster.jobs
     cluster.forbidden.clear()

@@ -314,7 +314,7 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
     assert sunspot.submit() == 4
     for part in (
         "5 problems, and nothing was sent",
-        "no permission to create rayjobs in namespace sunspot; have the Role sunspot-submitter of k8s/base bound",
+        "no permission to create rayjobs in namespace sunspot; ask for the Role sunspot-submitter of k8s/base",
         "no permission to list pods",
         "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
         "ServiceAccount sunspot-train is not in namespace sunspot; `kubectl apply -k k8s/base`",
@@ -391,7 +391,11 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
         assert told not in sunspot.err
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
-        fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or have the namespace allow it"
+        fix = (
+            "set cpu_limit"
+            if "limits.cpu" in said
+            else "change the profile, or ask the owner of the namespace to allow it"
+        )
         fix = "it can never fit: ask for less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:

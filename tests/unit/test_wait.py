@@ -254,7 +254,7 @@ def test_hidden_objects_are_named_and_the_rest_is_shown(
     cluster.on("GET", "/events", answer(403, 'User "me" cannot list events'))
     assert sunspot("status", "run") == 0
     assert "2 worker pods wanted, 0 running; the others are starting" in sunspot.out
-    assert 'without its events: User "me" cannot list events; have the Role sunspot-submitter' in sunspot.err
+    assert 'without its events: User "me" cannot list events; ask for the Role sunspot-submitter' in sunspot.err
     cluster.on("GET", "/pods", answer(403, 'User "me" cannot list pods'))
     assert sunspot("status", "run") == 0
     assert "this user may not list its pods" in sunspot.out
@@ -700,7 +700,7 @@ def test_failed_requests_are_retried(cluster: FakeCluster, run: Run, sunspot: Co
         (
             403,
             'User "me" cannot list rayjobs',
-            'User "me" cannot list rayjobs; have the Role sunspot-submitter of k8s/base',
+            'User "me" cannot list rayjobs; ask for the Role sunspot-submitter of k8s/base',
         ),
         (404, "the server could not find the requested resource", "install the KubeRay operator"),
         (503, "etcd is down", "503 etcd is down"),

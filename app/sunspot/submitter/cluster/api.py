@@ -70,7 +70,7 @@ CERTIFICATES = "kube-root-ca.crt"
 """Name of the ConfigMap that Kubernetes puts into every namespace."""
 
 ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
-"""Roles of k8s/base that grant most requests, and the deletion of pods."""
+"""Names of the Roles in k8s/base that grant most requests (ROLE) and the deletion of pods (POD_ROLE)."""
 
 ROLES = {
     ("DELETE", "pod"): POD_ROLE,
@@ -80,7 +80,7 @@ ROLES = {
     ("GET", "NetworkPolicy"): "sunspot-doctor",
     ("GET", "PodDisruptionBudget"): "sunspot-doctor",
 }
-"""Role that grants a request if it is not ROLE, by method and path."""
+"""Names of the Roles that grant all other requests, by method and path."""
 
 CLUSTER_SCOPED = ("namespace", "nodes", "all pods", "PriorityClass")
 """Paths of cluster-scoped resources, which no Role of a namespace can grant."""
@@ -159,7 +159,7 @@ class Cluster:
         return job_view(self._ask(Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")))
 
     def annotate(self, job: JobView, annotations: Mapping[str, str]) -> None:
-        """Set annotations of this RayJob. Nothing happens if it is gone, even if another RayJob has its name."""
+        """Set annotations of this RayJob. Nothing happens if this RayJob is gone, even if another one has its name."""
         body = {"metadata": {"uid": job.uid, "annotations": dict(annotations)}}
         query = [("fieldManager", "sunspot-wait")]  # the manager of `apply` would remove all other fields
         try:
@@ -184,7 +184,7 @@ class Cluster:
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
         """Delete this pod. Nothing happens if it is already gone.
 
-        Its containers are killed after `grace_s` seconds, or after the pod's own grace period if that is None.
+        Its containers are killed after `grace_s` seconds. If `grace_s` is None, the pod's own grace period applies.
         """
         self._delete("pod", pod.name, {"preconditions": {"uid": pod.uid}, "gracePeriodSeconds": grace_s})
 
@@ -299,7 +299,7 @@ class Cluster:
                 self._api, _ = make_client(self._context)
 
     def _send(self, request: Request) -> dict[str, Any]:
-        """Send a request once, and return the body of a successful response. Raises `ClusterError` for others."""
+        """Send a request once, and return the body of a successful response. Raises `ClusterError` for any other."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -344,11 +344,11 @@ class Cluster:
         if status == 401:
             text = f"{self.server} refuses these credentials ({reason}); renew them, or choose another --context"
         elif no_right and role:
-            text = f"{reason}; have the Role {role} of k8s/base bound to you, which grants it"
+            text = f"{reason}; ask for the Role {role} of k8s/base, which grants it"
         elif no_right:
             text = f"{reason}; ask the owner of the cluster"
         elif status == 404 and "could not find the requested resource" in reason:
-            text = f"{self.server} knows no RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
+            text = f"{self.server} does not know RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
         else:
             text = f"{self.server}: {method} refused with {status}: {reason}"
         return RefusedError(text, status)

@@ -41,7 +41,8 @@ from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import list_unfinished
 
 MAX_ROUNDS = 3
-"""Largest number of times that the run's objects are listed and deleted. A process that still writes then is alive."""
+"""Largest number of times that the run's objects are listed and deleted. If more appear, a process still writes
+them."""
 
 MAX_NAMED = 3
 """Largest number of objects that a message names."""
@@ -132,7 +133,7 @@ def find_contents(access: RunAccess) -> RunContents:
     """Find everything that belongs to a run.
 
     Raises `NotFoundError` if the run does not exist, `ConflictError` if it must not be deleted because it is live or
-    its folder does not look like a run's, and `ClusterError` or `StorageError` if these are not reachable.
+    its folder does not look like a run's, and `ClusterError` or `StorageError` if one of the two is unreachable.
     """
     run = access.run
     folder = Path(run.location)

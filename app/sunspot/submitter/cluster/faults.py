@@ -118,7 +118,9 @@ class FaultInjector:
         if not live or state.terminal:
             raise NotFoundError(f"{self.run.name} is not live but {state}: {reason}; submit it first")
         if live.borrows_cluster:
-            raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
+            raise SettingsError(
+                f"{live.name} runs in a cluster that is not its own, so other jobs would be affected, too"
+            )
 
     def inject_all(self, plan: FaultPlan) -> None:
         """Inject every fault of a plan, and wait until the run has recovered or ended."""
@@ -130,7 +132,9 @@ class FaultInjector:
                 self._watch(plan.every_s)
             if not self._ended:
                 self._inject(number, kind, random)
-        audit = f"so it has not recovered; it continues, and `sunspot audit {stored_arguments(self.run)}` audits it"
+        audit = (
+            f"so it has not recovered; it keeps training, and `sunspot audit {stored_arguments(self.run)}` audits it"
+        )
         self._wait(self._find_missing, RECOVERED_WITHIN_S, audit)
         if self._ended:
             injected = len(self._faults)
@@ -205,7 +209,7 @@ class FaultInjector:
     def _wait(self, find_missing: Callable[[], str], seconds: float, why: str) -> None:
         """Watch the run until it has ended or `find_missing` returns "".
 
-        What is missing is printed. After `seconds`, raises `GaveUpError` with `why` at its end.
+        Prints what is missing. Raises `GaveUpError` after `seconds`, with `why` at the end of its message.
         """
         deadline = time.monotonic() + seconds
         printed = ""
@@ -214,7 +218,7 @@ class FaultInjector:
                 warn(f"waiting for {missing}")
                 printed = missing
             if time.monotonic() > deadline:
-                raise GaveUpError(f"{self.run.name} has not got {missing} within {in_words(seconds)}, {why}")
+                raise GaveUpError(f"{self.run.name}: waited {in_words(seconds)} for {missing}, {why}")
             self._watch(LOOK_EVERY_S)
 
     def _look(self) -> None:

@@ -71,7 +71,7 @@ def find_gone_job(
 
 
 def _last_job(cluster: Cluster, run: Run, state: RunState, status: Status | None) -> str:
-    """Return the name of the RayJob that last trained the run if it was in this namespace and cluster, else empty."""
+    """Return the name of the RayJob that last trained the run if it was in this namespace and cluster, else ""."""
     if state is RunState.PENDING:
         record = newest_submission(run)
         if not record:

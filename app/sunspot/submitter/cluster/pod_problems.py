@@ -24,7 +24,7 @@ CREATE_MISSING = "create what is missing, in the namespace of the run"
 
 CANNOT_START = {
     "InvalidImageName": (Diagnosis.IMAGE, "correct --image"),
-    "ErrImageNeverPull": (Diagnosis.IMAGE, "load the image onto the nodes, or let it be pulled"),
+    "ErrImageNeverPull": (Diagnosis.IMAGE, "load the image onto the nodes, or allow pulling it"),
     "CreateContainerConfigError": (Diagnosis.MISSING, CREATE_MISSING),
     "RunContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
     "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
@@ -75,7 +75,7 @@ def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
     """Return what keeps a pod from running, from its status or a warning about it; None if nothing seems to."""
     group = HEAD if pod.head else pod.group
     if pod.lost:
-        fix = "another pod replaces it when there is a node for it"
+        fix = "another pod replaces it once a node has room for it"
         return PodProblem(Diagnosis.NODES, pod.name, group, pod.lost, fix)
     if pod.ready:
         return None
@@ -139,7 +139,11 @@ def _read_container(container: dict[str, Any]) -> Iterator[tuple[Diagnosis, str,
     ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
     reason = waiting.get("reason", "")
     if ended.get("reason") == "OOMKilled":
-        yield Diagnosis.OUT_OF_MEMORY, f"container {name} ran out of memory (OOMKilled)", "give it more in the profile"
+        yield (
+            Diagnosis.OUT_OF_MEMORY,
+            f"container {name} ran out of memory (OOMKilled)",
+            "raise its memory in the profile",
+        )
     elif reason in ("ErrImagePull", "ImagePullBackOff"):
         # The kubelet reports the failure and the wait in turn. The same text describes both.
         why = one_line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]

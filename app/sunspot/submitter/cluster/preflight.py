@@ -79,9 +79,9 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
 def find_queue_problem(expected: JobView) -> Iterator[Check]:
     """Find what keeps Kueue from managing a new RayJob that names a queue. `expected` is the result of a dry run."""
     if expected.queue and not expected.version and not expected.spec.get("suspend"):
-        what = f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota"
-        install = "install Kueue (with ray.io/rayjob among its integrations, and this namespace managed by it)"
-        yield Check("Kueue", Result.FAILED, what, f"{install}, or leave the queue out")
+        what = f"queue {expected.queue}: Kueue would not hold the job back, so the job would ignore the quota"
+        install = "install Kueue with ray.io/rayjob among its integrations, and let it manage this namespace"
+        yield Check("Kueue", Result.FAILED, what, f"{install}, or remove the queue")
 
 
 def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: bool = False) -> Iterator[Check]:
@@ -120,9 +120,9 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequen
             exceeded = parse_exceeded(message)
             if exceeded and any(check.seen.startswith(f"{exceeded.name}: ") for check in quotas):
                 continue
-            result, fix = Result.FAILED, "change the profile, or have the namespace allow it"
+            result, fix = Result.FAILED, "change the profile, or ask the owner of the namespace to allow it"
             if exceeded and exceeded.never_fits(manifest):
-                fix = f"it can never fit: {ASK_FOR_LESS}, or have the ResourceQuota {exceeded.name} raised"
+                fix = f"it can never fit: {ASK_FOR_LESS}, or ask for a larger ResourceQuota {exceeded.name}"
             elif "exceeded quota" in message:
                 result, fix = Result.WARNING, "they wait until others end or are deleted"
             elif "admission webhook" in message:
@@ -147,11 +147,11 @@ def explain_refusal(error: ClusterError) -> str:
     exceeded = parse_exceeded(str(error))
     if exceeded:
         delete = "RayJobs that have ended count, too: delete some (`sunspot delete`)"
-        return f"{error}; {delete}, or have the ResourceQuota {exceeded.name} raised"
+        return f"{error}; {delete}, or ask for a larger ResourceQuota {exceeded.name}"
     if "workload slicing" not in str(error):
         return str(error)
     needs = "Kueue 0.18 or later (or its feature gate ElasticJobsViaWorkloadSlices)"
-    advice = "give SUNSPOT_NUM_WORKERS one number, or leave the queue out"
+    advice = "give SUNSPOT_NUM_WORKERS one number, or remove the queue"
     return f"{error}. A changing number of pods needs {needs}; {advice}"
 
 
@@ -184,7 +184,7 @@ def find_missing_resources(cluster: Cluster) -> Iterator[Check]:
     known = {resource["name"] for resource in (cluster.find("ray") or {}).get("resources", ())}
     missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
     if missing:
-        what = f"{cluster.server} knows no {' and no '.join(missing)} (ray.io/v1)"
+        what = f"{cluster.server} does not know {' or '.join(missing)} (ray.io/v1)"
         yield Check("KubeRay", Result.FAILED, what, "install the KubeRay operator with its CRDs, 1.7 or later")
 
 
@@ -205,7 +205,7 @@ def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
             missing.setdefault(resource, []).append(verb)
     for resource, verbs in missing.items():
         what = f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}"
-        fix = "have the Role sunspot-submitter of k8s/base bound to you, which grants it"
+        fix = "ask for the Role sunspot-submitter of k8s/base, which grants it"
         yield Check("permissions", Result.FAILED, what, fix)
 
 

@@ -139,7 +139,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     with progress_note(f"waiting for {name} to save and end"):
         while job and _is_ending(snapshot, job) and not dry_run:
             if time.monotonic() > deadline:
-                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again when it has")
+                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again after it has ended")
             time.sleep(LOOK_EVERY_S)
             snapshot, job = _observe_job(access, name)
 
@@ -167,7 +167,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
         with progress_note("waiting for the old cluster to be deleted"):
             gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
         if not gone:
-            raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
+            raise GaveUpError(f"{ended[0].name} and its pods still exist after {GONE_WITHIN_S:.0f} s; submit again")
         with progress_note(f"applying {name}"):
             record = _make_record(cluster, prepared)  # asks the cluster, so this comes before any change
             cluster.apply(dict(prepared.manifest))
@@ -178,9 +178,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
     """Clear the stop marker, and restart the run's RayJob as `sunspot submit` applied it.
 
-    Returns None if the run was started in another way, in which it must be started again. Raises `NotFoundError` with
-    the command to type if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does not
-    answer.
+    Returns None if the run was started in another way, because it must then be restarted in that way. Raises
+    `NotFoundError` with the command to type if the submitted RayJob is not in this namespace, and `ClusterError` if the
+    cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
     if submitted and snapshot.cluster.trouble:

@@ -35,7 +35,7 @@ CLOCK_SKEW_S = 60
 STORAGE_TIMEOUT = "STORAGE_TIMEOUT_S"
 
 HEAD_GIVEN_UP = "JobStatusCheckTimeoutExceeded"
-"""The operator's reason for a failure after the head has not answered for too long. `backoffLimit` does not apply."""
+"""The operator's reason for a failure if the head has not answered for too long. `backoffLimit` does not apply."""
 
 NO_ANSWER = "the head did not answer the operator for too long"
 
@@ -373,7 +373,7 @@ def _last_words(own: Status | None) -> str:
 
 
 def _silence(status: Status, now: float) -> str:
-    """Return for how long a run that has not ended has been silent; empty if it is not silent."""
+    """Return a description of how long a run has been silent, or "" if it is not silent or has ended."""
     if status.state.terminal or now - status.seen <= SILENT_S:
         return ""
     return describe_silence(status.seen, now)

@@ -87,7 +87,7 @@ class JobView:
 
 
 OVERDUE_S = 30
-"""Seconds after its grace period until an existing pod is taken to be on a node that does not answer."""
+"""Seconds for which a pod may outlive its grace period. After that, its node counts as unresponsive."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class PodView:
     "End of the grace period, in seconds since the epoch; 0 if the pod is not being deleted."
     restarts: int
     out_of_memory: bool
-    "True if a container's last end was for lack of memory. The container may be running again."
+    "True if a container last ended because it ran out of memory. The container may be running again."
     images: frozenset[tuple[str, str]] = frozenset()
-    "Name in the spec and digest of each image that the node has pulled for the pod."
+    "Images that the node has pulled for the pod, each by its name in the spec and its digest."
     spec: Mapping[str, Any] = field(default_factory=dict)
     "Spec from the API server, with the additions of admission controllers."
     status: dict[str, Any] = field(default_factory=dict)

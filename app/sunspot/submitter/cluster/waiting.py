@@ -163,7 +163,7 @@ class HeadRestarts:
 def start_again(access: RunAccess, restart: Restart) -> None:
     """Replace a failed RayJob with a new one of the same name, which is the same owner in storage.
 
-    A pod on a frozen node stays until the node comes back. It can no longer change the run by then (run/attempts.py).
+    A pod on a frozen node stays until the node comes back. By then, it can no longer change the run (run/attempts.py).
     Raises `ClusterError` or `GaveUpError` if the API server is unreachable or still has the old RayJob after
     MAX_OUTAGE_S, or if no GitOps tool has recreated it after RECREATED_WITHIN_S.
     """
@@ -190,7 +190,7 @@ def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
     try:
         if restart.manifest and not cluster.allows("create", "ray.io", "rayjobs"):
             fault = f"{job.name} was submitted, and this user may not create it again"
-            fix = f"bind the Role {ROLE} of k8s/base to this user, or let somebody else run `sunspot wait`"
+            fix = f"ask for the Role {ROLE} of k8s/base, or let somebody else run `sunspot wait`"
             raise ClusterError(f"{fault}; {fix}")
         cluster.delete_job(job)
         if cluster.has_job(job):

@@ -118,10 +118,10 @@ def _waits_for_node(seen: JobInCluster) -> bool:
 
 
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
-    """Return True if the pods of a RayJob may explain the state of the run better than storage does.
+    """Return True if the pods of a RayJob may explain the state of the run.
 
-    According to storage, a RayJob must train the run, or will do so. If there is no cluster to ask, storage alone
-    explains a run that trains.
+    This is the case if, according to storage, a RayJob trains the run or will train it. But if there is no cluster to
+    ask, storage alone explains a run that trains.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)

@@ -9,7 +9,7 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 
 def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Finding]:
-    """Find failed tries of a live RayJob until the next try begins to train."""
+    """Yield a finding about the failed tries of a live RayJob, unless a later try already trains."""
     job = snapshot.job
     if not job or not job.failed or state is not RunState.RETRYING:
         return

@@ -9,7 +9,7 @@ from sunspot.submitter.local_training import find_missing_packages
 
 
 def check_training_here() -> Iterator[Check]:
-    """Yield a check of whether the packages for training are installed."""
+    """Check that the packages for training are installed."""
     missing = find_missing_packages()
     if missing:
         yield Check("training here", Result.FAILED, f"{' and '.join(missing)} not installed", how_to_install("train"))

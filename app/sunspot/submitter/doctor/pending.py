@@ -33,7 +33,7 @@ DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
     "DeadlineExceeded": ("activeDeadlineSeconds", "active_deadline_s"),
 }
-"""The field in a RayJob and the key in a profile of each time limit, by the operator's reason for a failure."""
+"""Time limits that make a RayJob fail, by the operator's reason: the field in the RayJob, and the key in a profile."""
 
 
 def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
@@ -111,7 +111,7 @@ def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
             group = HEAD if pod.head else pod.group
             limit = _memory_limit(job, group)
             evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled{limit}) and was restarted"
-            advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
+            advice = f"raise {'head' if pod.head else 'worker'}.memory in the profile"
             details = {"group": group, "pods": [pod.name], "restarts": pod.restarts}
             yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0)
 

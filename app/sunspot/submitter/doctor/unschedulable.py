@@ -131,9 +131,9 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
 def parse_refusals(message: str) -> list[Refusal]:
     """Parse why nodes do not take a pod from the scheduler's message, the most useful reason first.
 
-    Nodes that lack resources match in every other way, so they come first, unless only nodes without GPUs lack the GPUs
-    and the GPU nodes are tainted. A taint without a name comes last, because it is usually the control plane's. Control
-    planes count only if there is no other reason.
+    Nodes that lack resources match in every other way, so they come first. There is one exception: if the GPU nodes
+    have a taint, only other nodes lack GPUs, and the taint comes first. A taint without a name comes last, because it
+    is usually the control plane's. Control planes count only if there is no other reason.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     total = re.search(r"0/(\d+) nodes", message)

@@ -19,7 +19,7 @@ MAX_DATA_WAIT = 0.3
 """Fraction of the step time for which all ranks may wait for rows. Below it, faster reading would hardly be noticed."""
 
 LAG_RATIO = 1.3
-"""Least ratio between the own part of a straggler's step and that of the other ranks."""
+"""Least ratio between a straggler's own time in a step (`RankThroughput.own`) and that of the other ranks."""
 
 LAG_FRACTION = 0.1
 """Least fraction of a step that a straggler costs."""
@@ -77,7 +77,7 @@ class RankThroughput:
 
     @property
     def own(self) -> list[float]:
-        """Seconds of a step in which each rank does not wait for another: for rows and in forward passes."""
+        """Seconds of a step that each rank spends on rows and forward passes, without waiting for other ranks."""
         return [wait + forward for wait, forward in zip(self.waits, self.forwards, strict=True)]
 
     @property
@@ -91,7 +91,10 @@ class RankThroughput:
 
 
 def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
-    """Measure the newest attempt over the last RECENT_S. Its first window is left out because of the warm-up."""
+    """Measure the newest attempt over the last RECENT_S seconds, without its first window.
+
+    The first window is left out because it includes the warm-up.
+    """
     windows = rank_windows(records)[1:]
     windows = [window for window in windows if window["time"] > windows[-1]["time"] - RECENT_S]
     steps = sum(window["steps"] for window in windows)
@@ -139,7 +142,7 @@ def find_slow(case: Case) -> Iterator[Finding]:
         streamed = case.setting("loader") == "ray"
         rows = "SUNSPOT_LOADER=torch, if the rows fit into memory" if streamed else "SUNSPOT_LOADER=ray"
         of_step = f"{in_ms(wait_s)} of {in_ms(speed.step_s)}"
-        evidence = f"{speed.data_share:.0%} of the step time all ranks wait for rows: {of_step}"
+        evidence = f"all ranks wait for rows for {speed.data_share:.0%} of the step time: {of_step}"
         cpus = "" if case.local else "more CPUs for reading (data_workers, or worker.cpu in the profile), "
         advice = f"use {cpus}images stored as pixels and not as PNG or JPEG, or {rows}"
         details = {"data_share": speed.data_share, "data_wait_s": wait_s, "step_s": speed.step_s}
@@ -153,8 +156,8 @@ def _throttled(case: Case, speed: RankThroughput) -> Iterator[Finding]:
         share = sum(w["ranks"]["throttled_share"][rank] * w["seconds"] for w in speed.windows) / (seconds or 1)
         if share < THROTTLED_FRACTION:
             continue
-        used_up = f"its processor quota was used up in {share:.0%} of the periods"
-        held = f"held it back for {held_s:.1f} s in {seconds:.0f} s"
+        used_up = f"its CPU quota was exhausted in {share:.0%} of the periods"
+        held = f"delayed it by {held_s:.1f} s in {seconds:.0f} s"
         evidence = f"{case.describe_rank(speed.attempt, rank)}: {used_up}, and {held}"
         limit = "the CPU limit (Sunspot's manifests set none: a LimitRange of the namespace may)"
         advice = f"remove {limit}, or raise worker.cpu in the profile"

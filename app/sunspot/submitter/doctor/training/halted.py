@@ -59,7 +59,7 @@ def _where_it_resumes(case: Case) -> str:
 
 
 def _counts(case: Case, failure: Failure) -> bool:
-    """Return True unless a superseded process raised the failure, maybe after it came back."""
+    """Return False for a failure of a superseded process, which may have come back late."""
     owner = case.newest.driver if case.newest else ""
     attempt = next((attempt for attempt in case.view.attempts if attempt.number == failure.attempt), None)
     return attempt is None or attempt.driver == owner

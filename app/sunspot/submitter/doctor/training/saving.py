@@ -12,7 +12,7 @@ OLD_CHECKPOINTS = 3
 """Number of intervals after which a checkpoint is too old. A save may wait for the previous one."""
 
 OLD_CHECKPOINT_S = 60.0
-"""Seconds added to these intervals for the save and its report."""
+"""Seconds added to OLD_CHECKPOINTS intervals for the save and its report."""
 
 
 def find_storage(case: Case) -> Iterator[Finding]:
@@ -38,7 +38,7 @@ def find_storage(case: Case) -> Iterator[Finding]:
     age_s = case.now - max(committed, newest.time)
     limit_s = OLD_CHECKPOINTS * max(every_s, status.save_s or 0.0) + OLD_CHECKPOINT_S
     if every_s and age_s > limit_s and not failed:
-        evidence = f"no new checkpoint for {in_words(age_s)}, though one is due every {every_s:.0f} s"
+        evidence = f"no new checkpoint for {in_words(age_s)}, although one is due every {every_s:.0f} s"
         evidence += f" and took {status.save_s:.1f} s to save" if status.save_s else ""
         advice = "storage may be slow or unreachable; look at `sunspot events` and the warnings in the driver's log"
         yield Finding(Diagnosis.OLD_CHECKPOINT, Severity.WARNING, evidence, advice, {"age_s": round(age_s)})
