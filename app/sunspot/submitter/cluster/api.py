@@ -202,8 +202,8 @@ class Cluster:
         """Return the warnings about RayJobs, their RayClusters and their pods, newest first."""
         prefixes = tuple(name for job in jobs for name in (job.name, job.cluster) if name)
         events = map(warning_event, self.list_all("events", field="type=Warning"))
-        mine = [event for event in events if event.object.startswith(prefixes)]
-        return sorted(mine, key=lambda event: -event.time)
+        ours = [event for event in events if event.object.startswith(prefixes)]
+        return sorted(ours, key=lambda event: -event.time)
 
     # ------------------------------------------------------------------------------------------------------- dashboard
 
@@ -239,13 +239,15 @@ class Cluster:
 
     def list_all(self, kind: str, label: str = "", field: str = "") -> list[dict[str, Any]]:
         """Return all objects at a path of PATHS that match the selectors, read page by page."""
-        asked = {"limit": str(PAGE), "labelSelector": label, "fieldSelector": field}
+        parameters = {"limit": str(PAGE), "labelSelector": label, "fieldSelector": field}
         items: list[dict[str, Any]] = []
         while True:
-            answer = self._ask(Request("GET", kind, query=[(name, text) for name, text in asked.items() if text]))
-            items += answer.get("items") or ()
-            asked["continue"] = answer.get("metadata", {}).get("continue", "")
-            if not asked["continue"]:
+            response = self._ask(
+                Request("GET", kind, query=[(name, text) for name, text in parameters.items() if text])
+            )
+            items += response.get("items") or ()
+            parameters["continue"] = response.get("metadata", {}).get("continue", "")
+            if not parameters["continue"]:
                 return items
 
     def exists(self, kind: str, name: str) -> bool | None:
@@ -259,9 +261,9 @@ class Cluster:
 
     def allows(self, verb: str, group: str, resource: str) -> bool:
         """Return True if this user has permission for a verb on a resource in the namespace."""
-        asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-        body = {**kind, "spec": {"resourceAttributes": asked}}
+        body = {**kind, "spec": {"resourceAttributes": attributes}}
         return bool(self._ask(Request("POST", "review", body=body))["status"].get("allowed"))
 
     # -------------------------------------------------------------------------------------------------------- transport

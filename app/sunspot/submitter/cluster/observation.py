@@ -21,9 +21,9 @@ from sunspot.submitter.cluster.state import (
     JobInCluster,
     StoragePart,
     describe_failed_tries,
+    find_unmet_request,
     judge,
     was_written_by,
-    workers_missed,
 )
 from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -93,7 +93,7 @@ class RunSnapshot:
         status, job = self.storage.status, self.job
         if not (status and job and self.driver_began):
             return False
-        fewer = status.state is RunState.RUNNING and workers_missed(status, job)
+        fewer = status.state is RunState.RUNNING and find_unmet_request(status, job)
         return bool(fewer) or status.state is RunState.STARTING
 
     @property
@@ -190,7 +190,8 @@ class RunAccess:
             return
         if snapshot.storage.trouble:
             raise StorageError(snapshot.storage.trouble)
-        trouble, place = snapshot.cluster.trouble, self.run.storage.locate("").rstrip("/")
+        trouble = snapshot.cluster.trouble
+        storage = self.run.storage.locate("").rstrip("/")
         if self.cluster and trouble:
             raise ClusterError(trouble)
         if not self.cluster and not is_configured():
@@ -198,7 +199,7 @@ class RunAccess:
         nor = f" (the cluster was not asked: {trouble})" if trouble else ""
         if self.cluster:
             nor = f", nor in namespace {self.cluster.namespace} of {self.cluster.server}"
-        raise NotFoundError(f"no run {self.run.name} in {place}{nor}; check the name, --storage and --namespace")
+        raise NotFoundError(f"no run {self.run.name} in {storage}{nor}; check the name, --storage and --namespace")
 
     def require_cluster(self) -> Cluster:
         """Return the cluster.

@@ -197,11 +197,13 @@ def find_missing_namespace(cluster: Cluster) -> Iterator[Check]:
 
 def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
     """Yield a failed check for each resource on which this user lacks permissions."""
-    asked = [(verb, group, resource) for (group, resource), verbs in REQUIRED_PERMISSIONS.items() for verb in verbs]
-    allowed = map_parallel(lambda question: cluster.allows(*question), asked)
+    permissions = [
+        (verb, group, resource) for (group, resource), verbs in REQUIRED_PERMISSIONS.items() for verb in verbs
+    ]
+    allowed = map_parallel(lambda permission: cluster.allows(*permission), permissions)
     missing: dict[str, list[str]] = {}
-    for (verb, _, resource), good in zip(asked, allowed, strict=True):
-        if not good:
+    for (verb, _, resource), granted in zip(permissions, allowed, strict=True):
+        if not granted:
             missing.setdefault(resource, []).append(verb)
     for resource, verbs in missing.items():
         what = f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}"

@@ -213,12 +213,12 @@ def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tup
         return RunState.SILENT, f"{silence}, although its Ray job runs: it may be frozen, cut off or gone{and_why}"
     several_groups = len(seen.job.training_groups) > 1  # pods of one group may wait while those of another train
     default = (
-        describe_work(own, workers_missed(own, seen.job))
+        describe_work(own, find_unmet_request(own, seen.job))
         if state is RunState.RUNNING and (several_groups or not why)
         else ""
     )
-    said = own.reason or default
-    return state, f"{said}{and_why}" if said else why or str(state)
+    detail = own.reason or default
+    return state, f"{detail}{and_why}" if detail else why or str(state)
 
 
 def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
@@ -253,14 +253,14 @@ def _failure(seen: JobInCluster, own: Status | None) -> str:
     job = seen.job
     active, start = (job.spec.get(f"{limit}DeadlineSeconds", "?") for limit in ("active", "preRunning"))
     meaning = FAILURES.get(job.failure, job.failure or "it failed").format(active=active, start=start)
-    said = _last_words(own)
+    detail = _last_words(own)
     if job.failure == "PreRunningDeadlineExceeded":
-        said = summarize_pod_problems(seen)
+        detail = summarize_pod_problems(seen)
     elif job.failure not in ("DeadlineExceeded", HEAD_GIVEN_UP):
-        said = said or job.message
-    if said and job.failure in ("AppFailed", ""):
-        return said
-    return f"{meaning}: {said}" if said else meaning
+        detail = detail or job.message
+    if detail and job.failure in ("AppFailed", ""):
+        return detail
+    return f"{meaning}: {detail}" if detail else meaning
 
 
 def _took_over(status: Status, job: JobView) -> bool:
@@ -279,10 +279,10 @@ def explain_pods(seen: JobInCluster) -> str:
         return problem
     if seen.unseen_pods:
         return seen.unseen_pods
-    mine = seen.own_pods
-    if not any(pod.head for pod in mine):
+    pods = seen.own_pods
+    if not any(pod.head for pod in pods):
         return "its pods are about to be created"
-    if not any(pod.head and pod.ready for pod in mine):
+    if not any(pod.head and pod.ready for pod in pods):
         return "the head pod is starting"
     wanted, ready = count_workers(seen)
     if ready < wanted:
@@ -314,16 +314,16 @@ def summarize_pod_problems(seen: JobInCluster) -> str:
     return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {reason}"
 
 
-def asked_workers(text: str) -> WorkerRange | None:
+def parse_workers(text: str) -> WorkerRange | None:
     """Parse a value of the setting NUM_WORKERS. Returns None for any other text, such as the choices of a search."""
     match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
     return WorkerRange(int(match[1]), int(match[2] or match[1])) if match else None
 
 
-def workers_missed(own: Status, job: JobView) -> WorkerRange | None:
+def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
     """Return the requested number of workers if fewer than that train, else None."""
-    asked = asked_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
-    return asked if asked and 0 < own.world_size < asked.most else None
+    requested = parse_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
+    return requested if requested and 0 < own.world_size < requested.most else None
 
 
 def count_workers(seen: JobInCluster) -> tuple[int, int]:
@@ -364,8 +364,8 @@ def storage_timeout_s(job: JobView) -> float:
 
 
 def _because(own: Status | None, job: JobView) -> str:
-    said = _last_words(own) or job.message or FAILURES.get(job.failure, "").partition(";")[0].partition(" (")[0]
-    return f": {said}" if said else ""
+    detail = _last_words(own) or job.message or FAILURES.get(job.failure, "").partition(";")[0].partition(" (")[0]
+    return f": {detail}" if detail else ""
 
 
 def _last_words(own: Status | None) -> str:

@@ -121,8 +121,8 @@ def _is_on_gke(cluster: Cluster) -> bool:
 def _check_status_timeout(operator: dict[str, Any], manifest: dict[str, Any]) -> Check:
     """Check that the operator waits for a lost head as long as the profile lets a new head take."""
     name = "time for a new head"
-    said = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
-    limit_s = int(said) if said.isdecimal() and int(said) else DEFAULT_STATUS_TIMEOUT_S
+    value = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
+    limit_s = int(value) if value.isdecimal() and int(value) else DEFAULT_STATUS_TIMEOUT_S
     needed_s = manifest["spec"]["preRunningDeadlineSeconds"]
     seen = f"KubeRay gives up a run for good if its head has not answered for {limit_s} s"
     if limit_s >= needed_s:
@@ -191,7 +191,7 @@ def _check_manifest(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
         yield failure("manifest", ClusterError(explain_refusal(error)))
 
 
-def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
+def list_groups(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
     """Return each group's name, initial number of pods, and pod spec."""
     pods = {name: int(group.get("replicas", 1)) for name, group in pod_groups(manifest["spec"]).items()}
     return [(name, pods[name], template["spec"]) for name, template in pod_templates(manifest).items()]
@@ -199,7 +199,7 @@ def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]
 
 def _check_nodes(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     nodes = cluster.list_all("nodes")
-    for name, wanted, pod in groups_of(manifest):
+    for name, wanted, pod in list_groups(manifest):
         rooms = [find_room(pod, node) for node in nodes]
         room, matching = sum(pods for pods, _ in rooms), sum(pods > 0 for pods, _ in rooms)
         others = "; ".join(f"{number} {why}" for why, number in Counter(why for _, why in rooms if why).most_common())

@@ -8,6 +8,7 @@ from sunspot.run.attempts import lineage
 from sunspot.run.failures import Failure, read_failures
 from sunspot.run.history import newest_rank_records
 from sunspot.run.incidents import Cause
+from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
@@ -63,12 +64,11 @@ class Examination:
 
 def examine(access: RunAccess) -> Examination:
     """Examine a run in cluster and storage, as far as they answer. Raises the same errors as `gather`."""
-    run = access.run
     snapshot, view = gather(access)
     if snapshot.in_cluster and _waits_for_node(snapshot.in_cluster):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
-    findings = []
+    findings: list[Finding] = []
     unseen = _list_unseen(access, snapshot)
     cluster_trouble = snapshot.cluster.trouble
     if cluster_trouble and not _needs_cluster(access, snapshot, state):
@@ -79,28 +79,10 @@ def examine(access: RunAccess) -> Examination:
     if snapshot.in_cluster:
         findings += find_pending(snapshot.in_cluster, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
-        advice = (
-            "if that was not intended, submit it again after they have ended: it continues from the last checkpoint"
-        )
+        advice = "if nobody wanted that, submit it again after they have ended: it continues from the last checkpoint"
         findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
     if view:
-        failures: list[Failure] = []
-        try:
-            failures = read_failures(run)
-        except StorageError as error:
-            unseen.append(f"the errors of its processes: {error}")
-        windows = newest_rank_records(run, lineage(view.attempts))
-        local = snapshot.storage.outside_clusters and not snapshot.job
-        case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
-        findings += [finding for check in CHECKS for finding in check(case)]
-        findings = [finding for finding in findings if not _is_explained(finding, findings)]
-        seen = snapshot.in_cluster
-        fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
-        findings += fewer
-        good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
-        if good and state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
-            evidence, details = summarize_figures(case)
-            findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
+        findings = _examine_training(_make_case(access, snapshot, view, unseen), snapshot, findings)
     else:
         findings += [end for end in find_unrecorded_end(state, reason) if not _is_explained(end, findings)]
         findings += [find_storage_trouble(snapshot)] if snapshot.storage.trouble else []
@@ -110,6 +92,33 @@ def examine(access: RunAccess) -> Examination:
         kind = Diagnosis.STOPPED if state is RunState.STOPPING else Diagnosis.STARTING
         findings.append(Finding(kind, Severity.NOTE, reason, "wait, and ask again"))
     return Examination(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
+
+
+def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunView, unseen: list[str]) -> Case:
+    """Collect everything that the checks need. If the recorded errors cannot be read, a text is added to `unseen`."""
+    failures: list[Failure] = []
+    try:
+        failures = read_failures(access.run)
+    except StorageError as error:
+        unseen.append(f"the errors of its processes: {error}")
+    state, reason = snapshot.state()
+    windows = newest_rank_records(access.run, lineage(view.attempts))
+    local = snapshot.storage.outside_clusters and not snapshot.job
+    return Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
+
+
+def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]) -> list[Finding]:
+    """Return the given findings and those about the training, except findings that another finding explains."""
+    findings = findings + [finding for check in CHECKS for finding in check(case)]
+    findings = [finding for finding in findings if not _is_explained(finding, findings)]
+    seen = snapshot.in_cluster
+    fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
+    findings += fewer
+    good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
+    if good and case.state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
+        evidence, details = summarize_figures(case)
+        findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
+    return findings
 
 
 def _waits_for_node(seen: JobInCluster) -> bool:

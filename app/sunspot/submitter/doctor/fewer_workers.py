@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
-from sunspot.submitter.cluster.state import JobInCluster, asked_workers
+from sunspot.submitter.cluster.state import JobInCluster, parse_workers
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import summarize_figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -18,17 +18,17 @@ MAX_NAMED = 3
 def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Finding]:
     """Yield a finding if a run trains with fewer workers than requested. `seen` is None without a cluster."""
     status = case.view.status
-    asked = asked_workers(case.setting("num_workers"))
-    if case.state is not RunState.RUNNING or not (status and asked and 0 < status.world_size < asked.most):
+    requested = parse_workers(case.setting("num_workers"))
+    if case.state is not RunState.RUNNING or not (status and requested and 0 < status.world_size < requested.most):
         return
-    since = _find_beginning(case, asked.most)
+    since = _find_beginning(case, requested.most)
     unseen = "room on this machine" if case.local else "not known, because no cluster shows its pods"
     waits_for = _find_missing(seen) if seen else unseen
-    figures_, details = summarize_figures(case)
+    figures, details = summarize_figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
-    evidence = f"{status.world_size} of {asked} workers train{when}; waits for: {waits_for}; {figures_}"
+    evidence = f"{status.world_size} of {requested} workers train{when}; waits for: {waits_for}; {figures}"
     advice = "nothing, unless you need the others now: they join as soon as they can"
-    details |= {"workers": status.world_size, "workers_wanted": str(asked), "since": since, "waits_for": waits_for}
+    details |= {"workers": status.world_size, "workers_wanted": str(requested), "since": since, "waits_for": waits_for}
     yield Finding(Diagnosis.FEWER_WORKERS, Severity.NOTE, evidence, advice, details)
 
 

@@ -94,18 +94,18 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
 
     `message` is the scheduler's. `nodes` are all nodes, or an empty sequence if this user may not list them.
     """
+    parsed = parse_refusals(message)
     if not nodes:
-        return parse_refusals(message)
-    said = parse_refusals(message)
+        return parsed
     found = [list(find_obstacles(pod, node)) for node in nodes]
     usual = [obstacles for obstacles in found if obstacles and not any(map(_is_control_plane, obstacles))]
     if all(found):
         return _nearest(usual or found)
     # If a node has no obstacle, only the scheduler knows why it does not take the pod: other pods, or a volume.
     hidden = [
-        _without_empty(each, found) for each in said if each.kind in (Diagnosis.RESOURCES, *ONLY_THE_SCHEDULER_KNOWS)
+        _without_empty(each, found) for each in parsed if each.kind in (Diagnosis.RESOURCES, *ONLY_THE_SCHEDULER_KNOWS)
     ]
-    return [*hidden, *_nearest([obstacles for obstacles in usual if len(obstacles) == 1])] if hidden else said
+    return [*hidden, *_nearest([obstacles for obstacles in usual if len(obstacles) == 1])] if hidden else parsed
 
 
 def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:

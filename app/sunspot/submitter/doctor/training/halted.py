@@ -36,8 +36,8 @@ def find_end(case: Case) -> Iterator[Finding]:
         free_space = advise_on_full_disk(case, case.reason)
         if free_space:
             advice = f"{free_space}; then start the run again{_where_it_resumes(case)}"
-        said = case.reason.partition("\n")[0]  # the lines below say what to type on the driver's machine
-        yield Finding(Diagnosis.FAILED, Severity.ERROR, abridge(said), advice, cost=1.0)
+        evidence = abridge(case.reason.partition("\n")[0])  # later lines are for a user on the driver's machine
+        yield Finding(Diagnosis.FAILED, Severity.ERROR, evidence, advice, cost=1.0)
     if case.state is RunState.LOST:
         again = "repeat the command that started it" if case.local else "submit it again, or repeat the same command"
         evidence = case.reason.partition(f"; {START_AGAIN}")[0]  # the advice contains the rest
@@ -114,7 +114,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = suspects(its, world)
     words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
-    said = [f"{case.describe_rank(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
+    calls = [f"{case.describe_rank(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
     others = f"; {_name_ranks(waiting)} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
@@ -132,7 +132,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     traces = tuple(f"rank {hang.rank}: {hang.detail}\n{hang.stacks}" for hang in its)
     severity = Severity.WARNING if again or case.state is RunState.SUCCEEDED else Severity.ERROR
     when = f"when the group after attempt {number} began" if starting else f"after step {its[0].step}"
-    evidence = f"{when}, {'; '.join(said)}{others}"
+    evidence = f"{when}, {'; '.join(calls)}{others}"
     yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
 
 
