@@ -99,7 +99,7 @@ def test_a_rayjob_is_annotated_with_the_state_of_its_run(
     assert annotations(cluster, "run-0") == {}, "another has taken its place"
 
 
-def test_gitops_tools_restart_runs_independently(
+def test_a_restart_by_gitops_does_not_delay_other_runs(
     cluster: FakeCluster, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:
     for name in ("one", "two"):
@@ -162,7 +162,7 @@ def test_a_rayjob_that_disappears_is_not_an_error(cluster: FakeCluster) -> None:
     assert annotations(cluster, "run-1") == {}
 
 
-def test_wait_all_runs_until_it_is_terminated(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_waiting_for_all_runs_ends_on_an_interrupt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     for words in ([], ["run", "--all"], ["--all", "--timeout", "1"]):
         assert sunspot("wait", *words) == 2
         assert "give the name of a run, or --all" in sunspot.err

@@ -164,7 +164,7 @@ def state_of(stored: str, deployment: str, ray: str) -> RunState:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_the_first_rule_that_holds_decides(stored: str) -> None:
+def test_the_first_rule_that_matches_decides(stored: str) -> None:
     for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
         rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)

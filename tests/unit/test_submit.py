@@ -137,7 +137,7 @@ def test_a_search_is_submitted_through_its_environment_and_listed(
     assert sunspot("status", "run") == 2, "settings that belong to no search are still refused"
 
 
-def test_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submitting_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     before = owner(cluster)
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
@@ -244,7 +244,7 @@ def test_a_pod_on_a_frozen_node_is_not_waited_for(
     assert "replaced" in sunspot.out
 
 
-def test_a_job_that_is_being_deleted_is_no_conflict(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_job_that_is_being_deleted_is_not_a_conflict(cluster: FakeCluster, sunspot: Command) -> None:
     old = rayjob("run-old")
     old["metadata"]["deletionTimestamp"] = timestamp(time.time())
     cluster.put_job(old)
@@ -522,7 +522,7 @@ def test_unreachable_storage_is_explained_if_the_endpoint_differs(
 # ------------------------------------------------------------------------------------------------------ stop and resume
 
 
-def test_a_stopped_pending_run_can_be_resumed(cluster: FakeCluster, sunspot: Command) -> None:
+def test_resume_of_a_stopped_pending_run_names_the_command(cluster: FakeCluster, sunspot: Command) -> None:
     """The RayJob still waits for nodes, so it is deleted, and `resume` finds nothing in the cluster to restart."""
     sunspot.submit("--set", "EPOCHS=3")
     name = only_job(cluster)

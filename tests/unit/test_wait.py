@@ -136,7 +136,7 @@ def test_a_failure_is_not_final_until_the_cluster_confirms_it(
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
 
-def test_a_line_is_printed_when_more_than_an_age_changes(
+def test_a_changed_age_alone_prints_no_line(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show, now = ProgressLines(run), 1000.0
