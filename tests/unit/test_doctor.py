@@ -248,7 +248,7 @@ def test_doctor_reports_a_container_that_ran_out_of_memory(cluster: FakeCluster,
     cluster.pods = [head(), worker(1, containerStatuses=[ended]), worker(2)]
     found = findings(sunspot)["out of memory"]
     assert found["severity"] == "warning", "it runs again"
-    assert "ran out of memory (OOMKilled, limit 3Gi), and was restarted" in found["evidence"]
+    assert "ran out of memory (OOMKilled, limit 3Gi) and was restarted" in found["evidence"]
 
 
 def test_doctor_names_the_queue_that_has_not_admitted_a_run(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
@@ -556,7 +556,7 @@ def test_a_rank_that_hung_at_the_start_of_a_group_is_reported(run: Run, sunspot:
     assert hung["ranks"] == [1, 2]
     assert hung["places"] == [{"rank": rank, "host": None, "node": None} for rank in (1, 2)]
     assert hung["evidence"].startswith(
-        "as the group after attempt 1 began, rank 1: left no stacks: it was stopped, or lost with"
+        "when the group after attempt 1 began, rank 1: left no stacks: it was stopped, or lost with"
     )
 
 
@@ -782,7 +782,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
     found = findings(sunspot)
     assert list(found) == ["checkpoint damaged", "low goodput"]
     assert found["checkpoint damaged"]["severity"] == "error"
-    assert "starts from step 8, and takes the steps 9 to 10 again" in found["checkpoint damaged"]["advice"]
+    assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint damaged"]["advice"]
     assert "goes on from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
 
 
@@ -793,7 +793,7 @@ def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -
     found = findings(sunspot)
     assert list(found) == ["checkpoint gone", "low goodput"]
     assert found["checkpoint gone"]["checkpoints"] == [made[1].name]
-    assert "starts from step 8, and takes the steps 9 to 10 again" in found["checkpoint gone"]["advice"]
+    assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint gone"]["advice"]
     assert sunspot("status", "run") == 0
     assert f"  skipped:    {made[1].name}: gone" in sunspot.out
     assert sunspot("checkpoints", "verify", "run") == 7
@@ -927,8 +927,8 @@ def test_workers_that_ran_out_of_memory_are_the_first_finding(run: Run, sunspot:
     found = findings(sunspot)
     assert next(iter(found)) == "out of memory"
     memory = found["out of memory"]
-    assert (memory["severity"], memory["evidence"]) == ("warning", f"{FIGURES}; 1 worker ended so")
-    assert memory["advice"].startswith("raise worker.memory in the profile above the 3.00 GiB that there are")
+    assert (memory["severity"], memory["evidence"]) == ("warning", f"{FIGURES}; 1 worker ended for this reason")
+    assert memory["advice"].startswith("raise worker.memory in the profile above the present 3.00 GiB")
     assert memory["gib"] == {"used": 2.9, "limit": 3.0}
     start(run, "job", commit(run, second, 9).name, world_size=2, tier="storage", driver="11111111")
     assert "out of memory" not in findings(sunspot), "it has been submitted again since, perhaps with more memory"
@@ -939,7 +939,7 @@ def test_the_end_of_a_run_for_lack_of_memory_is_the_first_finding(run: Run, suns
     trains(run, state=RunState.FAILED, reason=f"{reason}\nstep 9 of 20 is kept")
     found = findings(sunspot)
     assert list(found) == ["out of memory"]
-    assert found["out of memory"]["evidence"] == f"{reason}; 1 worker ended so"
+    assert found["out of memory"]["evidence"] == f"{reason}; 1 worker ended for this reason"
     assert found["out of memory"]["severity"] == "error"
 
 
@@ -1010,7 +1010,7 @@ def test_without_storage_the_cluster_is_examined(
     ("kind", "severity", "advice"),
     [
         (StorageError, "warning", "they keep training for up to 600 s (STORAGE_TIMEOUT_S); check the storage server"),
-        (RefusedStorageError, "error", "let this user read it, or ask from where it can be read"),
+        (RefusedStorageError, "error", "let this user read it, or run the command as a user who can"),
     ],
 )
 def test_a_live_run_with_unreadable_storage_is_explained(
@@ -1042,7 +1042,7 @@ def test_a_live_run_with_unreadable_storage_is_explained(
             ": SignatureDoesNotMatch; check it",
             "fix what the message names",
         ),
-        ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints it"),
+        ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints the reason"),
     ],
 )
 def test_tries_that_failed_before_they_could_write_are_reported(

@@ -227,7 +227,7 @@ def test_a_job_that_its_driver_ended_for_good_has_failed() -> None:
 
 OUTAGE = (
     "its Ray job runs; storage does not answer, so nothing is known of its progress; if the run's own processes are "
-    "cut off, too, they keep training for up to 600 s (STORAGE_TIMEOUT_S)"
+    "cut off as well, they keep training for up to 600 s (STORAGE_TIMEOUT_S)"
 )
 
 
@@ -412,7 +412,7 @@ CRASHED = {"containerStatuses": [{"name": "ray", "state": {}, "lastState": {"ter
         ),
         (
             [head(), worker(1, CRASHED), worker(2)],
-            ["1 running: container ray ran out of memory (OOMKilled); give it more"],
+            ["1 running: container ray ran out of memory (OOMKilled); raise its memory"],
         ),
         ([head(waiting("ContainerCreating", ""))], ["the head pod is starting"]),
         (
@@ -463,7 +463,7 @@ def test_a_warning_explains_a_pod_whose_status_does_not(
 
 def test_pods_of_an_earlier_try_do_not_count() -> None:
     earlier = pod("run-1-w-head", "run-1-w", head=True)
-    assert "about to be made" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
+    assert "about to be created" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
 
 
 @pytest.mark.parametrize(("ago", "answers"), [(-20, True), (20, True), (60, False)])

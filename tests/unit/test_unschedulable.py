@@ -186,7 +186,7 @@ def test_an_unknown_message_is_shown_unchanged() -> None:
     [
         ("1 node(s) had volume node affinity conflict", "kubectl get pvc,pv shows the volumes"),
         ("1 node(s) didn't match pod affinity rules", "correct worker.placement"),
-        ("1 Insufficient cpu", "lower worker.cpu in the profile, end what else runs there"),
+        ("1 Insufficient cpu", "lower worker.cpu in the profile, end other pods there"),
         ("1 node(s) were unschedulable", "kubectl uncordon"),
     ],
 )
