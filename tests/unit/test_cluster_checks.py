@@ -220,25 +220,31 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "no pod labelled app.kubernetes.io/component=kuberay-operator runs",
             "without it, a run waits forever",
         ),
-        ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "see why it does not run"),
+        ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "find out why it does not run"),
         ("KubeRay operator", hide_operator, "warning", "no pod labelled", "add-on, whose pods are hidden"),
         ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
         (
             "time for a new head",
             set_status_timeout(None),
             "warning",
-            "not answered for 300 s, for good; with its node and image, a new head may take 600 s",
+            "not answered for 300 s; with its node and image, a new head may take 600 s",
             "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS=600",
         ),
         (
             "time for a new head",
             set_status_timeout("soon"),
             "warning",
-            "for 300 s, for good",
+            "has not answered for 300 s",
             "the operator's container",
         ),
-        ("time for a new head", set_status_timeout("1800"), "ok", "for 1800 s, for good", ""),
-        ("KubeRay operator", lambda c: c.forbidden.add("/api/v1/pods"), "warning", "may not see", "owns the cluster"),
+        ("time for a new head", set_status_timeout("1800"), "ok", "has not answered for 1800 s", ""),
+        (
+            "KubeRay operator",
+            lambda c: c.forbidden.add("/api/v1/pods"),
+            "warning",
+            "may not see",
+            "the owner of the cluster",
+        ),
         (
             "namespace",
             lambda c: (c.documents.pop(CORE), c.objects.discard(CORE)),
@@ -265,14 +271,14 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "Secret sunspot-storage",
             lambda c: c.forbidden.add(f"{CORE}/secrets/sunspot-storage"),
             "warning",
-            "this user may not see whether Secret sunspot-storage is there",
+            "this user may not see whether Secret sunspot-storage exists",
             "pods cannot start without it",
         ),
         (
             "NetworkPolicy",
             lambda c: c.objects.discard(f"{NETWORK}/to-dns"),
             "warning",
-            "not in sunspot of what k8s/base has: to-dns",
+            "missing in sunspot, although k8s/base has it: to-dns",
             "kubectl apply -k k8s/base",
         ),
         (
@@ -287,16 +293,16 @@ def limit_cpus(cluster: FakeCluster) -> None:
             lambda c: c.on("POST", "/pods?dryRun=All", answer(403, 'pods "x" is forbidden: violates PodSecurity')),
             "failed",
             "pods of the group workers would be refused now",
-            "have the namespace allow it",
+            "ask the owner of the namespace to allow it",
         ),
         (
             "nodes for workers",
             lambda c: c.documents.update({"/api/v1/nodes": {"items": [node(unschedulable=True)]}}),
             "warning",
-            "0 of 1 node match, with room for 0 such pods were they empty, and 2 wanted (the others: 1 cordoned)",
-            "unless an autoscaler brings such nodes",
+            "0 of 1 node match, with room for 0 such pods if they were empty; 2 wanted (other nodes: 1 cordoned)",
+            "unless an autoscaler adds such nodes",
         ),
-        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "may not see", "owns the cluster"),
+        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "may not see", "the owner of the cluster"),
         (
             "quota",
             fill_quota("30Gi", "40Gi"),
@@ -345,7 +351,7 @@ def test_each_fault_of_a_cluster_is_named_with_its_fix(
     ("queue", "result", "seen"),
     [
         (None, "failed", "no LocalQueue team in namespace sunspot"),
-        ({"status": {"conditions": [{"type": "Active", "status": "True"}]}}, "ok", "LocalQueue team is there"),
+        ({"status": {"conditions": [{"type": "Active", "status": "True"}]}}, "ok", "LocalQueue team exists"),
         (
             {"status": {"conditions": [{"type": "Active", "status": "False", "message": "no ClusterQueue"}]}},
             "failed",
@@ -359,7 +365,7 @@ def test_the_queue_of_the_profile_is_checked(
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nqueue: team\n")
     found = checks(sunspot, "--profile", str(profile), code=4)
-    assert found["Kueue"]["seen"].endswith("it would run beside its quota")
+    assert found["Kueue"]["seen"].endswith("so the job would ignore the quota")
     fit.has_kueue = True
     if queue:
         fit.documents[f"{QUEUES}/team"] = queue
@@ -617,7 +623,7 @@ def test_doctor_says_why_the_network_between_nodes_is_not_tried(
     said = found.get("from pods: network between nodes", {"result": "", "seen": ""})
     assert said["result"] == ("" if why == "one pod" else "warning")
     told = {"one node": "both worker pods were on node-1", "a sidecar": "sidecars", "one pod": ""}
-    assert told.get(why, "only those of their own run") in said["seen"]
+    assert told.get(why, "only let pods reach pods of their own run") in said["seen"]
 
 
 def test_spot_workers_are_tried_on_spot_nodes() -> None:

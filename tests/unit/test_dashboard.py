@@ -207,7 +207,7 @@ def test_a_repeated_decisive_header_is_refused(name: str) -> None:
     head = "\r\n".join(["GET / HTTP/1.1", *lines])
     assert not find_problem(f"{head}\r\n\r\n".encode())
     for other in ("evil.example", "localhost:1"):
-        assert "twice" in find_problem(f"{head}\r\n{name} : {other}\r\n\r\n".encode())
+        assert "is repeated" in find_problem(f"{head}\r\n{name} : {other}\r\n\r\n".encode())
 
 
 def test_a_client_that_sends_its_head_slowly_is_disconnected(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,7 +327,7 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
 def test_a_forbidden_object_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
-    assert "this user may not see whether Secret sunspot-storage is there; pods cannot start without it" in sunspot.err
+    assert "this user may not see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err
     assert "image sunspot names no version" in sunspot.err
 
 
@@ -515,8 +515,8 @@ def test_unreachable_storage_is_explained_if_the_endpoint_differs(
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert sunspot.submit() == 4
-    assert "By this shell's AWS_ENDPOINT_URL" in sunspot.err
-    assert "apply what `sunspot render` prints" in sunspot.err
+    assert "This machine used its own AWS_ENDPOINT_URL" in sunspot.err
+    assert "apply the output of `sunspot render`" in sunspot.err
 
 
 # ------------------------------------------------------------------------------------------------------ stop and resume
@@ -618,7 +618,7 @@ def test_a_rayjob_is_not_restarted_from_the_manifest_of_another(
         annotations[APPLIED] = text
         before = json.dumps(cluster.jobs)
         assert sunspot("resume", "run") == 4
-        assert f"its annotation {APPLIED} is not its own manifest; submit the run again" in sunspot.err
+        assert f"its annotation {APPLIED} does not contain its own manifest; submit the run again" in sunspot.err
         assert json.dumps(cluster.jobs) == before
 
 

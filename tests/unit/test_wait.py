@@ -290,7 +290,7 @@ def test_the_cause_of_a_pending_run_is_shown_while_waiting(cluster: FakeCluster,
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True, phase="Pending", containerStatuses=[container])]
     assert sunspot("wait", "run", "--timeout", "0.5") == 5
     assert 'the head pod cannot start: CreateContainerConfigError: secret "sunspot-storage" not found' in sunspot.out
-    assert "comes back" in sunspot.err
+    assert "follows it again" in sunspot.err
 
 
 def test_wait_follows_the_newer_of_two_rayjobs(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
@@ -392,7 +392,7 @@ def test_head_restarts_are_limited_without_a_new_checkpoint(
     assert sunspot("wait", "run", "--timeout", "60") == 1
     assert len(uids) == 1 + 1 + 2
     assert "given up again after 2 restarts without a new checkpoint" in sunspot.err
-    assert "SUNSPOT_MAX_DRIVER_STARTS allows more" in sunspot.err
+    assert "or raise SUNSPOT_MAX_DRIVER_STARTS" in sunspot.err
 
 
 @pytest.mark.parametrize("why", ["not submitted from here", "asked to stop", "other end"])
@@ -444,11 +444,11 @@ def test_a_rayjob_from_a_repository_is_deleted_and_recreated_by_gitops(
 def test_wait_fails_if_gitops_does_not_recreate_the_rayjob(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.waiting.PUT_BACK_WITHIN_S", 0.0)
+    monkeypatch.setattr("sunspot.submitter.cluster.waiting.RECREATED_WITHIN_S", 0.0)
     cluster.put_job(kept(rayjob(JOB)))
     give_up_head(cluster)
     assert sunspot("wait", "run", "--timeout", "20") == 5
-    assert "run-1 was deleted to start again, and Argo CD has not recreated it; sync it by hand" in sunspot.err
+    assert "run-1 was deleted to start it again, and Argo CD has not recreated it; sync it by hand" in sunspot.err
 
 
 def test_a_user_who_may_not_create_rayjobs_deletes_nothing(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
