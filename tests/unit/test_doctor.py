@@ -783,7 +783,7 @@ def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -
     assert list(found) == ["checkpoint damaged", "low goodput"]
     assert found["checkpoint damaged"]["severity"] == "error"
     assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint damaged"]["advice"]
-    assert "goes on from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
+    assert "continues from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
 
 
 def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:

@@ -313,7 +313,7 @@ class Cluster:
             body=request.body,
             auth_settings=["BearerToken"],
         )
-        if "json" not in request.kind:  # the client only encodes a body as JSON for these kinds
+        if "json" not in request.kind:  # the client encodes the other kinds itself
             call = (*call[:3], json.dumps(request.body), call[4])
         try:
             response = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)).response
