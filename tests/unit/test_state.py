@@ -14,7 +14,7 @@ import pytest
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
 from sunspot.submitter.cluster.observation import RunSnapshot
-from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobInCluster, StoragePart
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobSnapshot, StorageSnapshot
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, submitted, timestamp
@@ -127,7 +127,7 @@ matches decides."""
 
 
 def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
-    return states.judge(JobInCluster(job, pods, warnings, now), StoragePart(**stored))
+    return states.judge(JobSnapshot(job, pods, warnings, now), StorageSnapshot(**stored))
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:
@@ -240,8 +240,8 @@ def test_unreachable_storage_does_not_make_a_run_silent(last: Status | None) -> 
 
 @pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
 def test_unknown_pods_are_not_described(deployment: str) -> None:
-    seen = JobInCluster(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
-    reason = states.judge(seen, StoragePart())[1]
+    seen = JobSnapshot(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
+    reason = states.judge(seen, StorageSnapshot())[1]
     assert reason == {"Initializing": "nobody looked at its pods"}.get(
         deployment, "suspended: suspend is true in its spec"
     )
@@ -251,7 +251,7 @@ def test_an_unreadable_status_is_not_called_missing() -> None:
     state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
     assert state is RunState.SUCCEEDED
     assert "wrote no" not in reason
-    snapshot = RunSnapshot(storage=StoragePart(trouble="no route to host"))
+    snapshot = RunSnapshot(storage=StorageSnapshot(trouble="no route to host"))
     assert snapshot.state()[0] is RunState.SILENT, "and not lost for good, which would end `wait`"
 
 

@@ -18,8 +18,8 @@ from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableErro
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.kubeconfig import is_configured
 from sunspot.submitter.cluster.state import (
-    JobInCluster,
-    StoragePart,
+    JobSnapshot,
+    StorageSnapshot,
     describe_failed_tries,
     find_unmet_request,
     judge,
@@ -47,7 +47,7 @@ OUTAGE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
-class ClusterPart:
+class ClusterSnapshot:
     """A run's objects in the cluster. Values that could not be read are old or missing."""
 
     jobs: tuple[JobView, ...] = ()
@@ -68,8 +68,8 @@ class ClusterPart:
 class RunSnapshot:
     """Everything known of a run at one time."""
 
-    cluster: ClusterPart = field(default_factory=ClusterPart)
-    storage: StoragePart = field(default_factory=StoragePart)
+    cluster: ClusterSnapshot = field(default_factory=ClusterSnapshot)
+    storage: StorageSnapshot = field(default_factory=StorageSnapshot)
     time: float = field(default_factory=time.time)
     "Time of the snapshot, in seconds since the epoch."
 
@@ -79,13 +79,13 @@ class RunSnapshot:
         return self.cluster.jobs[0] if self.cluster.jobs else None
 
     @property
-    def in_cluster(self) -> JobInCluster | None:
+    def job_snapshot(self) -> JobSnapshot | None:
         """The newest RayJob with its pods."""
         if not self.job:
             return None
         pods = mark_lost_pods(self.cluster.pods, self.cluster.nodes)
         unseen = PODS_HIDDEN if "pods" in self.cluster.hidden else ""
-        return JobInCluster(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes, unseen)
+        return JobSnapshot(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes, unseen)
 
     @property
     def lacks_workers(self) -> bool:
@@ -110,8 +110,8 @@ class RunSnapshot:
         """Return the run's state, and the reason as a sentence."""
         if self.storage.deleting:
             return RunState.DELETING, HALF_DELETED
-        if self.in_cluster:
-            return judge(self.in_cluster, self.storage)
+        if self.job_snapshot:
+            return judge(self.job_snapshot, self.storage)
         if self.storage.trouble and not self.storage.state:
             return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so nothing is known of it"
         state, reason = self.storage.state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
@@ -137,18 +137,18 @@ class RunAccess:
 
         Only RayJobs that `include` accepts are read.
         """
-        seen = ClusterPart(trouble=self.cluster_error)
+        seen = ClusterSnapshot(trouble=self.cluster_error)
         if self.cluster:
             try:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
-                seen = ClusterPart(trouble=str(error))
+                seen = ClusterSnapshot(trouble=str(error))
         storage = read_storage(self.run, next(iter(seen.jobs), None))
         if storage.outside_clusters and not self.cluster and not is_configured():
-            seen = ClusterPart()  # there is no cluster, and the run needs none
+            seen = ClusterSnapshot()  # there is no cluster, and the run needs none
         return RunSnapshot(self.with_gone_job(seen, storage), storage, time.time())
 
-    def with_gone_job(self, seen: ClusterPart, storage: StoragePart) -> ClusterPart:
+    def with_gone_job(self, seen: ClusterSnapshot, storage: StorageSnapshot) -> ClusterSnapshot:
         """Add the run's deleted RayJob if the cluster knows no RayJob of the run."""
         if not self.cluster or seen.trouble or seen.jobs or not storage.state:
             return replace(seen, gone=None)
@@ -277,7 +277,7 @@ def warn_of_hidden(snapshot: RunSnapshot) -> None:
             warn(f"without its {what}: {refusal}")
 
 
-def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
+def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSnapshot:
     """Read the pods and warnings of some RayJobs, as far as this user may see them.
 
     Raises `ClusterError` if the API server does not answer.
@@ -295,10 +295,10 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
 
     pods = read_if_allowed("pods", lambda: cluster.list_pods(jobs))
     warnings = read_if_allowed("events", lambda: cluster.list_warnings(jobs[:1]))
-    return ClusterPart(tuple(jobs), pods, warnings, hidden)
+    return ClusterSnapshot(tuple(jobs), pods, warnings, hidden)
 
 
-def read_storage(run: Run, job: JobView | None) -> StoragePart:
+def read_storage(run: Run, job: JobView | None) -> StorageSnapshot:
     """Read what storage knows of a run whose newest RayJob is `job`. A `StorageError` is recorded, not raised."""
     try:
         status, stop_wanted, deleting = read_parts(
@@ -306,8 +306,8 @@ def read_storage(run: Run, job: JobView | None) -> StoragePart:
         )
         state = read_state(run, status) if not job and (status or run_exists(run)) else None
     except StorageError as error:
-        return StoragePart(trouble=str(error), refused=isinstance(error, RefusedStorageError))
-    return StoragePart(status, stop_wanted, deleting, state)
+        return StorageSnapshot(trouble=str(error), refused=isinstance(error, RefusedStorageError))
+    return StorageSnapshot(status, stop_wanted, deleting, state)
 
 
 def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
@@ -335,7 +335,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
     the cluster, because its status explains changes there. Raises `ClusterError` if the API server refuses the user, or
     is unreachable for MAX_OUTAGE_S.
     """
-    snapshot = RunSnapshot(ClusterPart(trouble=access.cluster_error))
+    snapshot = RunSnapshot(ClusterSnapshot(trouble=access.cluster_error))
     answered = ask_at = time.monotonic()
     refusals: Iterator[float] = iter(())  # at first, a refusal is final
     while True:

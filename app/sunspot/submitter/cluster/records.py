@@ -17,7 +17,7 @@ from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import NUM_WORKERS, JobInCluster, StoragePart, count_workers, judge
+from sunspot.submitter.cluster.state import NUM_WORKERS, JobSnapshot, StorageSnapshot, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -88,8 +88,8 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
         record["warning"] = "" if state.terminal else warnings
         record["nan_since"] = status.nan_since or None
         record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
-    if job and snapshot.in_cluster:
-        wanted, running = count_workers(snapshot.in_cluster)
+    if job and snapshot.job_snapshot:
+        wanted, running = count_workers(snapshot.job_snapshot)
         record["pods_wanted"] = wanted
         record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
         record["job"] = job.name
@@ -152,8 +152,10 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
 def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone: GoneJob | None) -> dict[str, Any]:
     now = time.time()
     if job and not run.deleting:
-        unseen = f"`sunspot status {run.name}` looks at its pods"
-        state, reason = judge(JobInCluster(job, now=now, unseen_pods=unseen), StoragePart(status, run.stop_requested))
+        unseen = f"`sunspot status {run.name}` examines its pods"
+        state, reason = judge(
+            JobSnapshot(job, now=now, unseen_pods=unseen), StorageSnapshot(status, run.stop_requested)
+        )
     else:
         state, reason = state_from_storage(status, run, now)
         state, reason = gone.judge(run.stop_requested) if gone else (state, reason)

@@ -52,7 +52,7 @@ FAILURES = {
 
 
 @dataclass(frozen=True)
-class JobInCluster:
+class JobSnapshot:
     """A RayJob with its pods, their warnings and the cluster's nodes."""
 
     job: JobView
@@ -77,7 +77,7 @@ class JobInCluster:
 
 
 @dataclass(frozen=True)
-class StoragePart:
+class StorageSnapshot:
     """A run's status and requests in storage. Values that could not be read are old or missing."""
 
     status: Status | None = None
@@ -100,7 +100,7 @@ class StoragePart:
         return owner == Owner(owner.job)
 
 
-def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
+def judge(seen: JobSnapshot, stored: StorageSnapshot) -> tuple[RunState, str]:
     """Return the state of a run, judged by its newest RayJob and by storage, and the reason as a sentence."""
     job, status = seen.job, stored.status
     own = status if was_written_by(stored, job) else None
@@ -133,7 +133,7 @@ def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
     return own.state is RunState.SUCCEEDED or stopped
 
 
-def was_written_by(stored: StoragePart, job: JobView) -> bool:
+def was_written_by(stored: StorageSnapshot, job: JobView) -> bool:
     """Return True if the stored status is from a process of this RayJob, not of a deleted one with the same name."""
     status = stored.status
     return status is not None and owns(job, status.owner) and status.time >= job.created - CLOCK_SKEW_S
@@ -149,7 +149,7 @@ def owns(job: JobView, owner: str) -> bool:
     return bool(found.job == job.name and (same_submission or counted) and same_namespace and same_cluster)
 
 
-def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> tuple[RunState, str]:
+def _judge_job(seen: JobSnapshot, last: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
     """Judge a run by its operator and its own processes. `last` may be the status of an earlier try."""
     job = seen.job
     deployment, ray = job.deployment_status, job.job_status
@@ -186,7 +186,7 @@ def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> 
     return _running(seen, own, stored)
 
 
-def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
+def _starting(seen: JobSnapshot, own: Status | None) -> tuple[RunState, str]:
     """Judge a job whose driver has not started yet, either for the first time or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
@@ -195,7 +195,7 @@ def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
     return RunState.RETRYING, f"its head was lost, and the job starts again; {explain_pods(seen)}"
 
 
-def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
+def _running(seen: JobSnapshot, own: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
     why = summarize_pod_problems(seen)
     and_why = f"; {why}" if why else ""
     if own is None and stored.trouble:
@@ -221,7 +221,7 @@ def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tup
     return state, f"{detail}{and_why}" if detail else why or str(state)
 
 
-def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
+def _completed(job: JobView, own: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
     ray = job.job_status
     if own and own.state is RunState.FAILED:
         return RunState.FAILED, own.reason or "its driver failed"
@@ -249,7 +249,7 @@ def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str
     return RunState.FAILED, reason
 
 
-def _failure(seen: JobInCluster, own: Status | None) -> str:
+def _failure(seen: JobSnapshot, own: Status | None) -> str:
     job = seen.job
     active, start = (job.spec.get(f"{limit}DeadlineSeconds", "?") for limit in ("active", "preRunning"))
     meaning = FAILURES.get(job.failure, job.failure or "it failed").format(active=active, start=start)
@@ -272,7 +272,7 @@ def _took_over(status: Status, job: JobView) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- pods
 
 
-def explain_pods(seen: JobInCluster) -> str:
+def explain_pods(seen: JobSnapshot) -> str:
     """Explain why a RayJob's driver has not started yet, from the state of its pods."""
     problem = summarize_pod_problems(seen)
     if problem:
@@ -290,7 +290,7 @@ def explain_pods(seen: JobInCluster) -> str:
     return "its pods are ready; the driver is about to begin"
 
 
-def summarize_pod_problems(seen: JobInCluster) -> str:
+def summarize_pod_problems(seen: JobSnapshot) -> str:
     """Return the head's problem, or the workers' most common problem, with its fix; empty without problems."""
     job = seen.job
     problems = find_problems(job, seen.own_pods, seen.fresh_warnings)
@@ -326,7 +326,7 @@ def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
     return requested if requested and 0 < own.world_size < requested.most else None
 
 
-def count_workers(seen: JobInCluster) -> tuple[int, int]:
+def count_workers(seen: JobSnapshot) -> tuple[int, int]:
     """Return how many training pods there should be now, and how many of them run."""
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in seen.job.training_groups]
     return max(seen.job.least_workers, len(workers)), sum(pod.ready for pod in workers)
@@ -335,7 +335,7 @@ def count_workers(seen: JobInCluster) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------------------ sentences
 
 
-def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
+def describe_failed_tries(job: JobView, stored: StorageSnapshot) -> str:
     """Return how many tries of the RayJob have failed, and why, as far as storage or the operator knows."""
     status, failed = stored.status, max(job.failed, 1)
     if status and was_written_by(stored, job):
@@ -346,7 +346,7 @@ def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
     return f"{failed} of {job.tries} tries {have} failed{unwritten}{to_storage}{_because(None, job)}"
 
 
-def explain_trouble(job: JobView, stored: StoragePart) -> str:
+def explain_trouble(job: JobView, stored: StorageSnapshot) -> str:
     """Explain the consequences for a live run whose storage cannot be read from here."""
     if stored.refused:
         return "its storage refuses this reader, so nothing is known of its progress"

@@ -20,7 +20,7 @@ from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
 from sunspot.submitter.cluster.applied import applied_manifest
 from sunspot.submitter.cluster.observation import (
     MAX_OUTAGE_S,
-    ClusterPart,
+    ClusterSnapshot,
     OutageReporter,
     RunAccess,
     RunSnapshot,
@@ -235,7 +235,7 @@ class Reconciler:
         try:
             jobs = self._cluster.list_jobs()
         except UnreachableError as error:
-            self._outage.note(RunSnapshot(ClusterPart(trouble=str(error))))
+            self._outage.note(RunSnapshot(ClusterSnapshot(trouble=str(error))))
             return
         self._outage.note(RunSnapshot())
         newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
@@ -247,7 +247,7 @@ class Reconciler:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterPart((job,)), read_storage(access.run, job))
+            snapshot = RunSnapshot(ClusterSnapshot((job,)), read_storage(access.run, job))
             if snapshot.storage.trouble:
                 raise StorageError(snapshot.storage.trouble)
             state, reason = snapshot.state()

@@ -15,7 +15,7 @@ from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.pod_problems import find_problems
 from sunspot.submitter.cluster.records import gather
-from sunspot.submitter.cluster.state import JobInCluster
+from sunspot.submitter.cluster.state import JobSnapshot
 from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble, find_unrecorded_end
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
@@ -65,7 +65,7 @@ class Examination:
 def examine(access: RunAccess) -> Examination:
     """Examine a run in cluster and storage, as far as they answer. Raises the same errors as `gather`."""
     snapshot, view = gather(access)
-    if snapshot.in_cluster and _waits_for_node(snapshot.in_cluster):
+    if snapshot.job_snapshot and _waits_for_node(snapshot.job_snapshot):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
     findings: list[Finding] = []
@@ -76,8 +76,8 @@ def examine(access: RunAccess) -> Examination:
     if cluster_trouble:
         advice = "renew the credentials, or reach the API server, and ask again; the other findings are from storage"
         findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, cluster_trouble, advice, cost=1.0))
-    if snapshot.in_cluster:
-        findings += find_pending(snapshot.in_cluster, state)
+    if snapshot.job_snapshot:
+        findings += find_pending(snapshot.job_snapshot, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
         advice = "if nobody wanted that, submit it again after they have ended: it continues from the last checkpoint"
         findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
@@ -111,7 +111,7 @@ def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]
     """Return the given findings and those about the training, except findings that another finding explains."""
     findings = findings + [finding for check in CHECKS for finding in check(case)]
     findings = [finding for finding in findings if not _is_explained(finding, findings)]
-    seen = snapshot.in_cluster
+    seen = snapshot.job_snapshot
     fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
     findings += fewer
     good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
@@ -121,7 +121,7 @@ def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]
     return findings
 
 
-def _waits_for_node(seen: JobInCluster) -> bool:
+def _waits_for_node(seen: JobSnapshot) -> bool:
     problems = find_problems(seen.job, seen.own_pods, ())
     return any(problem.kind is Diagnosis.NO_NODE for problem in problems)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
-from sunspot.submitter.cluster.state import JobInCluster, parse_workers
+from sunspot.submitter.cluster.state import JobSnapshot, parse_workers
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import summarize_figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -15,7 +15,7 @@ MAX_NAMED = 3
 """Largest number of causes that a finding names."""
 
 
-def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Finding]:
+def find_fewer_workers(case: Case, seen: JobSnapshot | None) -> Iterator[Finding]:
     """Yield a finding if a run trains with fewer workers than requested. `seen` is None without a cluster."""
     status = case.view.status
     requested = parse_workers(case.setting("num_workers"))
@@ -42,7 +42,7 @@ def _find_beginning(case: Case, wanted: int) -> float | None:
     return since
 
 
-def _find_missing(seen: JobInCluster) -> str:
+def _find_missing(seen: JobSnapshot) -> str:
     """Return what a run waits for until all of its workers train."""
     job = seen.job
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]

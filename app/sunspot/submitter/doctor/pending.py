@@ -16,7 +16,7 @@ from sunspot.submitter.cluster.state import (
     FAILURES,
     OPERATOR_OVERDUE_S,
     WARNING_FRESH_S,
-    JobInCluster,
+    JobSnapshot,
     explain_pods,
 )
 from sunspot.submitter.cluster.views import JobView, Pods, Warnings
@@ -36,7 +36,7 @@ DEADLINES = {
 """Time limits that make a RayJob fail, by the operator's reason: the field in the RayJob, and the key in a profile."""
 
 
-def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
+def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
     """Find what keeps a run's newest RayJob from starting, or its pods from running.
 
     Returns an empty list if nothing does. If this user may not list the pods, only the RayJob is examined.
@@ -78,7 +78,7 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 
 
-def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
+def _explain_pods(seen: JobSnapshot, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
     job = seen.job
     pods = seen.own_pods
     yield from _find_restarts(job, pods)
@@ -166,7 +166,7 @@ def _deadline(job: JobView, reason: str) -> Finding:
     return Finding(Diagnosis.DEADLINE, Severity.ERROR, evidence, advice, {"limit_s": limit, "job": job.name}, cost=1.0)
 
 
-def _starting(seen: JobInCluster) -> Finding:
+def _starting(seen: JobSnapshot) -> Finding:
     job = seen.job
     waited = seen.now - job.try_began
     evidence = f"{explain_pods(seen)}; nothing is wrong after {in_words(waited)}"
