@@ -75,7 +75,7 @@ class Training:
 
 @pytest.fixture
 def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) -> Training:
-    monkeypatch.setattr("sunspot.submitter.cluster.faults.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("sunspot.submitter.cluster.faults.POLL_EVERY_S", 0.02)
     training, say = Training(cluster, run), FaultInjector.say
 
     def go_on_when_told(injector: FaultInjector, record: dict[str, Any], text: str) -> None:

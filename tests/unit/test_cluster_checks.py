@@ -558,7 +558,7 @@ GOOD = '[{"check": "storage access", "result": "ok", "seen": "all of it", "fix":
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.POLL_EVERY_S", 0.02)
 
 
 def test_probe_pods_resemble_the_pods_of_the_run(fit: FakeCluster, sunspot: Command, patient: None) -> None:

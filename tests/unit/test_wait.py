@@ -471,7 +471,7 @@ def test_without_a_cluster_wait_follows_storage(
     run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("sunspot.submitter.cluster.observation.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.POLL_EVERY_S", 0.05)
     set_status(run, RunState.RUNNING, step=1)
     when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1

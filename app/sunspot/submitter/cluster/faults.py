@@ -21,7 +21,7 @@ from sunspot.submitter.cluster.observation import OutageReporter, RunAccess, req
 from sunspot.submitter.cluster.views import PodView
 from sunspot.submitter.printing import print_json_line, print_text, warn
 
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 
 READY_WITHIN_S = 600.0
 """Seconds for which a fault waits for a ready pod. A cloud takes minutes to add a node."""
@@ -203,7 +203,7 @@ class FaultInjector:
         """Wait, printing receipts as they appear; return early if the run ends."""
         until = time.monotonic() + seconds
         while not self._ended and time.monotonic() < until:
-            time.sleep(max(0.0, min(until - time.monotonic(), LOOK_EVERY_S)))
+            time.sleep(max(0.0, min(until - time.monotonic(), POLL_EVERY_S)))
             self._look()
 
     def _wait(self, find_missing: Callable[[], str], seconds: float, why: str) -> None:
@@ -219,7 +219,7 @@ class FaultInjector:
                 printed = missing
             if time.monotonic() > deadline:
                 raise GaveUpError(f"{self.run.name}: waited {in_words(seconds)} for {missing}, {why}")
-            self._watch(LOOK_EVERY_S)
+            self._watch(POLL_EVERY_S)
 
     def _look(self) -> None:
         """Read the run, and print new receipts."""

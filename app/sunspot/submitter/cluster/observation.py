@@ -30,7 +30,7 @@ from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
 
-LOOK_EVERY_S = 3.0
+POLL_EVERY_S = 3.0
 """Seconds between two reads of a run that is followed."""
 
 MAX_OUTAGE_S = 300.0
@@ -361,7 +361,7 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
             storage = replace(snapshot.storage, trouble=storage.trouble, refused=storage.refused)
         snapshot = RunSnapshot(access.with_gone_job(cluster, storage), storage)
         yield snapshot
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
 
 
 class OutageReporter:

@@ -29,7 +29,7 @@ from sunspot.submitter.cluster.applied import applied_manifest, as_submission, w
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
 from sunspot.submitter.cluster.preflight import check, check_identity
 from sunspot.submitter.cluster.state import owns
-from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, LOOK_EVERY_S, delete_jobs
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, POLL_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.absent_code import find_absent
@@ -140,7 +140,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
         while job and _is_ending(snapshot, job) and not dry_run:
             if time.monotonic() > deadline:
                 raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again after it has ended")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
             snapshot, job = _observe_job(access, name)
 
     # Nothing is left to do if the job is live, or if the run has succeeded.

@@ -14,7 +14,7 @@ from sunspot.submitter.printing import progress_note
 GONE_WITHIN_S = 180.0
 """Seconds in which a deleted RayJob and its pods must be gone. That is longer than any profile's grace period."""
 
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 """Seconds between two checks of a RayJob that ends or is deleted."""
 
 
@@ -94,4 +94,4 @@ def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, froze
             return True
         if time.monotonic() > deadline:
             return False
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)

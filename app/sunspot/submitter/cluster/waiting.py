@@ -31,7 +31,7 @@ from sunspot.submitter.cluster.observation import (
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER
-from sunspot.submitter.cluster.stopping import LOOK_EVERY_S
+from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -174,7 +174,7 @@ def start_again(access: RunAccess, restart: Restart) -> None:
             while trouble := _replace(cluster, restart):
                 if time.monotonic() > deadline:
                     raise trouble
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_EVERY_S)
     except KeyboardInterrupt:
         again = f"{job.gitops_tool} recreates it" if job.gitops_tool else "if it is gone, submit the run again"
         warn(f"\n{job.name} may be gone; {again}")

@@ -31,7 +31,7 @@ LABEL = "sunspot/doctor"
 WITHIN_S = 900.0
 """Seconds in which the pods must end. A cloud takes minutes to add a node, and a node to pull an image."""
 
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 
 MESSAGE = "/dev/termination-log"
 """Path of the file whose content Kubernetes copies into the pod's status, up to 4096 bytes."""
@@ -141,7 +141,7 @@ def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] |
         if trouble and trouble != warned:
             warn(trouble)
             warned = trouble
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
 
 
 def has_ended(pod: dict[str, Any]) -> bool:
