@@ -387,7 +387,7 @@ def test_wrong_arguments_are_refused(sunspot: Command, fit: FakeCluster, monkeyp
 # ------------------------------------------------------------------------------------------------------------ the nodes
 
 
-def test_nodes_are_matched_like_the_scheduler_does_it() -> None:
+def test_nodes_are_matched_by_the_rules_of_the_scheduler() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
     cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]

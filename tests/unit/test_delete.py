@@ -300,7 +300,7 @@ def test_a_run_that_trains_without_a_cluster_is_not_deleted(sunspot: Command, ru
     assert read_attempts(run) == [attempt]
 
 
-def test_a_live_older_rayjob_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_an_older_live_rayjob_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
     cluster.put_job(rayjob("run-0", created=time.time() - 1000))
@@ -515,7 +515,7 @@ def test_objects_written_during_the_deletion_are_deleted_or_reported(
     assert sunspot.json["state"] == "deleting"
 
 
-def test_an_interrupted_deletion_is_shown_and_can_be_completed(
+def test_an_interrupted_deletion_is_reported(
     sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(run)

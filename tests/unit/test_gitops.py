@@ -50,7 +50,7 @@ def flux(thing: dict[str, Any]) -> str:
 
 
 def with_status(thing: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """Return an object with this status. Empty fields are left out, as the API server does."""
+    """Return an object with this status, without empty fields, which the API server leaves out, too."""
     return {**thing, "status": {key: value for key, value in status.items() if value}}
 
 
@@ -170,7 +170,7 @@ def test_gitops_tools_are_recognized_by_their_field_managers() -> None:
 
 
 def test_neither_tool_reverts_the_changes_of_kueue() -> None:
-    """They ignore the spec of a RayJob, whose hash is in its name, and no other field."""
+    """They ignore the spec of a RayJob, because its hash is in the name, and no other field."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}
     assert application["ignoreDifferences"] == [{**rayjobs, "jsonPointers": ["/spec"]}]
