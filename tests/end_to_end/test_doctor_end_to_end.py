@@ -1,4 +1,4 @@
-"""Runs that are slowed down for real, on real workers, and what the doctor finds of them."""
+"""Tests of doctor's findings about real runs that are slowed down."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 120
 
 
 def train(program: Program, data: str, **faults: object) -> dict[Diagnosis, list[Finding]]:
-    """A run with these faults (tests/tasks/degraded.py), and what is found of it."""
+    """Train a run with these faults (tests/tasks/degraded.py), and return the findings."""
     program.run(
         TASK="tests.tasks.degraded",
         TASK_ARGS=json.dumps(faults),
@@ -79,7 +79,7 @@ def test_a_run_without_faults_is_healthy(program: Program, make_data: MakeData) 
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group that may use a fifth of one processor."""
+    """A control group that may use a fifth of a processor."""
     version_1 = GROUPS / "cpu"
     folder = (version_1 if version_1.is_dir() else GROUPS) / f"sunspot-test-{os.getpid()}"
     try:

@@ -408,7 +408,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("sunspot.submitter.cluster.api.RETRY_PAUSES_S", (0.01, 0.02, 0.04))
     for module in ("waiting", "observation", "start", "stopping"):
-        monkeypatch.setattr(f"sunspot.submitter.cluster.{module}.LOOK_EVERY_S", 0.03)
+        monkeypatch.setattr(f"sunspot.submitter.cluster.{module}.POLL_EVERY_S", 0.03)
     yield fake
     if not fake.ended:
         fake.down()

@@ -1,6 +1,6 @@
-"""What a real API server says of manifests, in a namespace that k8s/base holds to the restricted standard.
+"""Tests of manifests with a real API server, in a namespace of k8s/base that enforces the restricted standard.
 
-Without effect, but for that namespace, which goes again: KUBE_CONTEXT names the cluster.
+KUBE_CONTEXT names the cluster. The tests only create that namespace, and delete it afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROFILES = sorted(path.stem for path in (manifests() / "profiles").glob("*.yaml"
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
 
 FOR_OTHERS = ("priorityClassName", "runtimeClassName")
-"""Fields of pods that name what the cluster's owner makes."""
+"""Fields of pods that name objects of the cluster's owner."""
 
 pytestmark = pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 
@@ -42,14 +42,14 @@ def ask(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def kubectl(*words: str, text: str = "") -> str:
-    """What the API server warns of."""
+    """Run kubectl, and return the API server's warnings."""
     answer = ask(*words, text=text)
     assert answer.returncode == 0, answer.stderr
     return answer.stderr
 
 
 def customize(folder: Path, namespace: str, resource: str, *components: str) -> str:
-    """Write a kustomization of one of k8s/ for the namespace; returns its folder."""
+    """Write a kustomization of a folder in k8s/ for the namespace, and return its path."""
     paths = [os.path.relpath(manifests() / name, folder) for name in (resource, *components)]
     content = {"namespace": namespace, "resources": paths[:1], "components": paths[1:]}
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
@@ -65,7 +65,7 @@ def namespace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def pods_of(rendered: Rendered) -> Iterator[dict[str, Any]]:
-    """The pods of the RayJob as the operator makes them, by and large."""
+    """Return pods of the RayJob roughly as the operator creates them."""
     for group, template in pod_templates(rendered.manifest).items():
         spec = {name: value for name, value in template["spec"].items() if name not in FOR_OTHERS}
         metadata = {**template["metadata"], "name": f"{rendered.name}-{group}", "namespace": rendered.namespace}
@@ -73,7 +73,7 @@ def pods_of(rendered: Rendered) -> Iterator[dict[str, Any]]:
 
 
 def assert_accepted(rendered: Rendered) -> None:
-    """Every field known, every value of its type, and every pod let in."""
+    """Assert that the API server accepts every field, every value and every pod."""
     objects = [rendered.manifest, *pods_of(rendered)]
     said = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", text=yaml.safe_dump_all(objects))
     assert "PodSecurity" not in said
@@ -128,7 +128,7 @@ def test_every_deployment_is_accepted(folder: str, namespace: str, tmp_path: Pat
 
 @contextlib.contextmanager
 def applied(namespace: str, kind: str, spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Create an object in the namespace while the block runs; yields it in the API server's form."""
+    """Create an object in the namespace, yield it as stored by the API server, and delete it."""
     made = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "tried", "namespace": namespace}, "spec": spec}
     kubectl("apply", "-f", "-", text=yaml.safe_dump(made))
     try:
@@ -144,7 +144,7 @@ def applied(namespace: str, kind: str, spec: dict[str, Any]) -> Iterator[dict[st
 
 
 def try_pods(rendered: Rendered) -> str:
-    """Return the API server's refusals of the pods of a run, each created alone."""
+    """Return the API server's refusals of the pods of a run, which are created one by one."""
     return ask("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump_all(pods_of(rendered))).stderr
 
 

@@ -1,4 +1,4 @@
-"""`sunspot chaos`: what it may hit and what never, how it waits, and what it says of the faults and in the end."""
+"""Tests of `sunspot chaos`: the pods that it may hit, how it waits, and its output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD, WORKERS = "run-1-x-head", ["run-1-x-worker-1", "run-1-x-worker-2", "run-1-
 
 
 class Training:
-    """The run, as its own processes would write it: each pod that is lost costs a restart, from memory."""
+    """A run that writes to storage like a real one. Each lost pod costs a restart from memory."""
 
     def __init__(self, cluster: FakeCluster, run: Run) -> None:
         self.cluster, self.run = cluster, run
@@ -33,7 +33,7 @@ class Training:
         self.replaced = True
         self._lost = False
         self.then: Callable[[], Any] = lambda: None
-        "What it does after a restart."
+        "Called after a restart."
         begin(run)
         cluster.put_job(rayjob(JOB))
         cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
@@ -42,14 +42,14 @@ class Training:
         cluster.on_delete = self.lose
 
     def lose(self, name: str) -> None:
-        """Go on without a pod, which is replaced at once."""
+        """Lose a pod, which is replaced at once."""
         if self.replaced:
             self.cluster.pods.append(pod(f"{name}-new", CLUSTER, head=name.startswith(HEAD)))
         if self.recovers:
             self._lost = True
 
     def go_on(self) -> None:
-        """Recover from what was lost; storage shows it when the fault has been compared with the attempt before."""
+        """Recover from a loss. This happens after the fault has been compared with the attempt before it."""
         if self._lost:
             self._lost, before = False, self.attempt
             name = f"step-{before.number:08d}-attempt-{before.number:04d}"
@@ -58,7 +58,7 @@ class Training:
             self.then()
 
     def _train(self, attempt: Attempt, since: int, cause: Cause) -> Attempt:
-        """Take one step, and commit it."""
+        """Take one step, and commit a checkpoint."""
         step = attempt.number
         write_receipt(self.run, attempt, since, cause, noticed=attempt.time - 4.1)
         record_audit(self.run, attempt, consumed(step, step))
@@ -68,19 +68,19 @@ class Training:
         return attempt
 
     def end(self) -> None:
-        """Succeed."""
+        """End the run successfully."""
         set_status(self.run, RunState.SUCCEEDED, owner=JOB, step=self.attempt.number)
         self.cluster.set_status(JOB, "Complete", "SUCCEEDED")
 
 
 @pytest.fixture
 def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) -> Training:
-    monkeypatch.setattr("sunspot.submitter.cluster.faults.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("sunspot.submitter.cluster.faults.POLL_EVERY_S", 0.02)
     training, say = Training(cluster, run), FaultInjector.say
 
     def go_on_when_told(injector: FaultInjector, record: dict[str, Any], text: str) -> None:
         say(injector, record, text)
-        if record["event"] == "blow":
+        if record["event"] == "fault":
             training.go_on()
 
     monkeypatch.setattr(FaultInjector, "say", go_on_when_told)
@@ -90,7 +90,7 @@ def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_kinds_take_random_turns_by_a_seed() -> None:
+def test_the_seed_decides_the_order_of_the_kinds() -> None:
     plans = [make_plan(["reclaim,kill", "head"], 60, 9, seed) for seed in (1, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[0].kinds != plans[2].kinds
@@ -115,7 +115,7 @@ def test_kinds_take_random_turns_by_a_seed() -> None:
         (["--kind", "kill", "--count", "0"], "0: give a whole number from 1"),
     ],
 )
-def test_nothing_is_done_without_consent_or_with_wrong_words(
+def test_nothing_happens_without_consent_or_with_wrong_arguments(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -134,7 +134,7 @@ def test_nothing_is_done_without_consent_or_with_wrong_words(
     ("kind", "victims", "grace_s"),
     [("reclaim", WORKERS, None), ("kill", WORKERS, KILL_GRACE_S), ("head", [HEAD], KILL_GRACE_S)],
 )
-def test_a_fault_hits_one_pod_of_its_kind_and_never_another(
+def test_a_fault_hits_exactly_one_pod_of_its_kind(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -161,7 +161,7 @@ def test_a_fault_hits_one_pod_of_its_kind_and_never_another(
     assert grace == grace_s
 
 
-def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
+def test_every_fault_is_printed_with_its_receipt_and_then_the_audit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -171,13 +171,15 @@ def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
     lines = sunspot.lines
     kinds = list(make_plan(["reclaim,kill,head"], 1, 4, 7).kinds)
     assert lines[0] == {"time": lines[0]["time"], "event": "begin", "seed": 7, "kinds": kinds}
-    blows = [line for line in lines if line["event"] == "blow"]
-    assert [(blow["blow"], blow["kind"]) for blow in blows] == list(enumerate(kinds, 1))
-    assert [(blow["pod"], blow["node"]) for blow in blows] == [(name, f"node-of-{name}") for name, _ in cluster.deleted]
-    assert [blow["step"] for blow in blows] == [1, 2, 3, 4]
-    assert all(after["time"] - before["time"] >= 1 for before, after in pairwise(blows))
+    faults = [line for line in lines if line["event"] == "fault"]
+    assert [(fault["fault"], fault["kind"]) for fault in faults] == list(enumerate(kinds, 1))
+    assert [(fault["pod"], fault["node"]) for fault in faults] == [
+        (name, f"node-of-{name}") for name, _ in cluster.deleted
+    ]
+    assert [fault["step"] for fault in faults] == [1, 2, 3, 4]
+    assert all(after["time"] - before["time"] >= 1 for before, after in pairwise(faults))
     recovered = [line for line in lines if line["event"] == "recovered"]
-    assert [(line["blows"], line["attempt"], line["cause"]) for line in recovered] == [
+    assert [(line["faults"], line["attempt"], line["cause"]) for line in recovered] == [
         ([number], number + 1, "node lost") for number in (1, 2, 3, 4)
     ]
     assert [(round(line["recovery_s"], 1), line["replayed"]) for line in recovered] == [(9.1, 0)] * 4
@@ -189,7 +191,9 @@ def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
     }
 
 
-def test_the_lines_for_people(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+def test_the_text_output_contains_fault_receipt_and_audit(
+    cluster: FakeCluster, sunspot: Command, training: Training
+) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0
     seed, fault, recovered, heads, row = sunspot.out.splitlines()
     [(name, _)] = cluster.deleted
@@ -200,8 +204,10 @@ def test_the_lines_for_people(cluster: FakeCluster, sunspot: Command, training: 
     assert row.split() == ["1", "10", "unfinished", "0"]
 
 
-def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
-    """The answer to the first try is lost; by the second, a new pod has the name."""
+def test_a_retried_deletion_spares_the_replacement_pod(
+    cluster: FakeCluster, sunspot: Command, training: Training
+) -> None:
+    """The response to the first try is lost. At the second try, a new pod has the name."""
 
     def replace(name: str) -> None:
         successor = pod(name, CLUSTER, head=True)
@@ -217,7 +223,7 @@ def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, tra
     assert sum(method == "DELETE" for method, _ in cluster.requests) == 2
 
 
-def test_one_receipt_may_answer_several_faults(
+def test_one_receipt_may_belong_to_several_faults(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -228,10 +234,10 @@ def test_one_receipt_may_answer_several_faults(
 
     cluster.on_delete = lose
     assert sunspot("chaos", "run", "--kind", "kill", "--count", "2", "--every", "0.2", "--yes", "--json") == 0
-    assert [line["blows"] for line in sunspot.lines if line["event"] == "recovered"] == [[1, 2]]
+    assert [line["faults"] for line in sunspot.lines if line["event"] == "recovered"] == [[1, 2]]
 
 
-def test_a_pod_that_is_not_ready_yet_is_waited_for(
+def test_a_fault_waits_for_a_ready_pod(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -249,7 +255,7 @@ def test_a_pod_that_is_not_ready_yet_is_waited_for(
     assert [name for name, _ in cluster.deleted] == [HEAD]
 
 
-def test_waiting_ends(
+def test_waiting_ends_after_the_time_limit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -261,24 +267,24 @@ def test_waiting_ends(
         training.recovers, training.commits = recovers, False
         assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
         assert f"waiting for {missing}\n" in sunspot.err
-        assert f"run has not got {missing} within" in sunspot.err
-        assert "so it has not recovered; it goes on, and `sunspot audit run" in sunspot.err
+        assert f"for {missing}, " in sunspot.err
+        assert "so it has not recovered; it keeps training, and `sunspot audit run" in sunspot.err
     cluster.pods = []
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
-    assert "run has not got a ready training worker within 0 s, so fault 1 was not injected" in sunspot.err
+    assert "run: waited 0 s for a ready training worker, so fault 1 was not injected" in sunspot.err
 
 
-def test_it_ends_early_when_the_run_does(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+def test_chaos_ends_early_if_the_run_ends(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
     training.then = training.end
     assert sunspot("chaos", "run", "--kind", "kill", "--count", "9", "--every", "9", "--yes", "--json") == 0
     assert len(cluster.deleted) == 1
     ended = next(line for line in sunspot.lines if line["event"] == "ended")
-    assert ended["blows"] == 1
+    assert ended["faults"] == 1
     assert ended["reason"].startswith("succeeded")
     assert sunspot.lines[-1]["event"] == "audit"
 
 
-def test_an_api_server_that_is_away_is_waited_for(
+def test_an_unreachable_api_server_is_waited_for(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -289,12 +295,12 @@ def test_an_api_server_that_is_away_is_waited_for(
     assert len(cluster.deleted) == 1
 
 
-def test_a_user_who_may_not_delete_pods_is_told_the_role(
+def test_a_user_who_may_not_delete_pods_learns_the_missing_role(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     cluster.on("DELETE", "pods/", answer(403, 'User "me" cannot delete pods'))
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 4
-    assert 'User "me" cannot delete pods; have the Role sunspot-chaos of k8s/base bound to you' in sunspot.err
+    assert 'User "me" cannot delete pods; ask for the Role sunspot-chaos of k8s/base' in sunspot.err
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -316,7 +322,7 @@ def borrow(training: Training) -> None:
     ],
     ids=["ended", "gone", "borrowed", "unreachable"],
 )
-def test_a_run_that_must_not_be_struck(
+def test_chaos_refuses_runs_that_are_not_live_or_borrow_a_cluster(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -330,7 +336,7 @@ def test_a_run_that_must_not_be_struck(
     assert cluster.deleted == []
 
 
-def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
+def test_chaos_of_an_unknown_run_fails_with_code_3(cluster: FakeCluster, sunspot: Command) -> None:
     for consent in ((), ("--yes",)):
         assert sunspot("chaos", "run", "--kind", "kill", *consent) == 3
         assert "no run run in" in sunspot.err
@@ -339,16 +345,14 @@ def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def test_what_the_audit_finds_is_the_exit_code(
-    cluster: FakeCluster, run: Run, sunspot: Command, training: Training
-) -> None:
+def test_the_audit_decides_the_exit_code(cluster: FakeCluster, run: Run, sunspot: Command, training: Training) -> None:
     damage(run, commit(run, read_attempts(run)[0], 1))
     assert sunspot("chaos", "run", "--kind", "kill", "--yes", "--json") == 7
     assert sunspot.lines[-1]["faults"][0].startswith("step-00000001-attempt-0001: damaged")
     assert "1 checkpoint damaged" in sunspot.err
 
 
-def test_without_a_record_of_rows_the_rest_is_audited(
+def test_chaos_says_that_rows_are_not_proved_without_an_audit(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,

@@ -14,7 +14,7 @@ import torch
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.settings import load_settings
 from sunspot.submitter.commands import check as command
-from sunspot.train.task_check import Check, check
+from sunspot.train.task_check import TaskCheck, check
 
 TASK = """
 import torch
@@ -122,7 +122,7 @@ BROKEN = [
 ]
 
 
-def check_task(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **settings: str) -> Check:
+def check_task(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **settings: str) -> TaskCheck:
     name = f"task_{abs(hash((text, str(folder))))}"
     (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
@@ -230,14 +230,14 @@ def test_a_broken_part_of_a_task_is_named(
 
 def test_rows_of_any_type_are_told_with_an_error() -> None:
     tokens = torch.tensor([[3, 40_000]]).to(torch.uint16)
-    checked = Check("task", [], batch={"text": tokens, "right": torch.tensor([True])})
+    checked = TaskCheck("task", [], batch={"text": tokens, "right": torch.tensor([True])})
     told = r"with the rows text uint16 \[1, 2\] 3\.\.40000, right bool \[1\] 1\.\.1"
     with pytest.raises(SunspotError, match=told), checked.part("first step"):
         raise ValueError("bad")
 
 
 def test_an_error_before_any_row_was_read_tells_of_no_rows() -> None:
-    with pytest.raises(SunspotError) as caught, Check("task", []).part("model and optimizer"):
+    with pytest.raises(SunspotError) as caught, TaskCheck("task", []).part("model and optimizer"):
         raise ValueError("bad")
     assert "with the rows" not in str(caught.value)
 

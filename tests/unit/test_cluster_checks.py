@@ -1,4 +1,4 @@
-"""`sunspot doctor` without a run: each thing that makes a cluster or a bucket unfit, and what is tried from pods."""
+"""Tests of `sunspot doctor` without a run: faults of a cluster or a bucket, and trials from pods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from sunspot.run import Run, open_run
 from sunspot.storage import open_storage
@@ -36,7 +35,7 @@ QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/sunspot/localqueues"
 
 
 def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
-    """A node that any pod of profile kind fits on."""
+    """Return a node that has room for any pod of the profile kind."""
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **OF_THE_IMAGE}},
         "spec": spec,
@@ -59,7 +58,7 @@ def sunspot(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture
 def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
-    """A cluster and a bucket with nothing wrong."""
+    """A cluster and a bucket without faults."""
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     operator = pod("kuberay-operator", "")
     operator["metadata"] |= {"namespace": "ray", "labels": {"app.kubernetes.io/component": "kuberay-operator"}}
@@ -86,21 +85,21 @@ def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
 
 
 def checks(sunspot: Command, *words: str, code: int = 0) -> dict[str, dict[str, str]]:
-    """The checks by name."""
+    """Run the command, and return the checks by name."""
     assert sunspot("doctor", "--json", *words) == code, sunspot.out + sunspot.err
     assert sunspot.json["fit"] is (code == 0)
     return {check["check"]: check for check in sunspot.json["checks"]}
 
 
 def of_cluster(profile: str) -> dict[str, Check]:
-    """The checks of the cluster alone, by name."""
+    """Return the checks of the cluster alone, by name."""
     return {check.check: check for check in check_cluster(connect(), render(profile, {}))}
 
 
 # ---------------------------------------------------------------------------------------------------------- all is well
 
 
-def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
+def test_a_suitable_cluster_and_bucket_pass_every_check(sunspot: Command, fit: FakeCluster) -> None:
     found = checks(sunspot)
     assert {name: check["result"] for name, check in found.items() if check["result"] != "ok"} == {}
     assert set(found) == {
@@ -114,14 +113,14 @@ def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
     assert "operator:v1.7.0 in namespace ray" in found["KubeRay operator"]["seen"]
     assert "2 of 2 nodes match" in found["nodes for workers"]["seen"]
     assert not fit.jobs
-    assert not sunspot.run.storage.list(""), "it leaves nothing behind"
+    assert not sunspot.run.storage.list(""), "no object is left"
     assert s3.leftover_uploads(sunspot.run.storage.bucket) == []
     assert sunspot("doctor") == 0
     assert "ok       API server: http://127.0.0.1" in sunspot.out
     assert "ready for a run: 20 checks, 0 with a warning" in sunspot.out
 
 
-def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeCluster) -> None:
+def test_every_network_policy_of_k8s_base_is_checked(sunspot: Command, fit: FakeCluster) -> None:
     checks(sunspot)
     text = (manifests() / "base" / "network.yaml").read_text()
     asked = {path.rpartition("/")[2] for _, path in fit.requests if path.startswith(NETWORK)}
@@ -131,7 +130,7 @@ def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeClust
 # ---------------------------------------------------------------------------------------------------------- the cluster
 
 
-def test_no_cluster_still_tries_the_bucket(
+def test_the_bucket_is_tried_without_a_cluster(
     sunspot: Command, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -143,7 +142,7 @@ def test_no_cluster_still_tries_the_bucket(
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_this_machine_is_checked_where_no_cluster_is_meant(
+def test_this_machine_is_checked_if_there_is_no_kubeconfig(
     installed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not installed:
@@ -157,7 +156,7 @@ def test_this_machine_is_checked_where_no_cluster_is_meant(
     assert "cluster" not in sunspot.out + sunspot.err
 
 
-def test_a_cluster_that_is_down(sunspot: Command, fit: FakeCluster) -> None:
+def test_an_unreachable_cluster_fails_one_check(sunspot: Command, fit: FakeCluster) -> None:
     fit.down()
     found = checks(sunspot, code=4)
     assert "cannot be reached" in found["API server"]["seen"]
@@ -170,7 +169,7 @@ def make_old(cluster: FakeCluster) -> None:
 
 
 def crash_operator(cluster: FakeCluster) -> None:
-    """Between two starts, a pod that crashes is Running and not ready."""
+    """Make the operator's pod Running but not ready, like a crashing pod between two starts."""
     [operator] = cluster.documents["/api/v1/pods"]["items"]
     operator["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
 
@@ -207,7 +206,13 @@ def limit_cpus(cluster: FakeCluster) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "result", "seen", "fix"),
     [
-        ("KubeRay", lambda c: setattr(c, "has_operator", False), "failed", "knows no rayjobs", "install the KubeRay"),
+        (
+            "KubeRay",
+            lambda c: setattr(c, "has_operator", False),
+            "failed",
+            "does not know rayjobs",
+            "install the KubeRay",
+        ),
         (
             "KubeRay operator",
             lambda c: c.documents.update({"/api/v1/pods": {"items": []}}),
@@ -215,25 +220,31 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "no pod labelled app.kubernetes.io/component=kuberay-operator runs",
             "without it, a run waits forever",
         ),
-        ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "see why it does not run"),
+        ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "find out why it does not run"),
         ("KubeRay operator", hide_operator, "warning", "no pod labelled", "add-on, whose pods are hidden"),
         ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
         (
             "time for a new head",
             set_status_timeout(None),
             "warning",
-            "not answered for 300 s, for good; with its node and image, a new head may take 600 s",
+            "not answered for 300 s; with its node and image, a new head may take 600 s",
             "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS=600",
         ),
         (
             "time for a new head",
             set_status_timeout("soon"),
             "warning",
-            "for 300 s, for good",
+            "has not answered for 300 s",
             "the operator's container",
         ),
-        ("time for a new head", set_status_timeout("1800"), "ok", "for 1800 s, for good", ""),
-        ("KubeRay operator", lambda c: c.forbidden.add("/api/v1/pods"), "warning", "may not see", "owns the cluster"),
+        ("time for a new head", set_status_timeout("1800"), "ok", "has not answered for 1800 s", ""),
+        (
+            "KubeRay operator",
+            lambda c: c.forbidden.add("/api/v1/pods"),
+            "warning",
+            "may not see",
+            "the owner of the cluster",
+        ),
         (
             "namespace",
             lambda c: (c.documents.pop(CORE), c.objects.discard(CORE)),
@@ -260,14 +271,14 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "Secret sunspot-storage",
             lambda c: c.forbidden.add(f"{CORE}/secrets/sunspot-storage"),
             "warning",
-            "this user may not see whether Secret sunspot-storage is there",
+            "this user may not see whether Secret sunspot-storage exists",
             "pods cannot start without it",
         ),
         (
             "NetworkPolicy",
             lambda c: c.objects.discard(f"{NETWORK}/to-dns"),
             "warning",
-            "not in sunspot of what k8s/base has: to-dns",
+            "missing in sunspot, although k8s/base has it: to-dns",
             "kubectl apply -k k8s/base",
         ),
         (
@@ -282,16 +293,16 @@ def limit_cpus(cluster: FakeCluster) -> None:
             lambda c: c.on("POST", "/pods?dryRun=All", answer(403, 'pods "x" is forbidden: violates PodSecurity')),
             "failed",
             "pods of the group workers would be refused now",
-            "have the namespace allow it",
+            "ask the owner of the namespace to allow it",
         ),
         (
             "nodes for workers",
             lambda c: c.documents.update({"/api/v1/nodes": {"items": [node(unschedulable=True)]}}),
             "warning",
-            "0 of 1 node match, with room for 0 such pods were they empty, and 2 wanted (the others: 1 cordoned)",
-            "unless an autoscaler brings such nodes",
+            "0 of 1 node match, with room for 0 such pods if they were empty; 2 wanted (other nodes: 1 cordoned)",
+            "unless an autoscaler adds such nodes",
         ),
-        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "may not see", "owns the cluster"),
+        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "may not see", "the owner of the cluster"),
         (
             "quota",
             fill_quota("30Gi", "40Gi"),
@@ -323,7 +334,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_cluster_is_named(
+def test_each_fault_of_a_cluster_is_named_with_its_fix(
     sunspot: Command, fit: FakeCluster, name: str, change: Any, result: str, seen: str, fix: str
 ) -> None:
     change(fit)
@@ -332,7 +343,7 @@ def test_what_is_wrong_with_a_cluster_is_named(
     assert seen in found[name]["seen"]
     assert fix in found[name]["fix"]
     others = {other for other, check in found.items() if check["result"] == "failed"}
-    assert others <= {name, "manifest"}, "one thing that is wrong is told once"
+    assert others <= {name, "manifest"}, "each fault is reported once"
     assert found["storage access"]["result"] == "ok"
 
 
@@ -340,7 +351,7 @@ def test_what_is_wrong_with_a_cluster_is_named(
     ("queue", "result", "seen"),
     [
         (None, "failed", "no LocalQueue team in namespace sunspot"),
-        ({"status": {"conditions": [{"type": "Active", "status": "True"}]}}, "ok", "LocalQueue team is there"),
+        ({"status": {"conditions": [{"type": "Active", "status": "True"}]}}, "ok", "LocalQueue team exists"),
         (
             {"status": {"conditions": [{"type": "Active", "status": "False", "message": "no ClusterQueue"}]}},
             "failed",
@@ -348,13 +359,13 @@ def test_what_is_wrong_with_a_cluster_is_named(
         ),
     ],
 )
-def test_a_queue_that_the_profile_names(
+def test_the_queue_of_the_profile_is_checked(
     sunspot: Command, fit: FakeCluster, tmp_path: Path, queue: Any, result: str, seen: str
 ) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nqueue: team\n")
     found = checks(sunspot, "--profile", str(profile), code=4)
-    assert found["Kueue"]["seen"].endswith("it would run beside its quota")
+    assert found["Kueue"]["seen"].endswith("so the job would ignore the quota")
     fit.has_kueue = True
     if queue:
         fit.documents[f"{QUEUES}/team"] = queue
@@ -363,7 +374,7 @@ def test_a_queue_that_the_profile_names(
     assert seen in found["queue"]["seen"]
 
 
-def test_wrong_words(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sunspot("doctor", "--profile", "kinnd") == 2
     assert "did you mean kind?" in sunspot.err
     assert sunspot("doctor", "run", "--from-pods") == 2
@@ -376,7 +387,7 @@ def test_wrong_words(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------------------------------ the nodes
 
 
-def test_nodes_are_matched_as_the_scheduler_does() -> None:
+def test_nodes_are_matched_by_the_rules_of_the_scheduler() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
     cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]
@@ -411,49 +422,7 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
     assert find_room(head, broken) == (0, "not ready")
 
 
-@pytest.mark.parametrize(
-    ("profile", "provider", "address", "dataplane_v2", "closed"),
-    [
-        ("gke-spot", "gce://p/z/n", "10.0.0.1", False, ""),
-        ("gke-spot", "gce://p/z/n", "10.0.0.1", True, "base-gke"),
-        ("eks-spot", "aws:///z/n", "10.0.0.1", False, ""),
-        ("eks-spot", "aws:///z/n", "2001:db8::1", False, "base-eks"),
-        ("aks-spot", "azure:///n", "10.0.0.1", False, ""),
-    ],
-)
-def test_the_way_to_the_credentials_of_a_cloud(
-    fit: FakeCluster, profile: str, provider: str, address: str, dataplane_v2: bool, closed: str
-) -> None:
-    where = node(providerID=provider)
-    where["status"]["addresses"] = [{"type": "InternalIP", "address": address}]
-    fit.documents["/api/v1/nodes"] = {"items": [where]}
-    if dataplane_v2:
-        agent = {"metadata": {"name": "anetd", "labels": {"k8s-app": "cilium"}}}
-        fit.documents["/api/v1/pods"]["items"].append(agent)
-    fit.documents[f"{NETWORK}/to-workload-identity"] = built("base")
-    found = of_cluster(profile)["identity"]
-    assert found.result is (Result.WARNING if closed else Result.OK)
-    assert found.fix == (f"`kubectl apply -k k8s/{closed}` opens it" if closed else "")
-    if closed:
-        fit.documents[f"{NETWORK}/to-workload-identity"] = built(closed)
-        assert of_cluster(profile)["identity"].result is Result.OK
-    fit.forbidden.add("/api/v1/nodes")
-    assert "identity" not in of_cluster("kind"), "it has keys"
-
-
-def built(overlay: str) -> Any:
-    """The policy towards workload identity as kustomize builds it of an overlay of k8s/base."""
-    text = (manifests() / "base" / "network.yaml").read_text()
-    [policy] = [item for item in yaml.safe_load_all(text) if item["metadata"]["name"] == "to-workload-identity"]
-    if overlay != "base":
-        [patch] = yaml.safe_load((manifests() / overlay / "kustomization.yaml").read_text())["patches"]
-        [operation] = yaml.safe_load(patch["patch"])
-        assert (operation["op"], operation["path"]) == ("add", "/spec/egress/-")
-        policy["spec"]["egress"].append(operation["value"])
-    return policy
-
-
-def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) -> None:
+def test_a_quota_on_cpu_limits_is_checked(fit: FakeCluster, tmp_path: Path) -> None:
     """The autoscaler's container counts, too."""
     limit_cpus(fit)
     profile = tmp_path / "mine.yaml"
@@ -464,7 +433,7 @@ def test_a_quota_that_counts_limits_of_cpus(fit: FakeCluster, tmp_path: Path) ->
     assert of_cluster(str(profile))["quota"].result is Result.FAILED
 
 
-def test_runs_that_are_apart(fit: FakeCluster, tmp_path: Path) -> None:
+def test_doctor_warns_if_a_shared_policy_connects_isolated_runs(fit: FakeCluster, tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nrayjob: {spec: {rayClusterSpec: {networkPolicy: {mode: DenyAll}}}}")
     seen = [check.seen for check in check_cluster(connect(), render(str(profile), {}))]
@@ -474,7 +443,7 @@ def test_runs_that_are_apart(fit: FakeCluster, tmp_path: Path) -> None:
     assert of_cluster("kind")["NetworkPolicy"].result is Result.WARNING
 
 
-def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:
+def test_doctor_warns_if_pods_would_share_the_gpus_of_a_node(fit: FakeCluster) -> None:
     made = node(taints=[{"key": "nvidia.com/gpu", "effect": "NoSchedule"}])
     made["status"]["allocatable"] |= {"nvidia.com/gpu": "8", "cpu": "96"}
     fit.documents["/api/v1/nodes"]["items"].append(made)
@@ -488,14 +457,16 @@ def test_pods_that_would_share_a_node_of_the_cluster(fit: FakeCluster) -> None:
 @pytest.mark.parametrize(
     ("text", "number"), [("250m", 0.25), ("5Gi", 5 * 2**30), ("2", 2), ("1e3", 1000), ("3k", 3000), (4, 4)]
 )
-def test_quantities(text: Any, number: float) -> None:
+def test_quantities_are_parsed(text: Any, number: float) -> None:
     assert parse_quantity(text) == number
 
 
 # ----------------------------------------------------------------------------------------------------------- the bucket
 
 
-def test_a_bucket_that_refuses_or_is_not_there(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_a_bucket_that_refuses_access_or_does_not_exist_fails(
+    sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("PutObject", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert "AccessDenied" in found["storage"]["seen"]
@@ -504,7 +475,7 @@ def test_a_bucket_that_refuses_or_is_not_there(sunspot: Command, fit: FakeCluste
     assert "not ready for a run: 1 of 15 checks failed (storage first)" in sunspot.err
 
 
-def test_a_server_without_conditional_writes(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_a_server_without_conditional_writes_fails(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
     found = checks(sunspot, code=4)["storage"]
     assert "created twice" in found["seen"]
@@ -512,7 +483,7 @@ def test_a_server_without_conditional_writes(sunspot: Command, fit: FakeCluster,
     assert not sunspot.run.storage.list("")
 
 
-def test_parts_that_are_refused(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+def test_refused_multipart_uploads_fail(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("UploadPart", s3.answer(403, "AccessDenied"))
     found = checks(sunspot, code=4)
     assert found["storage latency"]["result"] == "ok"
@@ -521,7 +492,9 @@ def test_parts_that_are_refused(sunspot: Command, fit: FakeCluster, s3_proxy: Fa
     assert s3.leftover_uploads(sunspot.run.storage.bucket) == []
 
 
-def test_a_bucket_that_keeps_what_is_deleted(sunspot: Command, fit: FakeCluster, s3_bucket: str) -> None:
+def test_doctor_warns_of_a_bucket_that_keeps_deleted_objects(
+    sunspot: Command, fit: FakeCluster, s3_bucket: str
+) -> None:
     client = s3.plain_client()
     client.put_bucket_versioning(Bucket=s3_bucket, VersioningConfiguration={"Status": "Enabled"})
     client.delete_bucket_lifecycle(Bucket=s3_bucket)
@@ -534,14 +507,14 @@ def test_a_bucket_that_keeps_what_is_deleted(sunspot: Command, fit: FakeCluster,
 @pytest.mark.parametrize(
     ("prefix", "status", "drops"), [("runs/", "Enabled", True), ("other/", "Enabled", False), ("", "Disabled", False)]
 )
-def test_only_a_rule_for_this_place_counts(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
+def test_only_lifecycle_rules_for_this_prefix_count(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
     rule = {"ID": "x", "Status": status, "Filter": {"Prefix": prefix}}
     rule["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 3}
     s3.plain_client().put_bucket_lifecycle_configuration(Bucket=s3_bucket, LifecycleConfiguration={"Rules": [rule]})
     assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
 
 
-def test_a_forbidden_lookup_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
+def test_a_forbidden_request_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
     for query in ("versioning", "lifecycle"):
         s3_proxy.on(lambda request, query=query: query in request.query, s3.answer(403, "AccessDenied"))
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
@@ -550,7 +523,9 @@ def test_a_forbidden_lookup_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -
         assert right in found[name].fix
 
 
-def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_storage_and_a_wrong_clock_are_warnings(
+    s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sunspot.storage.prove.MAX_LATENCY_S", 0.02)
     monkeypatch.setattr("sunspot.storage.prove.MIN_MB_PER_S", 1e6)
     s3_proxy.on("GetObject", delay(0.03))
@@ -562,7 +537,7 @@ def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, mo
     assert found["clock"].seen in [f"this clock and the storage's are {apart} s apart" for apart in (99, 100, 101)]
 
 
-def test_a_directory_is_tried_too(tmp_path: Path) -> None:
+def test_storage_in_a_directory_is_tried_too(tmp_path: Path) -> None:
     found = {check.check: check for check in probe_storage(LocalStorage(str(tmp_path)))}
     assert {check.result for check in found.values()} == {Result.OK}
     assert set(found) == {"storage access", "storage latency", "clock", "storage throughput"}
@@ -583,10 +558,10 @@ GOOD = '[{"check": "storage access", "result": "ok", "seen": "all of it", "fix":
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.POLL_EVERY_S", 0.02)
 
 
-def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+def test_probe_pods_resemble_the_pods_of_the_run(fit: FakeCluster, sunspot: Command, patient: None) -> None:
     made: list[dict[str, Any]] = []
 
     def end(pod: dict[str, Any]) -> None:
@@ -624,7 +599,7 @@ def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient
 
 
 @pytest.mark.parametrize("why", ["one pod", "one node", "a policy", "a policy of the run", "a sidecar"])
-def test_why_the_network_between_nodes_is_not_tried(
+def test_doctor_says_why_the_network_between_nodes_is_not_tried(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:
     own = {
@@ -648,7 +623,7 @@ def test_why_the_network_between_nodes_is_not_tried(
     said = found.get("from pods: network between nodes", {"result": "", "seen": ""})
     assert said["result"] == ("" if why == "one pod" else "warning")
     told = {"one node": "both worker pods were on node-1", "a sidecar": "sidecars", "one pod": ""}
-    assert told.get(why, "only those of their own run") in said["seen"]
+    assert told.get(why, "only let pods reach pods of their own run") in said["seen"]
 
 
 def test_spot_workers_are_tried_on_spot_nodes() -> None:
@@ -662,11 +637,11 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
     assert head["nodeSelector"] == OF_THE_IMAGE
     assert head["affinity"]["nodeAffinity"]
     tried = [" ".join(pod["containers"][0]["command"]) for pod in (head, worker)]
-    assert ["--gpus 0 " in tried[0], "--gpus 1 " in tried[1]] == [True, True], "only workers are promised one"
+    assert ["--gpus 0 " in tried[0], "--gpus 1 " in tried[1]] == [True, True], "only workers get a node of their own"
     [rule] = worker["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert rule["podAffinityTerm"]["labelSelector"] == {"matchLabels": {LABEL: "worker-x"}}, "the run has none yet"
+    assert rule["podAffinityTerm"]["labelSelector"] == {"matchLabels": {LABEL: "worker-x"}}, "the run has no pods yet"
     run = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
-    assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is not touched"
+    assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is unchanged"
 
 
 @pytest.mark.parametrize(
@@ -681,7 +656,7 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
         (GOOD.replace('"ok"', '"failed"'), "Succeeded", 0, "all of it"),
     ],
 )
-def test_pods_that_find_fault_are_deleted_all_the_same(
+def test_probe_pods_with_failed_checks_are_deleted_too(
     fit: FakeCluster, sunspot: Command, patient: None, message: str, phase: str, code: int, said: str
 ) -> None:
     fit.on_create = lambda pod: finish(pod, message, phase, code)
@@ -690,7 +665,7 @@ def test_pods_that_find_fault_are_deleted_all_the_same(
     assert not fit.pods
 
 
-def test_pods_that_no_node_takes(
+def test_probe_pods_that_no_node_takes_fail_a_check(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.WITHIN_S", 0.3)
@@ -701,7 +676,7 @@ def test_pods_that_no_node_takes(
     assert not fit.pods
 
 
-def test_a_pod_that_is_refused_takes_the_first_with_it(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+def test_the_first_pod_is_deleted_if_the_second_is_refused(fit: FakeCluster, sunspot: Command, patient: None) -> None:
     forbidden = 'pods "sunspot-doctor-worker" is forbidden: exceeded quota: team'
     fit.on_create = lambda pod: fit.on("POST", f"{CORE}/pods", answer(403, forbidden))
     found = checks(sunspot, "--from-pods", code=4)
@@ -710,10 +685,10 @@ def test_a_pod_that_is_refused_takes_the_first_with_it(fit: FakeCluster, sunspot
     assert not fit.pods
     fit._faults.insert(0, ("POST", f"{CORE}/pods", answer(403, 'User "me" cannot create pods'), 9))
     found = checks(sunspot, "--from-pods", code=4)
-    assert "have the Role sunspot-doctor of k8s/base bound to you" in found["from pods"]["seen"]
+    assert "ask for the Role sunspot-doctor of k8s/base" in found["from pods"]["seen"]
 
 
-def test_what_a_pod_runs_prints_what_is_read(tmp_path: Path) -> None:
+def test_the_output_of_the_probe_command_can_be_read(tmp_path: Path) -> None:
     output = tmp_path / "message"
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "sunspot.train.pod_probe", "--output", str(output)]
@@ -744,7 +719,7 @@ def test_an_interrupt_leaves_no_pods(
     assert not fit.pods
 
 
-def test_the_folder_of_the_trial_is_no_run(run: Run, sunspot: Command) -> None:
+def test_the_folder_of_the_storage_trial_is_not_listed_as_a_run(run: Run, sunspot: Command) -> None:
     sunspot.run.storage.write(f"{FOLDER}/x/small", b"left by a killed one")
     assert sunspot("list", "--json") == 0
     assert sunspot.json == []

@@ -1,4 +1,4 @@
-"""`sunspot delete`: what it shows, what it removes and what never, and what it leaves where it is interrupted."""
+"""Tests of `sunspot delete`: what it shows, what it removes or keeps, and what an interrupt leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def fill(run: Run, state: RunState = RunState.SUCCEEDED) -> Attempt:
-    """A run with some of everything."""
+    """Write objects of every kind that a run may have."""
     attempt = start(begin(run), JOB)
     commit(run, attempt, 5)
     commit(run, attempt, 10)
@@ -65,7 +65,7 @@ def in_bucket(bucket_run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
 # ---------------------------------------------------------------------------------------------------- what it asks for
 
 
-def test_without_consent_nothing_is_removed_and_the_exit_code_says_so(
+def test_without_consent_nothing_is_removed_and_the_exit_code_is_2(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -91,7 +91,7 @@ def test_without_consent_nothing_is_removed_and_the_exit_code_says_so(
 
 
 @pytest.mark.parametrize(("typed", "removed"), [("y", True), ("run", True), ("n", False), ("", False), ("ru", False)])
-def test_a_terminal_is_asked(
+def test_delete_asks_on_a_terminal(
     sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch, typed: str, removed: bool
 ) -> None:
     fill(run)
@@ -105,18 +105,20 @@ def test_a_terminal_is_asked(
     assert ("nothing was removed" in sunspot.out) is not removed
 
 
-def test_nothing_there(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_deleting_an_unknown_run_fails(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     assert sunspot("delete", "run", "--yes") == 3
     assert "no run run in" in sunspot.err
     run.storage.write("run/train/part.parquet", b"a dataset")
-    assert sunspot("delete", "run", "--yes") == 3, "a folder that holds no run is somebody else's"
+    assert sunspot("delete", "run", "--yes") == 3, "a folder without a run belongs to somebody else"
     assert files_of(run)
 
 
 # ----------------------------------------------------------------------------------------------------- what it removes
 
 
-def test_all_of_a_run_goes_and_nothing_else(in_bucket: Command, bucket_run: Run, cluster: FakeCluster) -> None:
+def test_everything_of_a_run_is_deleted_and_nothing_else(
+    in_bucket: Command, bucket_run: Run, cluster: FakeCluster
+) -> None:
     run = bucket_run
     fill(run)
     end_job(cluster)
@@ -126,7 +128,7 @@ def test_all_of_a_run_goes_and_nothing_else(in_bucket: Command, bucket_run: Run,
     cluster.put_job(rayjob("run-2-1", run="run-2"))
     kept = {other.name: files_of(other) for other in others}
     client, bucket = s3.plain_client(), run.storage.bucket
-    client.put_object(Bucket=bucket, Key="runs/run/", Body=b"")  # as a browser of buckets makes a folder
+    client.put_object(Bucket=bucket, Key="runs/run/", Body=b"")  # as bucket browsers create a folder
     client.put_object(Bucket=bucket, Key="runs/run/checkpoints/", Body=b"")
     for key in ("runs/run/checkpoints/x/model.pt", "runs/run-2/checkpoints/x/model.pt"):
         client.create_multipart_upload(Bucket=bucket, Key=key)
@@ -165,13 +167,13 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     copy.parent.mkdir(parents=True)
     copy.write_bytes(b"x" * 1000)
     assert sunspot("delete", "run", "--yes") == 0
-    assert "cluster" not in sunspot.err, "there is none"
+    assert "cluster" not in sunspot.err, "no cluster was asked"
     assert os.listdir(root) == ["run-2"]
-    assert not node_memory_directory(run.location).exists(), "the next run of this name would go on from it"
+    assert not node_memory_directory(run.location).exists(), "the next run of this name would resume from it"
     assert "copies in this machine's memory" in sunspot.out
 
 
-def test_a_dataset_in_the_runs_folder_stays(sunspot: Command, run: Run, tmp_path: Path) -> None:
+def test_a_dataset_in_the_folder_of_the_run_stays(sunspot: Command, run: Run, tmp_path: Path) -> None:
     def settle(dataset: str) -> None:
         fill(run)
         record = json.loads(run.storage.read(run.key("run.json")))
@@ -196,7 +198,7 @@ def test_a_dataset_in_the_runs_folder_stays(sunspot: Command, run: Run, tmp_path
     assert "the dataset" not in sunspot.out
 
 
-def test_the_trials_of_a_search_stay_and_are_told_of(sunspot: Command, run: Run) -> None:
+def test_the_trials_of_a_search_stay_and_are_listed(sunspot: Command, run: Run) -> None:
     fill(run)
     trials = [Run(run.storage, f"run-0{number}") for number in (1, 2)]
     for trial in trials:
@@ -209,7 +211,7 @@ def test_the_trials_of_a_search_stay_and_are_told_of(sunspot: Command, run: Run)
     assert all(map(files_of, trials))
 
 
-def test_a_run_of_the_same_name_in_another_storage_keeps_its_job(
+def test_a_run_of_the_same_name_in_another_storage_keeps_its_rayjob(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -234,7 +236,7 @@ def test_a_borrowed_cluster_stays(sunspot: Command, run: Run, cluster: FakeClust
     assert cluster.pods
 
 
-def test_a_job_that_gitops_may_keep_is_reported(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_a_rayjob_that_gitops_may_recreate_is_reported(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
     assert sunspot("delete", "run") == 2
@@ -245,7 +247,7 @@ def test_a_job_that_gitops_may_keep_is_reported(sunspot: Command, run: Run, clus
     assert "run-2 did not come by `sunspot submit`: if a repository keeps it (GitOps), take it out" in sunspot.err
 
 
-def test_kept_versions_of_a_bucket_are_reported(in_bucket: Command, bucket_run: Run) -> None:
+def test_old_versions_that_a_bucket_keeps_are_reported(in_bucket: Command, bucket_run: Run) -> None:
     fill(bucket_run)
     bucket = bucket_run.storage.bucket
     s3.plain_client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
@@ -254,7 +256,7 @@ def test_kept_versions_of_a_bucket_are_reported(in_bucket: Command, bucket_run: 
     assert not files_of(bucket_run)
 
 
-def test_objects_go_in_batches_or_one_by_one_where_the_server_wants_that(
+def test_objects_are_deleted_in_batches_or_singly_if_the_server_requires_it(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command
 ) -> None:
     fill(bucket_run)
@@ -262,7 +264,7 @@ def test_objects_go_in_batches_or_one_by_one_where_the_server_wants_that(
     posts = [request for request in s3_proxy.requests if "delete" in request.query]
     assert len(posts) == 2, "manifests, the rest"
     one_by_one = [request for request in s3_proxy.requests if request.method == "DELETE"]
-    assert all(request.headers["if-match"] for request in one_by_one), "names that the next run uses again"
+    assert all(request.headers["if-match"] for request in one_by_one), "names that the next run reuses"
     tops = {request.path.split("/")[4] for request in one_by_one}
     assert tops == {"attempts", "delete.json", "run.json", "status", "submissions"}
     fill(bucket_run)
@@ -278,7 +280,7 @@ def test_objects_go_in_batches_or_one_by_one_where_the_server_wants_that(
 
 
 @pytest.mark.parametrize("deployment", ["", "Initializing", "Running", "Suspended"])
-def test_a_live_run_is_refused(sunspot: Command, run: Run, cluster: FakeCluster, deployment: str) -> None:
+def test_a_live_run_is_not_deleted(sunspot: Command, run: Run, cluster: FakeCluster, deployment: str) -> None:
     fill(run, RunState.RUNNING)
     cluster.put_job(rayjob(JOB))
     cluster.set_status(JOB, deployment, "RUNNING" if deployment == "Running" else "")
@@ -290,7 +292,7 @@ def test_a_live_run_is_refused(sunspot: Command, run: Run, cluster: FakeCluster,
     assert JOB in cluster.jobs
 
 
-def test_a_run_that_trains_without_a_cluster_is_refused(sunspot: Command, run: Run) -> None:
+def test_a_run_that_trains_without_a_cluster_is_not_deleted(sunspot: Command, run: Run) -> None:
     attempt = start(begin(run), JOB)
     write_status(run, Status(RunState.RUNNING, JOB, attempt=1))
     assert sunspot("delete", "run", "--yes") == 6
@@ -298,7 +300,7 @@ def test_a_run_that_trains_without_a_cluster_is_refused(sunspot: Command, run: R
     assert read_attempts(run) == [attempt]
 
 
-def test_an_older_job_that_lives_keeps_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_an_older_live_rayjob_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
     cluster.put_job(rayjob("run-0", created=time.time() - 1000))
@@ -307,16 +309,16 @@ def test_an_older_job_that_lives_keeps_the_run(sunspot: Command, run: Run, clust
     assert set(cluster.jobs) == {"run-0", JOB}
 
 
-def test_a_cluster_that_does_not_answer_keeps_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_an_unreachable_cluster_protects_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     before = files_of(run)
     cluster.down()
     assert sunspot("delete", "run", "--yes") == 4
-    assert "Whether the run still trains cannot be seen" in sunspot.err
+    assert "So the run may still be training" in sunspot.err
     assert files_of(run) == before
 
 
-def test_a_folder_that_holds_no_run_is_refused_though_a_rayjob_names_it(
+def test_a_folder_without_a_run_is_refused_although_a_rayjob_names_it(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     end_job(cluster)
@@ -324,13 +326,13 @@ def test_a_folder_that_holds_no_run_is_refused_though_a_rayjob_names_it(
     for name in names:
         run.storage.write(run.key(name), b"a user's")
     assert sunspot("delete", "run", "--yes") == 6
-    assert f"{run.location} holds 6 files, but none that identifies a run" in sunspot.err
+    assert f"{run.location} contains 6 files, but none that identifies a run" in sunspot.err
     assert f"`kubectl delete rayjob {JOB}` removes the RayJobs from the cluster" in sunspot.err
     assert files_of(run) == {run.key(name) for name in names}
     assert JOB in cluster.jobs
 
 
-def test_files_whose_names_no_run_uses_stay_and_are_named(sunspot: Command, run: Run, tmp_path: Path) -> None:
+def test_foreign_files_stay_and_are_named(sunspot: Command, run: Run, tmp_path: Path) -> None:
     fill(run)
     for name in ("notes.txt", "photos/a/b.jpg", "photos/c.jpg", "run.json.bak", "tax/2026", "zoo"):
         run.storage.write(run.key(name), b"a user's")
@@ -370,7 +372,7 @@ def test_files_whose_names_no_run_uses_stay_and_are_named(sunspot: Command, run:
     ],
     ids=str,
 )
-def test_a_run_of_which_little_is_left_is_still_deleted(
+def test_the_rest_of_a_damaged_run_is_deleted(
     sunspot: Command, run: Run, cluster: FakeCluster, left: tuple[str, ...]
 ) -> None:
     end_job(cluster)
@@ -385,7 +387,7 @@ def test_a_run_of_which_little_is_left_is_still_deleted(
 # ----------------------------------------------------------------------------------------------------- half-way, never
 
 
-def test_manifests_go_before_files_and_what_names_the_run_goes_last(run: Run) -> None:
+def test_manifests_are_deleted_before_files_and_records_last(run: Run) -> None:
     fill(run)
     groups = deletion_order(run, sorted(files_of(run)))
     tops = [{key.split("/")[1] for key in group} for group in groups]
@@ -395,7 +397,7 @@ def test_manifests_go_before_files_and_what_names_the_run_goes_last(run: Run) ->
     assert {key for group in groups for key in group} == files_of(run)
 
 
-def test_a_refused_deletion_says_what_is_left_and_goes_on(
+def test_a_refused_deletion_lists_the_rest_and_can_be_repeated(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command, cluster: FakeCluster
 ) -> None:
     fill(bucket_run)
@@ -434,7 +436,7 @@ def test_a_refused_deletion_says_what_is_left_and_goes_on(
     assert in_bucket.json == []
 
 
-def test_only_the_mark_is_left(sunspot: Command, run: Run) -> None:
+def test_a_run_with_only_the_marker_left_is_deleted(sunspot: Command, run: Run) -> None:
     mark_deletion(run, "me")
     assert sunspot("list", "--json") == 0
     assert [row["state"] for row in sunspot.json] == ["deleting"]
@@ -442,7 +444,7 @@ def test_only_the_mark_is_left(sunspot: Command, run: Run) -> None:
     assert not files_of(run)
 
 
-def test_pods_that_do_not_go_keep_the_storage(
+def test_nothing_is_removed_from_storage_while_pods_exist(
     sunspot: Command, run: Run, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.cluster.deletion.GONE_WITHIN_S", 0.1)
@@ -456,7 +458,9 @@ def test_pods_that_do_not_go_keep_the_storage(
     assert files_of(run) == before | {run.key(DELETION)}
 
 
-def test_a_cluster_that_refuses_keeps_the_storage(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_nothing_is_removed_from_storage_if_the_cluster_refuses(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
     fill(run)
     end_job(cluster)
     cluster.on("DELETE", "rayjobs", answer(403, 'User "me" cannot delete rayjobs'))
@@ -467,7 +471,7 @@ def test_a_cluster_that_refuses_keeps_the_storage(sunspot: Command, run: Run, cl
     assert files_of(run) == before | {run.key(DELETION)}
 
 
-def test_what_still_trains_a_deleted_run_commits_nothing(run: Run) -> None:
+def test_a_process_that_still_trains_a_deleted_run_commits_nothing(run: Run) -> None:
     attempt = fill(run)
     ensure_owner(run, attempt)
     mark_deletion(run, "me")
@@ -480,7 +484,7 @@ def test_what_still_trains_a_deleted_run_commits_nothing(run: Run) -> None:
         ensure_owner(run, attempt)
 
 
-def test_what_is_written_meanwhile_goes_too_or_is_told_of(
+def test_objects_written_during_the_deletion_are_deleted_or_reported(
     sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(run)
@@ -506,12 +510,14 @@ def test_what_is_written_meanwhile_goes_too_or_is_told_of(
 
     monkeypatch.setattr(LocalStorage, "delete_many", always)
     assert sunspot("delete", "run", "--yes") == 6
-    assert "something goes on writing it (logs/rank/0.log)" in sunspot.err
+    assert "objects keep appearing (logs/rank/0.log)" in sunspot.err
     assert sunspot("status", "run", "--json") == 0
     assert sunspot.json["state"] == "deleting"
 
 
-def test_an_interrupted_deletion_says_so(sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_deletion_is_reported(
+    sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(run)
 
     def interrupt(self: LocalStorage, keys: list[str]) -> None:
@@ -522,7 +528,7 @@ def test_an_interrupted_deletion_says_so(sunspot: Command, run: Run, monkeypatch
     assert "run is half-deleted; left: " in sunspot.err
 
 
-def test_a_deleted_name_begins_anew(sunspot: Command, run: Run) -> None:
+def test_a_deleted_name_can_be_used_again(sunspot: Command, run: Run) -> None:
     fill(run)
     assert sunspot("delete", "run", "--yes") == 0
     attempt = start(begin(run), "another")
@@ -533,7 +539,9 @@ def test_a_deleted_name_begins_anew(sunspot: Command, run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------------- links
 
 
-def test_a_run_that_is_a_link_is_refused(sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster) -> None:
+def test_a_run_that_is_a_symbolic_link_is_refused(
+    sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster
+) -> None:
     fill(run)
     before = files_of(run)
     folder, place = Path(run.location), tmp_path / "elsewhere" / "run"
@@ -541,13 +549,13 @@ def test_a_run_that_is_a_link_is_refused(sunspot: Command, run: Run, tmp_path: P
     folder.rename(place)
     folder.symlink_to(place)
     assert sunspot("delete", "run", "--yes") == 6
-    assert f"{folder} is a link to {place}, and nothing was removed" in sunspot.err
+    assert f"{folder} is a symbolic link to {place}, and nothing was removed" in sunspot.err
     assert files_of(open_run(str(place.parent), "run")) == before
     assert sunspot("status", "run") == 4
     assert f"{folder}/status is or passes a link to {place}/status, outside of the storage path" in sunspot.err
 
 
-def test_links_within_a_run_go_and_what_they_lead_to_stays(
+def test_links_in_a_run_are_deleted_and_their_targets_stay(
     sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster
 ) -> None:
     fill(run)

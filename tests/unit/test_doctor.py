@@ -1,7 +1,4 @@
-"""`sunspot doctor RUN`: what it finds of a run's pods, as the API server tells it, and of what lies in storage.
-
-Ailments of the training itself are caused in test_ailments.py.
-"""
+"""Tests of `sunspot doctor RUN`: its findings about a run's pods and about the run's files in storage."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ PREEMPTION = (
 
 
 def message(*reasons: str) -> str:
-    """What the scheduler of Kubernetes 1.34 says of a pod that it finds no node for."""
+    """Return the message of Kubernetes 1.34's scheduler about a pod that no node takes."""
     return f"0/3 nodes are available: {', '.join(reasons)}.{PREEMPTION}"
 
 
@@ -59,14 +56,14 @@ def waiting(reason: str, said: str) -> dict[str, Any]:
 
 
 def warning(about: str, reason: str, said: str, age: float = 30) -> dict[str, Any]:
-    """A warning event."""
+    """Return a warning event."""
     times = {"lastTimestamp": timestamp(time.time() - age)}
     return {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": said, **times}
 
 
 @pytest.fixture
 def job(cluster: FakeCluster) -> dict[str, Any]:
-    """A RayJob whose pods are about to be made."""
+    """A RayJob whose pods are about to be created."""
     job = rayjob(JOB, preRunningDeadlineSeconds=600)
     group = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     container = {"name": "ray", "resources": {"requests": {"cpu": "64", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}}
@@ -85,10 +82,10 @@ def worker(number: int, **more: Any) -> dict[str, Any]:
 
 
 def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
-    """What the doctor finds, by name; every finding is complete."""
+    """Run the doctor, check that every finding is complete, and return the findings by name."""
     assert sunspot("doctor", "run", "--json", *words) == 0, sunspot.err
     assert {"run", "state", "findings", "unseen"} <= set(sunspot.json)
-    assert sunspot.json["findings"], "nothing is no answer"
+    assert sunspot.json["findings"], "there is always a finding"
     for finding in sunspot.json["findings"]:
         assert finding["finding"] in list(Diagnosis)
         assert finding["severity"] in list(Severity)
@@ -98,14 +95,14 @@ def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def names(sunspot: Command) -> list[str]:
-    """The names of what was found, what explains most first."""
+    """Return the names of the findings, in their order."""
     return list(dict.fromkeys(finding["finding"] for finding in sunspot.json["findings"]))
 
 
 # -------------------------------------------------------------------------------------------------------------- pending
 
 
-def test_a_pod_that_no_node_takes_for_its_labels(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_names_the_selector_that_no_node_matches(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     refused = unschedulable(MASTER, "2 node(s) didn't match Pod's node affinity/selector")
     cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
     found = findings(sunspot)
@@ -118,7 +115,7 @@ def test_a_pod_that_no_node_takes_for_its_labels(cluster: FakeCluster, job: Any,
     assert "gpu=l4" in finding["evidence"]
 
 
-def test_a_taint(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_names_the_taint_that_repels_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     refused = unschedulable(MASTER, "2 node(s) had untolerated taint {dedicated: vision}")
     cluster.pods = [head(phase="Pending", **refused)]
     found = findings(sunspot)
@@ -127,7 +124,7 @@ def test_a_taint(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     assert "head.tolerations: [{key: dedicated, operator: Exists}]" in found["taint"]["advice"]
 
 
-def test_too_little_left(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_names_the_resource_that_a_pending_pod_lacks(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     cluster.pods = [head(), worker(1, phase="Pending", **unschedulable(MASTER, "2 Insufficient cpu"))]
     found = findings(sunspot)
     assert list(found) == ["insufficient resources"]
@@ -137,7 +134,7 @@ def test_too_little_left(cluster: FakeCluster, job: Any, sunspot: Command) -> No
     assert "too little cpu left" in finding["evidence"]
 
 
-def test_a_quota(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_explains_an_exceeded_quota(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     said = (
         f'Failed to create worker Pod sunspot/{CLUSTER}-worker-2, pods "{CLUSTER}-worker-2" is forbidden: exceeded '
         "quota: sunspot, requested: requests.cpu=64, used: requests.cpu=65, limited: requests.cpu=100"
@@ -151,10 +148,10 @@ def test_a_quota(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     assert (quota["used"], quota["limited"]) == ("requests.cpu=65", "requests.cpu=100")
     assert quota["advice"].startswith("ask for less"), "its own two workers need more than the quota has"
     cluster.pods = [head(), worker(1), worker(2)]
-    assert "quota" not in findings(sunspot), "it has all its pods by now"
+    assert "quota" not in findings(sunspot), "it has all its pods now"
 
 
-def test_a_quota_is_told_once_and_without_the_troubles_of_earlier_tries(
+def test_a_quota_is_reported_once_and_without_problems_of_earlier_tries(
     cluster: FakeCluster, job: Any, sunspot: Command
 ) -> None:
     said = "forbidden: exceeded quota: team, requested: pods=1, used: pods=9, limited: pods=9"
@@ -168,11 +165,13 @@ def test_a_quota_is_told_once_and_without_the_troubles_of_earlier_tries(
     [quota] = sunspot.json["findings"]
     assert quota["advice"].startswith("end other runs of the namespace")
     cluster.events = [warning("run-1-w-head", "FailedScheduling", refused, age=300)]
-    assert list(findings(sunspot)) == ["starting"], "the pods of an earlier try are no news"
+    assert list(findings(sunspot)) == ["starting"], "pods of an earlier try do not matter"
 
 
-def test_the_nodes_name_the_taint_that_the_scheduler_does_not(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
-    """Kubernetes 1.34 names no taints. The nodes do, if they may be listed."""
+def test_the_nodes_show_the_taint_that_the_scheduler_does_not_name(
+    cluster: FakeCluster, job: Any, sunspot: Command
+) -> None:
+    """Kubernetes 1.34 names no taints. The nodes show them if the user may list nodes."""
     unnamed, labels = "1 node(s) had untolerated taint(s)", "2 node(s) didn't match Pod's node affinity/selector"
     refused = unschedulable(unnamed, labels)
     cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
@@ -197,13 +196,13 @@ def test_the_nodes_name_the_taint_that_the_scheduler_does_not(cluster: FakeClust
     assert sunspot.json["findings"][0]["taint"] == "team"
 
 
-def test_a_policy_that_refuses_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_names_the_policy_that_refuses_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true'
     cluster.events = [warning(CLUSTER, "FailedToCreateHeadPod", said)]
     assert "restricted" in findings(sunspot)["refused"]["evidence"]
 
 
-def test_an_image(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_names_an_image_that_cannot_be_pulled(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     cluster.pods = [head(phase="Pending", **waiting("ImagePullBackOff", "Back-off: ErrImagePull: not found"))]
     found = findings(sunspot)
     assert list(found) == ["image"]
@@ -211,7 +210,27 @@ def test_an_image(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     assert "push the image" in found["image"]["advice"]
 
 
-def test_a_secret_that_is_missing(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_warns_if_pods_pulled_different_images_under_one_tag(
+    cluster: FakeCluster, job: Any, run: Run, sunspot: Command
+) -> None:
+    trains(run, owner=JOB)
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    cluster.pods = [head(), worker(1), worker(2)]
+    for each, letter in zip(cluster.pods, "aab", strict=True):
+        each["spec"]["containers"] = [{"name": "ray", "image": "registry.example/sunspot:1"}]
+        digest = f"registry.example/sunspot@sha256:{letter * 8}"
+        each["status"]["containerStatuses"] = [{"name": "ray", "image": "sunspot:1", "imageID": digest}]
+    finding = findings(sunspot)["image"]
+    assert finding["severity"] == "warning"
+    assert finding["evidence"].endswith(
+        "pulled as registry.example/sunspot:1: "
+        f"sha256:aaaaaaaa in 2 pods ({CLUSTER}-head, {CLUSTER}-worker-1), sha256:bbbbbbbb in pod {CLUSTER}-worker-2"
+    )
+    cluster.pods.pop()
+    assert "image" not in findings(sunspot)
+
+
+def test_doctor_names_missing_secrets(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     missing = waiting("CreateContainerConfigError", 'secret "sunspot-storage" not found')
     cluster.pods = [head(), worker(1, phase="Pending", **missing), worker(2, phase="Pending")]
     cluster.events = [warning(f"{CLUSTER}-worker-2", "FailedMount", 'secret "certificates" not found')]
@@ -222,17 +241,17 @@ def test_a_secret_that_is_missing(cluster: FakeCluster, job: Any, sunspot: Comma
     ]
 
 
-def test_a_container_without_enough_memory(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_reports_a_container_that_ran_out_of_memory(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     ended = {"name": "ray", "state": {}, "lastState": {"terminated": {"reason": "OOMKilled"}}}
     cluster.pods = [head(), worker(1, phase="Pending", containerStatuses=[ended])]
     assert findings(sunspot)["out of memory"]["severity"] == "error"
     cluster.pods = [head(), worker(1, containerStatuses=[ended]), worker(2)]
     found = findings(sunspot)["out of memory"]
     assert found["severity"] == "warning", "it runs again"
-    assert "ran out of memory (OOMKilled, limit 3Gi), and was started again" in found["evidence"]
+    assert "ran out of memory (OOMKilled, limit 3Gi) and was restarted" in found["evidence"]
 
 
-def test_a_queue(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_doctor_names_the_queue_that_has_not_admitted_a_run(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "gpus"
     cluster.put_job(job)
     cluster.set_status(JOB, "Suspended")
@@ -241,13 +260,13 @@ def test_a_queue(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     assert found["not admitted"]["queue"] == "gpus"
 
 
-def test_no_operator(cluster: FakeCluster, sunspot: Command) -> None:
+def test_doctor_reports_a_missing_operator(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.put_job(rayjob(JOB, created=time.time() - 100))
     assert list(findings(sunspot)) == ["no operator"]
 
 
-def test_a_deadline_names_what_it_waited_for(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
-    """Its pods are gone by then; what was wrong with them, their events still tell."""
+def test_doctor_says_what_a_job_waited_for_at_its_deadline(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    """Its pods are gone by then, but their events remain."""
     cluster.set_status(JOB, "Failed", "", reason="PreRunningDeadlineExceeded")
     refused = message(MASTER, "2 Insufficient cpu")
     cluster.events = [warning(f"{CLUSTER}-workers-worker-{n}", "FailedScheduling", refused, age=700) for n in (1, 2)]
@@ -258,16 +277,16 @@ def test_a_deadline_names_what_it_waited_for(cluster: FakeCluster, job: Any, sun
     assert len(found["insufficient resources"]["pods"]) == 2
 
 
-def test_a_deadline_of_the_whole_attempt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_doctor_reports_the_deadline_of_a_job(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     cluster.put_job(rayjob(JOB, activeDeadlineSeconds=60))
     trains(run, owner=JOB)
     cluster.set_status(JOB, "Failed", "RUNNING", reason="DeadlineExceeded", rayClusterName=CLUSTER)
     found = findings(sunspot)
-    assert list(found) == ["deadline"], "that it failed is no news then"
+    assert list(found) == ["deadline"], "the failure itself explains nothing more"
     assert "activeDeadlineSeconds (60 s)" in found["deadline"]["evidence"]
 
 
-def test_a_run_that_merely_starts(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+def test_a_run_that_is_starting_is_not_an_error(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
     cluster.pods = [head(), worker(1), worker(2, phase="Pending")]
     found = findings(sunspot)
     assert list(found) == ["starting"]
@@ -275,7 +294,7 @@ def test_a_run_that_merely_starts(cluster: FakeCluster, job: Any, sunspot: Comma
     assert "the operator gives up" in found["starting"]["advice"]
 
 
-def test_a_run_that_trains_with_fewer_pods_than_it_may_have(
+def test_a_pending_pod_of_a_run_that_trains_is_a_warning(
     cluster: FakeCluster, job: Any, run: Run, sunspot: Command
 ) -> None:
     trains(run, owner=JOB)
@@ -291,7 +310,7 @@ SETTINGS = {"SUNSPOT_CHECKPOINT_EVERY_S": "60", "SUNSPOT_HANG_TIMEOUT_S": "300"}
 
 
 def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attempt:
-    """A run of two ranks that trains: step 7 was taken just now, and `age` seconds ago it said so."""
+    """Start a run of two ranks that took step 7 just now. Its status was written `age` seconds ago."""
     begin(run)
     metadata = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
     attempt = start(run, owner, **metadata, driver=more.get("driver", "00000000"))
@@ -303,7 +322,7 @@ def trains(run: Run, owner: str = LOCAL, age: float = 0.0, **more: Any) -> Attem
 
 
 def window(step: int, seconds: float = 10.0, **ranks: list[float]) -> dict[str, Any]:
-    """A window of ten steps in which two ranks were alike, but for what is given."""
+    """Return a metric window of ten steps with equal figures of two ranks, except for those given."""
     usual = {"data_wait_s": 0.1, "forward_s": 2.0, "steps_s": 9.5, "seconds": seconds, "resident_mib": 500.0}
     usual |= {"memory_left_mib": 1000.0, "throttled_s": 0.0, "throttled_share": 0.0, "gpu_memory_mib": 0.0}
     both = [{name: ranks.get(name, [value] * 2)[rank] for name, value in usual.items()} for rank in (0, 1)]
@@ -314,7 +333,7 @@ def windows(count: int, **ranks: list[float]) -> list[dict[str, Any]]:
     return [window(10 * number, **ranks) for number in range(1, count + 1)]
 
 
-def test_a_healthy_run_says_what_was_looked_at(run: Run, sunspot: Command) -> None:
+def test_a_healthy_run_is_reported_with_its_figures(run: Run, sunspot: Command) -> None:
     attempt = trains(run, owner=IN_CLUSTER)
     report(run, attempt, *windows(5))
     found = findings(sunspot)
@@ -322,14 +341,14 @@ def test_a_healthy_run_says_what_was_looked_at(run: Run, sunspot: Command) -> No
     assert found["healthy"]["evidence"].startswith("step 50 of 100, 950 ms a step, 1% of it waiting for rows")
     assert sunspot.json["state"] == "running"
     [text] = sunspot.json["unseen"]
-    assert text.startswith("the cluster: no cluster"), "it was not asked, and that is not said"
+    assert text.startswith("the cluster: no cluster"), "the cluster could not be asked"
     trains(run)
     findings(sunspot)
-    assert sunspot.json["unseen"] == [], "a run of this machine has no part in a cluster"
+    assert sunspot.json["unseen"] == [], "a local run needs no cluster"
 
 
 def lost(run: Run, cause: Cause, **fields: Any) -> None:
-    """Make the run's second attempt one that began after a loss."""
+    """Start a second attempt after a loss."""
     first = trains(run)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, LOCAL, commit(run, first, 5).name, world_size=2, tier="storage", driver="00000000")
@@ -359,7 +378,7 @@ LOCAL_CASES: dict[str, Callable[[Run], Any]] = {
 
 
 @pytest.mark.parametrize("name", LOCAL_CASES)
-def test_advice_on_a_run_of_this_machine_names_nothing_of_a_cluster(run: Run, sunspot: Command, name: str) -> None:
+def test_advice_on_a_local_run_does_not_mention_a_cluster(run: Run, sunspot: Command, name: str) -> None:
     LOCAL_CASES[name](run)
     assert name in findings(sunspot)
     assert sunspot("doctor", "run") == 0
@@ -389,7 +408,9 @@ def test_a_run_that_has_taken_all_steps_is_finishing(run: Run, sunspot: Command)
         ({"throttled_share": [0.2, 0.2]}, ["healthy"]),
     ],
 )  # fmt: skip
-def test_what_makes_a_run_slow(run: Run, sunspot: Command, ranks: dict[str, list[float]], expected: list[str]) -> None:
+def test_doctor_finds_why_a_run_is_slow(
+    run: Run, sunspot: Command, ranks: dict[str, list[float]], expected: list[str]
+) -> None:
     report(run, trains(run), *windows(5, **ranks))
     found = findings(sunspot)
     assert list(found) == expected
@@ -401,7 +422,7 @@ def as_stored(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "ranks": to_columns(record["ranks"])}
 
 
-def test_only_the_newest_windows_count_and_never_the_first() -> None:
+def test_only_recent_windows_count_and_never_the_first() -> None:
     slow = as_stored({"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])})
     later = [as_stored({"attempt": 1, **window(step)}) for step in (20, 30)]
     assert measure_throughput([slow]).windows == []
@@ -411,7 +432,7 @@ def test_only_the_newest_windows_count_and_never_the_first() -> None:
     assert len(measure_throughput([slow, *later, {**much_later, "attempt": 2}]).windows) == 0
 
 
-def test_a_rank_that_is_slow_now_and_then_is_no_straggler(run: Run, sunspot: Command) -> None:
+def test_an_occasionally_slow_rank_is_not_a_straggler(run: Run, sunspot: Command) -> None:
     now_and_then = [window(10 * n, forward_s=[2.0, 9.0 if n % 3 == 0 else 1.9]) for n in range(1, 10)]
     report(run, trains(run), *now_and_then)
     assert list(findings(sunspot)) == ["healthy"]
@@ -428,7 +449,7 @@ CLIMBS: dict[str, tuple[Callable[[int], float], bool]] = {
 
 
 @pytest.mark.parametrize("name", CLIMBS)
-def test_memory_that_climbs_on_and_on(run: Run, sunspot: Command, name: str) -> None:
+def test_doctor_reports_memory_that_keeps_growing(run: Run, sunspot: Command, name: str) -> None:
     size, climbs = CLIMBS[name]
     report(run, trains(run), *(window(10 * n, resident_mib=[500.0, size(n)]) for n in range(1, 21)))
     found = findings(sunspot)
@@ -438,10 +459,10 @@ def test_memory_that_climbs_on_and_on(run: Run, sunspot: Command, name: str) -> 
         assert (finding["rank"], finding["host"]) == (1, "b")
         assert finding["mib_per_s"] == pytest.approx(2.0)
         assert finding["limit_in_s"] == pytest.approx(500)
-        assert "120 MiB a minute, 2 MiB a step; at this rate the limit is met in 8 min" in finding["evidence"]
+        assert "120 MiB a minute, 2 MiB a step; at this rate it reaches the limit in 8 min" in finding["evidence"]
 
 
-def test_a_single_point_is_no_climb_of_memory() -> None:
+def test_a_single_outlier_is_not_memory_growth() -> None:
     times = [float(n) for n in range(20)]
     assert slope([(time, 3 * time + (1000 if time == 7 else 0)) for time in times]) == pytest.approx(3)
     assert growth_rate(times, [100 + 50 * time for time in times]) == pytest.approx(50)
@@ -449,7 +470,7 @@ def test_a_single_point_is_no_climb_of_memory() -> None:
     assert growth_rate(times, [None] * 20) == 0
 
 
-def test_gpu_memory_climbs_too(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_growing_gpu_memory(run: Run, sunspot: Command) -> None:
     report(run, trains(run), *(window(10 * n, gpu_memory_mib=[900.0, 500 + 50.0 * n]) for n in range(1, 21)))
     assert findings(sunspot)["memory climbing"]["memory"] == "gpu_memory_mib"
 
@@ -457,22 +478,22 @@ def test_gpu_memory_climbs_too(run: Run, sunspot: Command) -> None:
 # --------------------------------------------------------------------------------------------------------------- stuck
 
 
-def test_a_live_run_that_takes_no_step(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_live_run_that_takes_no_steps(run: Run, sunspot: Command) -> None:
     trains(run, heartbeat=time.time() - 120, step_time_s=0.5)
     found = findings(sunspot)
     assert list(found) == ["no step"]
     assert found["no step"]["evidence"].startswith("no step for 2 min, after step 7")
     assert "300 s" in found["no step"]["advice"]
     trains(run, heartbeat=time.time() - 120, step_time_s=20.0)
-    assert list(findings(sunspot)) == ["healthy"], "six steps are no time"
+    assert list(findings(sunspot)) == ["healthy"], "six step times are not long enough"
 
 
-def test_a_first_step_may_take_longer(run: Run, sunspot: Command) -> None:
+def test_the_first_step_may_take_longer(run: Run, sunspot: Command) -> None:
     trains(run, heartbeat=None)
     assert list(findings(sunspot)) == ["healthy"]
 
 
-def test_workers_that_trained_a_moment_ago_have_room(run: Run, sunspot: Command) -> None:
+def test_workers_that_trained_a_moment_ago_do_not_lack_room(run: Run, sunspot: Command) -> None:
     """The driver began long ago, and its workers have just been lost."""
     begin(run)
     now, reason = time.time(), "no sign of life from its workers"
@@ -484,7 +505,7 @@ def test_workers_that_trained_a_moment_ago_have_room(run: Run, sunspot: Command)
         assert findings(sunspot)["starting"]["severity"] == severity
 
 
-def test_a_live_run_without_news(cluster: FakeCluster, job: Any, run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_silent_run(cluster: FakeCluster, job: Any, run: Run, sunspot: Command) -> None:
     cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
     cluster.pods = [head(), worker(1), worker(2)]
     job["metadata"]["creationTimestamp"] = timestamp(time.time() - 1000)
@@ -496,7 +517,7 @@ def test_a_live_run_without_news(cluster: FakeCluster, job: Any, run: Run, sunsp
     assert found["silent"]["severity"] == "error"
 
 
-def test_ranks_that_hung(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_hung_ranks_with_their_stacks(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     for rank, waits in ((0, True), (1, False)):
         journal = Journal(run, "events", attempt.number)
@@ -520,11 +541,11 @@ def test_ranks_that_hung(run: Run, sunspot: Command) -> None:
 
     after = start(run, "job", commit(run, attempt, 5).name, tier="storage")
     write_receipt(run, after, 1, Cause.HUNG)
-    assert findings(sunspot)["hung"]["severity"] == "warning", "it was started again"
+    assert findings(sunspot)["hung"]["severity"] == "warning", "the run was restarted"
 
 
-def test_a_rank_that_froze_as_a_group_started(run: Run, sunspot: Command) -> None:
-    """Its group had claimed no attempt, so nobody knows where it ran."""
+def test_a_rank_that_hung_at_the_start_of_a_group_is_reported(run: Run, sunspot: Command) -> None:
+    """Its group had claimed no attempt, so its host is unknown."""
     attempt = trains(run)
     journal = Journal(run, "events", attempt.number)
     detail = "rank 0: not all ranks answered for 300 s, while the group agreed on its start; waits for other ranks"
@@ -535,11 +556,11 @@ def test_a_rank_that_froze_as_a_group_started(run: Run, sunspot: Command) -> Non
     assert hung["ranks"] == [1, 2]
     assert hung["places"] == [{"rank": rank, "host": None, "node": None} for rank in (1, 2)]
     assert hung["evidence"].startswith(
-        "as the group after attempt 1 began, rank 1: left no stacks: it was stopped, or lost with"
+        "when the group after attempt 1 began, rank 1: left no stacks: it was stopped, or lost with"
     )
 
 
-def test_ranks_that_got_no_rows(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_ranks_that_got_no_rows(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     for rank in (0, 1):
         journal = Journal(run, "events", attempt.number)
@@ -569,7 +590,7 @@ def raises() -> ValueError:
         return error
 
 
-def test_the_first_error_is_told_once_for_all_ranks(run: Run, sunspot: Command) -> None:
+def test_the_first_error_is_reported_once_for_all_ranks(run: Run, sunspot: Command) -> None:
     trains(run)
     failed(run)
     now = time.time()
@@ -593,22 +614,22 @@ def test_the_first_error_is_told_once_for_all_ranks(run: Run, sunspot: Command) 
 
     record_failure(run, Failure(1, 2, 6, "RuntimeError", "written late, by what was frozen", "", time=now))
     trains(run, driver="0123abcd")
-    assert "failed" not in findings(sunspot), "the run has a new owner, and its errors are none of its"
+    assert "failed" not in findings(sunspot), "the errors are not the new owner's"
 
 
-def test_a_checkpoint_is_named_in_advice_only_if_there_is_one(run: Run, sunspot: Command) -> None:
+def test_advice_mentions_a_checkpoint_only_if_one_exists(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     failed(run)
     record_failure(run, Failure(1, 0, 6, "SettingsError", "SUNSPOT_TASK=mine: its loss is a mean", "..."))
     found = findings(sunspot)["failed"]
     assert found["evidence"] == "SUNSPOT_TASK=mine: its loss is a mean; rank 0, after step 6"
-    assert found["advice"] == "mend what it names; then start the run again"
+    assert found["advice"] == "fix what the message names; then start the run again"
     commit(run, attempt, 5)
-    again = "mend what it names; then start the run again: it goes on from the last checkpoint"
+    again = "fix what the message names; then start the run again: it continues from the last checkpoint"
     assert findings(sunspot)["failed"]["advice"] == again
 
 
-def test_sunspots_own_errors_name_a_place_only_in_the_users_code() -> None:
+def test_errors_of_sunspot_name_places_only_in_user_code() -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"EPOCHS": "many"})
     assert describe_failure(raised.value, 1, 0, 0).file == os.path.relpath(__file__)
@@ -616,7 +637,7 @@ def test_sunspots_own_errors_name_a_place_only_in_the_users_code() -> None:
 
 
 def diverges(run: Run, **more: Any) -> Checkpoint:
-    """Write a run whose loss is NaN since step 5; returns its newest checkpoint before that step."""
+    """Write a run whose loss is NaN since step 5, and return the newest checkpoint before that step."""
     attempt = trains(run, loss=math.nan, **{"nan_since": 5, **more})
     good = commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan, nan_since=5, nan_weights=1)
@@ -624,7 +645,7 @@ def diverges(run: Run, **more: Any) -> Checkpoint:
     return good
 
 
-def test_a_loss_that_is_not_finite_comes_first(run: Run, sunspot: Command) -> None:
+def test_a_loss_that_is_not_finite_is_the_first_finding(run: Run, sunspot: Command) -> None:
     good = diverges(run)
     found = findings(sunspot)
     assert next(iter(found)) == "not finite"
@@ -638,7 +659,7 @@ def test_a_loss_that_is_not_finite_comes_first(run: Run, sunspot: Command) -> No
     assert told["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_a_run_that_ended_with_a_nan_loss_says_so_once(run: Run, sunspot: Command) -> None:
+def test_a_run_that_ended_with_a_nan_loss_has_one_finding_about_it(run: Run, sunspot: Command) -> None:
     good = diverges(run)
     now, said = time.time(), "the loss is not finite since step 5, for 3 windows"
     status = Status(RunState.FAILED, "job", attempt=newest_number(run), reason=said, began=now - 100, nan_since=5)
@@ -649,8 +670,8 @@ def test_a_run_that_ended_with_a_nan_loss_says_so_once(run: Run, sunspot: Comman
     assert found["not finite"]["advice"].endswith(f"and start it again: it resumes from step 4, {good.name}")
 
 
-def test_an_old_run_with_a_nan_loss_is_told_where_to_begin(run: Run, sunspot: Command) -> None:
-    """Versions that did not check weights recorded none, so a start resumes from the newest checkpoint."""
+def test_advice_on_an_old_run_with_a_nan_loss_says_where_to_begin(run: Run, sunspot: Command) -> None:
+    """Earlier versions did not check weights, so a start resumes from the newest checkpoint."""
     attempt = trains(run, loss=math.nan)
     commit(run, attempt, 4, loss=1.0)
     commit(run, attempt, 6, loss=math.nan)
@@ -661,7 +682,7 @@ def test_an_old_run_with_a_nan_loss_is_told_where_to_begin(run: Run, sunspot: Co
 
 
 def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
-    """JSON has no NaN: the loss itself is null."""
+    """JSON has no NaN, so the loss is null."""
     good = diverges(run)
     assert sunspot("status", "run", "--json") == 0
     shown = {name: sunspot.json[name] for name in ("state", "loss", "nan_since", "warning", "checkpoint")}
@@ -680,7 +701,7 @@ def test_status_reports_a_nan_loss_in_json(run: Run, sunspot: Command) -> None:
     )
 
 
-def test_a_run_that_failed_without_a_traceback(run: Run, sunspot: Command) -> None:
+def test_a_failure_without_a_traceback_is_reported(run: Run, sunspot: Command) -> None:
     trains(run)
     failed(run, "no checkpoint could be committed for 600 s")
     found = findings(sunspot)
@@ -689,7 +710,7 @@ def test_a_run_that_failed_without_a_traceback(run: Run, sunspot: Command) -> No
     assert "sunspot logs run" in found["failed"]["advice"]
 
 
-def test_where_an_error_comes_from() -> None:
+def test_the_place_of_an_error_is_the_innermost_frame_of_user_code() -> None:
     def text(*files: str) -> str:
         return "".join(f'  File "{file}", line {n}, in f{n}\n    code\n' for n, file in enumerate(files, 1))
 
@@ -702,7 +723,7 @@ def test_where_an_error_comes_from() -> None:
     assert find_place(text(ours, own, ours)) == (own, 2, "f2")
 
 
-def test_a_failure_comes_back_as_it_was_kept(run: Run) -> None:
+def test_a_recorded_failure_is_read_unchanged(run: Run) -> None:
     assert read_failures(run) == []
     driver = describe_failure(raises(), 0, None, 3)
     assert (driver.file, driver.function, driver.message) == (os.path.relpath(__file__), "raises", "wrong\nand more")
@@ -712,39 +733,39 @@ def test_a_failure_comes_back_as_it_was_kept(run: Run) -> None:
     assert read_failures(run) == [driver, worker]
 
 
-def test_a_lost_run(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_lost_run(run: Run, sunspot: Command) -> None:
     trains(run, age=100_000)
     for entry in run.storage.list(run.name):
         os.utime(run.storage.locate(entry.key), (1, 1))
     assert list(findings(sunspot)) == ["lost"]
 
 
-def test_a_stopped_run(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_stopped_run(run: Run, sunspot: Command) -> None:
     trains(run)
     write_status_as_is(run, Status(RunState.STOPPED, "job", attempt=1, step=7))
     found = findings(sunspot)
     assert list(found) == ["stopped"]
     assert found["stopped"]["severity"] == "note"
-    assert found["stopped"]["advice"] == "`sunspot resume run` lets it go on"
-    write_status_as_is(run, Status(RunState.STOPPED, "job", "interrupted: step 7 is kept", attempt=1, step=7))
+    assert found["stopped"]["advice"] == "`sunspot resume run` continues it"
+    restore_status(run, Status(RunState.STOPPED, "job", "interrupted: step 7 is kept", attempt=1, step=7))
     assert findings(sunspot)["stopped"]["advice"].startswith("repeat the command that started it")
 
 
 # ------------------------------------------------------------------------------------------------ storage and incidents
 
 
-def test_a_checkpoint_that_is_damaged(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_damaged_checkpoint(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     commit(run, attempt, 3)
     commit(run, attempt, 5)
     run.storage.write(run.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"?")
     damaged = findings(sunspot)["checkpoint damaged"]
     assert "step-00000005-attempt-0001" in damaged["evidence"]
-    assert damaged["advice"].startswith("the run goes on from the one before")
+    assert damaged["advice"].startswith("the run continues from the one before")
 
 
 def ended(run: Run, *steps: int) -> list[Checkpoint]:
-    """A finished run of two attempts, the second after an expensive loss, with its checkpoints of these steps."""
+    """Write a finished run with checkpoints of these steps. Its second attempt began after an expensive loss."""
     first = trains(run)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
@@ -755,24 +776,24 @@ def ended(run: Run, *steps: int) -> list[Checkpoint]:
     return made
 
 
-def test_a_finished_model_that_is_damaged(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_damaged_final_checkpoint(run: Run, sunspot: Command) -> None:
     _, newest = ended(run, 8, 10)
     run.storage.write(run.key("checkpoints", newest.name, "model.pt"), b"?")
     found = findings(sunspot)
     assert list(found) == ["checkpoint damaged", "low goodput"]
     assert found["checkpoint damaged"]["severity"] == "error"
-    assert "starts from step 8, and takes the steps 9 to 10 again" in found["checkpoint damaged"]["advice"]
-    assert "goes on from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
+    assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint damaged"]["advice"]
+    assert "continues from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
 
 
-def test_a_finished_model_that_is_gone(run: Run, sunspot: Command) -> None:
-    """A lifecycle rule of the bucket, say, removes what the run would have kept."""
+def test_doctor_reports_a_missing_final_checkpoint(run: Run, sunspot: Command) -> None:
+    """A lifecycle rule of the bucket may delete a checkpoint that the run would keep."""
     made = ended(run, 8, 10)
     delete_checkpoint(run, made[1].name)
     found = findings(sunspot)
     assert list(found) == ["checkpoint gone", "low goodput"]
     assert found["checkpoint gone"]["checkpoints"] == [made[1].name]
-    assert "starts from step 8, and takes the steps 9 to 10 again" in found["checkpoint gone"]["advice"]
+    assert "starts from step 8, and repeats steps 9 to 10" in found["checkpoint gone"]["advice"]
     assert sunspot("status", "run") == 0
     assert f"  skipped:    {made[1].name}: gone" in sunspot.out
     assert sunspot("checkpoints", "verify", "run") == 7
@@ -787,7 +808,7 @@ def test_a_finished_model_that_is_gone(run: Run, sunspot: Command) -> None:
     assert "`sunspot doctor run` says what helps" in sunspot.err
 
 
-def test_what_killed_commits_left_is_no_damage(run: Run, sunspot: Command) -> None:
+def test_leftovers_of_killed_commits_are_not_damage(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     commit(run, attempt, 3)
     left = commit(run, attempt, 5)
@@ -800,8 +821,10 @@ def test_what_killed_commits_left_is_no_damage(run: Run, sunspot: Command) -> No
     assert "sunspot checkpoints gc run" in found["leftovers"]["advice"]
 
 
-def test_a_full_disk(run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes says how to free space, and so does whoever looks at the run."""
+def test_advice_on_a_full_disk_says_how_to_free_space(
+    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error itself and the commands that show the run say how to free space."""
     trains(run)
 
     def fill(*_: Any) -> None:
@@ -819,7 +842,7 @@ def test_a_full_disk(run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
     assert findings(sunspot)["failed"]["advice"] == found["advice"]
 
 
-def test_checkpoints_that_cannot_be_committed(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_failing_commits(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     journal = Journal(run, "events", attempt.number)
     journal.append({"step": 5, "time": time.time() - 60, "event": "commit failed", "detail": "503 SlowDown"})
@@ -828,10 +851,12 @@ def test_checkpoints_that_cannot_be_committed(run: Run, sunspot: Command) -> Non
     assert "503 SlowDown" in trouble["evidence"]
     assert "600 s" in trouble["advice"]
     commit(run, attempt, 6)
-    assert "storage trouble" not in findings(sunspot), "it came through in the end"
+    assert "storage trouble" not in findings(sunspot), "the last commit succeeded"
 
 
-def test_a_checkpoint_that_is_too_old(run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_checkpoint_that_is_too_old(
+    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = trains(run)
     commit(run, attempt, 5)
     assert "checkpoint too old" not in findings(sunspot)
@@ -850,13 +875,13 @@ def test_a_checkpoint_that_is_too_old(run: Run, sunspot: Command, monkeypatch: p
     assert "checkpoint too old" not in found, "that is why"
 
 
-def test_a_save_that_exceeds_the_notice(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_save_that_exceeds_the_notice(run: Run, sunspot: Command) -> None:
     trains(run, warning="a checkpoint takes 40 s to commit", save_s=40.0, notice_s=27.0)
     notice = findings(sunspot)["save exceeds notice"]
     assert (notice["save_s"], notice["notice_s"]) == (40.0, 27.0)
 
 
-def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_the_goodput_lost_to_incidents(run: Run, sunspot: Command) -> None:
     first = trains(run)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
@@ -865,7 +890,7 @@ def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
     assert low["worker_seconds_lost"] == {"node lost": 20}
     assert low["steps_replayed"] == 2
     assert "1 node lost (20 worker-seconds)" in low["evidence"]
-    assert "2 steps taken again: more frequent checkpoints" in low["advice"]
+    assert "2 steps repeated: more frequent checkpoints" in low["advice"]
 
 
 @pytest.mark.parametrize(
@@ -878,7 +903,7 @@ def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
         (Cause.NODE_LOST, "more stable nodes"),
     ],
 )
-def test_advice_on_low_goodput_follows_from_the_costliest_cause(
+def test_advice_on_low_goodput_is_about_the_costliest_cause(
     cause: Cause, advice: str, run: Run, sunspot: Command
 ) -> None:
     first = trains(run, owner=IN_CLUSTER)
@@ -893,7 +918,7 @@ def test_advice_on_low_goodput_follows_from_the_costliest_cause(
 FIGURES = "out of memory: 2.90 of 3.00 GiB in use on run-1-x-worker-2, 2.70 GiB of them by this process"
 
 
-def test_workers_that_ran_out_of_memory_come_first(run: Run, sunspot: Command) -> None:
+def test_workers_that_ran_out_of_memory_are_the_first_finding(run: Run, sunspot: Command) -> None:
     first = trains(run, owner=IN_CLUSTER)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage", driver="00000000")
@@ -904,31 +929,31 @@ def test_workers_that_ran_out_of_memory_come_first(run: Run, sunspot: Command) -
     found = findings(sunspot)
     assert next(iter(found)) == "out of memory"
     memory = found["out of memory"]
-    assert (memory["severity"], memory["evidence"]) == ("warning", f"{FIGURES}; 1 worker ended so")
-    assert memory["advice"].startswith("raise worker.memory in the profile above the 3.00 GiB that there are")
+    assert (memory["severity"], memory["evidence"]) == ("warning", f"{FIGURES}; 1 worker ended for this reason")
+    assert memory["advice"].startswith("raise worker.memory in the profile above the present 3.00 GiB")
     assert memory["gib"] == {"used": 2.9, "limit": 3.0}
     start(run, "job", commit(run, second, 9).name, world_size=2, tier="storage", driver="11111111")
-    assert "out of memory" not in findings(sunspot), "it was submitted again since, perhaps with more memory"
+    assert "out of memory" not in findings(sunspot), "it has been submitted again since, perhaps with more memory"
 
 
-def test_a_run_that_ran_out_of_memory_for_good_says_so_first(run: Run, sunspot: Command) -> None:
+def test_the_end_of_a_run_for_lack_of_memory_is_the_first_finding(run: Run, sunspot: Command) -> None:
     reason = f"training failed: rank 0: lost after step 9: {FIGURES}; 4 times in a row"
     trains(run, state=RunState.FAILED, reason=f"{reason}\nstep 9 of 20 is kept")
     found = findings(sunspot)
     assert list(found) == ["out of memory"]
-    assert found["out of memory"]["evidence"] == f"{reason}; 1 worker ended so"
+    assert found["out of memory"]["evidence"] == f"{reason}; 1 worker ended for this reason"
     assert found["out of memory"]["severity"] == "error"
 
 
 # ------------------------------------------------------------------------------------------------------ what it cannot
 
 
-def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
+def test_doctor_of_an_unknown_run_fails_with_code_3(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("doctor", "nowhere") == 3
     assert "nowhere" in sunspot.err
 
 
-def test_a_cluster_that_is_away_leaves_storage(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_without_the_cluster_storage_is_examined(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     report(run, trains(run), *windows(5, data_wait_s=[5.0, 5.0]))
     cluster.down()
     found = findings(sunspot)
@@ -937,7 +962,7 @@ def test_a_cluster_that_is_away_leaves_storage(cluster: FakeCluster, run: Run, s
 
 
 @pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.SUCCEEDED])
-def test_a_refused_credential_is_the_first_finding_of_a_run_that_trains_in_the_cluster(
+def test_a_refused_credential_is_the_first_finding_for_a_run_in_a_cluster(
     cluster: FakeCluster, run: Run, sunspot: Command, state: RunState
 ) -> None:
     begin(run)
@@ -965,15 +990,13 @@ def test_without_a_cluster_storage_explains_a_run_that_trains(
     assert (names(sunspot)[0] == "cluster not seen") is (code == 4)
 
 
-def test_a_refused_credential_does_not_matter_for_a_run_of_this_machine(
-    cluster: FakeCluster, run: Run, sunspot: Command
-) -> None:
+def test_a_refused_credential_does_not_matter_for_a_local_run(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     report(run, trains(run), *windows(5, data_wait_s=[5.0, 5.0]))
     cluster.on("GET", "/rayjobs", answer(401, "Unauthorized"))
     assert "data-bound" in findings(sunspot)
 
 
-def test_storage_that_is_away_leaves_the_cluster(
+def test_without_storage_the_cluster_is_examined(
     cluster: FakeCluster, job: Any, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*words: Any) -> None:
@@ -989,10 +1012,10 @@ def test_storage_that_is_away_leaves_the_cluster(
     ("kind", "severity", "advice"),
     [
         (StorageError, "warning", "they keep training for up to 600 s (STORAGE_TIMEOUT_S); check the storage server"),
-        (RefusedStorageError, "error", "let this user read it, or ask from where it can be read"),
+        (RefusedStorageError, "error", "let this user read it, or run the command as a user who can"),
     ],
 )
-def test_a_live_run_whose_storage_cannot_be_read_is_explained(
+def test_a_live_run_with_unreadable_storage_is_explained(
     kind: type[StorageError],
     severity: str,
     advice: str,
@@ -1016,11 +1039,15 @@ def test_a_live_run_whose_storage_cannot_be_read_is_explained(
 @pytest.mark.parametrize(
     ("message", "evidence", "advice"),
     [
-        ("...\nerror: SignatureDoesNotMatch; check it", ": SignatureDoesNotMatch; check it", "mend what it names"),
-        ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints it"),
+        (
+            "...\nerror: SignatureDoesNotMatch; check it",
+            ": SignatureDoesNotMatch; check it",
+            "fix what the message names",
+        ),
+        ("", "", "kubectl get rayjob run-1 --watch -o jsonpath='{.status.message}' prints the reason"),
     ],
 )
-def test_tries_that_failed_before_they_could_write_to_storage_are_reported(
+def test_tries_that_failed_before_they_could_write_are_reported(
     message: str, evidence: str, advice: str, cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
     record_submission(run, SubmissionRecord(JOB))
@@ -1036,7 +1063,7 @@ def test_tries_that_failed_before_they_could_write_to_storage_are_reported(
     assert said in sunspot.err
 
 
-def test_what_keeps_the_present_pods_from_running_comes_before_a_failed_try_without_a_reason(
+def test_pod_problems_come_before_a_failed_try_without_a_reason(
     cluster: FakeCluster, run: Run, job: Any, sunspot: Command
 ) -> None:
     record_submission(run, SubmissionRecord(JOB))
@@ -1047,7 +1074,7 @@ def test_what_keeps_the_present_pods_from_running_comes_before_a_failed_try_with
 
 
 @pytest.mark.parametrize("kind", [None, RefusedStorageError])
-def test_a_rayjob_that_failed_is_said_to_have_failed_whatever_storage_says(
+def test_a_failed_rayjob_is_reported_whatever_storage_says(
     kind: type[StorageError] | None, cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*words: Any) -> None:
@@ -1063,7 +1090,9 @@ def test_a_rayjob_that_failed_is_said_to_have_failed_whatever_storage_says(
     assert found["failed"]["evidence"] == "cannot import my_task"
 
 
-def test_who_may_not_list_pods_is_told_what_the_rayjob_says(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_user_who_may_not_list_pods_gets_the_findings_of_the_rayjob(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
     record_submission(run, SubmissionRecord(JOB))
     cluster.put_job(rayjob(JOB, backoffLimit=2))
     cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER, failed=2)
@@ -1074,11 +1103,11 @@ def test_who_may_not_list_pods_is_told_what_the_rayjob_says(cluster: FakeCluster
     assert sunspot.json["reason"] == f"{failed}; this user may not list its pods, which would say why"
 
 
-def test_a_run_of_which_a_part_cannot_be_read(run: Run, sunspot: Command) -> None:
+def test_a_part_of_a_run_that_cannot_be_read_is_reported(run: Run, sunspot: Command) -> None:
     ended(run, 10)
     folder = Path(run.storage.locate(run.key("checkpoints")))
     folder.rename(folder.with_name("elsewhere"))
-    folder.symlink_to(folder)  # a fault that a superuser meets, too: a loop
+    folder.symlink_to(folder)  # a loop, which is a fault for a superuser, too
     found = findings(sunspot)
     assert list(found) == ["storage trouble"]
     assert found["storage trouble"]["severity"] == "error"
@@ -1088,7 +1117,7 @@ def test_a_run_of_which_a_part_cannot_be_read(run: Run, sunspot: Command) -> Non
     assert "from the cluster alone" not in sunspot.err, "no cluster was asked"
 
 
-def test_an_attempt_that_is_damaged(run: Run, sunspot: Command) -> None:
+def test_a_damaged_attempt_is_reported(run: Run, sunspot: Command) -> None:
     first = trains(run)
     whole = commit(run, first, 5)
     commit(run, start(run, "job", whole.name), 9)
@@ -1108,12 +1137,12 @@ def test_an_attempt_that_is_damaged(run: Run, sunspot: Command) -> None:
     assert start(run, "another job", whole.name, driver="11111111").number == 3, "its number is not used again"
 
 
-def test_neither_answers(cluster: FakeCluster, sunspot: Command) -> None:
+def test_doctor_fails_if_neither_cluster_nor_storage_answers(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.on("GET", "/rayjobs", answer(403, "forbidden"))
     assert sunspot("doctor", "run") == 4
 
 
-def test_findings_are_told_in_the_order_of_what_they_explain() -> None:
+def test_findings_that_explain_most_come_first() -> None:
     def finding(name: Diagnosis, severity: Severity, cost: float = 0.0) -> Finding:
         return Finding(name, severity, "seen", "do", cost=cost)
 

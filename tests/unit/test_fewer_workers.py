@@ -1,4 +1,4 @@
-"""A run that trains with fewer workers than requested is not called healthy, and the report says what it waits for."""
+"""Tests of doctor's finding about a run that trains with fewer workers than requested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB, CLUSTER = "run-1", "run-1-x"
 
 
 def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> None:
-    """Have attempts with these numbers of workers, a minute apart, the last a minute ago."""
+    """Start attempts with these numbers of workers, one a minute. The last one began a minute ago."""
     begin(run)
     now = time.time()
     settings = {"SUNSPOT_NUM_WORKERS": "2..3"}
@@ -32,7 +32,7 @@ def train(run: Run, *world_sizes: int, state: RunState = RunState.RUNNING) -> No
 
 @pytest.fixture
 def job(cluster: FakeCluster) -> FakeCluster:
-    """A RayJob of 2 to 3 workers that runs, with all of its pods."""
+    """A running RayJob of 2 to 3 workers, with all of its pods."""
     made = rayjob(JOB)
     spec = made["spec"]["rayClusterSpec"]
     spec["workerGroupSpecs"][0] |= {"maxReplicas": 3}
@@ -69,8 +69,8 @@ def test_a_run_with_all_its_workers_is_healthy(job: FakeCluster, run: Run, sunsp
     assert not any(path.startswith("/api/v1/nodes") for _, path in job.requests), "nothing is to be explained by them"
 
 
-def test_pods_on_lost_nodes_do_not_run(job: FakeCluster, run: Run, sunspot: Command) -> None:
-    """Kubernetes calls pods on such nodes Running until it has taken them away."""
+def test_pods_on_lost_nodes_do_not_count_as_running(job: FakeCluster, run: Run, sunspot: Command) -> None:
+    """Kubernetes calls pods on such nodes Running until it deletes them."""
     train(run, 3, 1)
     put_nodes(job, 2, gone=3)
     found = findings(sunspot)
@@ -88,7 +88,7 @@ def test_pods_on_lost_nodes_do_not_run(job: FakeCluster, run: Run, sunspot: Comm
     assert "attempt:    2, 1 of 2..3 workers train" in sunspot.out
 
 
-def test_pods_on_lost_nodes_do_not_run_while_no_worker_trains(job: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_pods_on_lost_nodes_are_found_while_no_worker_trains(job: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, 3, 0, state=RunState.STARTING)
     put_nodes(job, 1, 2, 3)
     assert list(findings(sunspot)) == ["nodes unavailable", "starting"]
@@ -96,13 +96,13 @@ def test_pods_on_lost_nodes_do_not_run_while_no_worker_trains(job: FakeCluster, 
     assert "0 of 3 workers' pods run" in sunspot.out
 
 
-def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_nodes_that_the_user_may_not_list_are_reported(job: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, 3, 2)
     job.forbidden.add("/api/v1/nodes")
     found = findings(sunspot)
     assert list(found) == ["fewer workers"]
     assert "2 of 2..3 workers train" in found["fewer workers"]["evidence"]
-    assert found["fewer workers"]["waits_for"] == "the workers in running pods to join"
+    assert found["fewer workers"]["waits_for"] == "the workers in running pods, which have not joined yet"
     assert sunspot.json["unseen"][0].startswith("its nodes: ")
     assert sunspot("status", "run", "--json") == 0
     assert sunspot.json["reason"] == "2 of 2..3 workers train"
@@ -112,8 +112,8 @@ def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, su
 @pytest.mark.parametrize(
     ("last", "waits_for"),
     [
-        (None, "1 more worker pod (the cluster has not been asked for them, or has not made them yet)"),
-        ({"phase": "Pending"}, f"pod {CLUSTER}-worker-3 (it starts)"),
+        (None, "1 more worker pod (the cluster was not asked for them, or has not created them yet)"),
+        ({"phase": "Pending"}, f"pod {CLUSTER}-worker-3 (it is starting)"),
         (
             {
                 "phase": "Pending",
@@ -123,7 +123,7 @@ def test_nodes_that_may_not_be_listed_are_told_of(job: FakeCluster, run: Run, su
         ),
     ],
 )
-def test_what_a_run_waits_for_is_named(
+def test_the_finding_names_what_the_run_waits_for(
     job: FakeCluster, run: Run, sunspot: Command, last: dict[str, Any] | None, waits_for: str
 ) -> None:
     train(run, 3, 2, 2)
@@ -134,7 +134,7 @@ def test_what_a_run_waits_for_is_named(
     assert found["since"] == pytest.approx(time.time() - 120, abs=20), "since the first attempt with fewer"
 
 
-def test_pods_that_may_not_be_listed_are_not_said_to_be_missing(job: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_pods_that_the_user_may_not_list_are_not_called_missing(job: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, 1)
     job.on("GET", f"{CORE}/pods", answer(403, "no pods"))
     assert findings(sunspot)["fewer workers"]["waits_for"] == "not known, because no cluster shows its pods"
@@ -154,4 +154,4 @@ def test_only_pods_whose_nodes_are_known_to_be_lost_are_marked() -> None:
     assert mark_lost_pods([view], [ready]) == (view,)
     [lost] = mark_lost_pods([view], [{**ready, "metadata": {"name": "another"}}])
     assert not lost.ready
-    assert "no longer exists" in str(lost.problem)
+    assert "no longer exists" in lost.lost

@@ -1,4 +1,4 @@
-"""What Argo CD and Flux make of RayJobs and RayClusters: the checks in k8s/gitops, run on every status there is."""
+"""Tests of the health checks in k8s/gitops for Argo CD and Flux, with every status of RayJobs and RayClusters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cel_expr_python import cel
 from lupa import lua51
 
 from sunspot.run.status import RunState, Status
-from sunspot.submitter.cluster.state import JobInCluster, StoragePart, judge
-from sunspot.submitter.cluster.views import KEEPERS, job_view
-from sunspot.submitter.cluster.waiting import PUT_BACK_WITHIN_S, annotations
+from sunspot.submitter.cluster.state import JobSnapshot, StorageSnapshot, judge
+from sunspot.submitter.cluster.views import GITOPS_TOOLS, job_view
+from sunspot.submitter.cluster.waiting import RECREATED_WITHIN_S, annotations
 from sunspot.submitter.manifest.profile import manifests
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, kept, rayjob
 
@@ -25,7 +25,7 @@ def load(file: str) -> Any:
 
 
 def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
-    """Health and message, by Lua 5.1 with the libraries that Argo CD has (util/lua/lua.go)."""
+    """Return health and message from Lua 5.1 with Argo CD's libraries (util/lua/lua.go)."""
     lua = lua51.LuaRuntime()
     lua.execute("debug.setmetatable('', nil)")
     for library in ("string", "math", "io", "os", "debug", "coroutine", "python"):
@@ -37,7 +37,7 @@ def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
 
 
 def flux(thing: dict[str, Any]) -> str:
-    """Health, by expressions without types and in the order that Flux has (runtime/cel/status_evaluator.go)."""
+    """Return the health from untyped expressions, evaluated in Flux's order (runtime/cel/status_evaluator.go)."""
     [check] = [check for check in load("flux.yaml")["spec"]["healthCheckExprs"] if check["kind"] == thing["kind"]]
     assert thing["apiVersion"] == check["apiVersion"]
     for health in ("failed", "current"):
@@ -50,7 +50,7 @@ def flux(thing: dict[str, Any]) -> str:
 
 
 def with_status(thing: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """As the API server shows it, which leaves out what is empty."""
+    """Return an object with this status, without empty fields, which the API server leaves out, too."""
     return {**thing, "status": {key: value for key, value in status.items() if value}}
 
 
@@ -80,8 +80,8 @@ def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
         ("Retrying", "Progressing", "in progress"),
     ],
 )
-def test_a_job_that_has_not_completed(deployment: str, argo_says: str, flux_says: str) -> None:
-    """What the Ray job of a try is does not matter: another may follow."""
+def test_the_health_of_an_unfinished_job_ignores_its_ray_job(deployment: str, argo_says: str, flux_says: str) -> None:
+    """The state of one try's Ray job does not matter, because another try may follow."""
     for ray in JOB_STATUSES:
         job = a_rayjob(deployment, ray)
         assert argo_cd(job) == (argo_says, ": ".join(filter(None, [deployment, ray])))
@@ -89,33 +89,33 @@ def test_a_job_that_has_not_completed(deployment: str, argo_says: str, flux_says
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_job_that_has_completed_is_well_if_it_succeeded(ray: str) -> None:
+def test_a_completed_job_is_healthy_if_it_succeeded(ray: str) -> None:
     job = a_rayjob("Complete", ray)
     assert argo_cd(job)[0] == ("Healthy" if ray == "SUCCEEDED" else "Degraded")
     assert flux(job) == ("current" if ray == "SUCCEEDED" else "failed")
 
 
-def test_they_agree_with_the_command() -> None:
+def test_the_health_checks_agree_with_sunspot_status() -> None:
     for case in CASES:
         job = a_rayjob(*case)
-        state, _ = judge(JobInCluster(job_view(job)), StoragePart())
+        state, _ = judge(JobSnapshot(job_view(job)), StorageSnapshot())
         assert (argo_cd(job)[0] == "Healthy") is (state is RunState.SUCCEEDED), case
         assert argo_cd(job)[0] != "Degraded" or state.terminal, case
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case
 
 
-def test_a_job_that_no_operator_has_seen() -> None:
+def test_a_job_that_no_operator_has_handled_is_progressing() -> None:
     assert argo_cd(rayjob("digits-1")) == ("Progressing", "")
     assert flux(rayjob("digits-1")) == "unknown"
 
 
-def test_the_message_has_the_operators_reason() -> None:
+def test_the_health_message_contains_the_reason_of_the_operator() -> None:
     message = "Job status checks have been failing since 2026-11-20 10:00:00; exceeded timeout of 300s"
     job = a_rayjob("Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded", message=message)
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
 
 
-def test_the_message_has_the_step_that_the_job_is_annotated_with() -> None:
+def test_the_health_message_contains_the_annotated_step() -> None:
     job = a_rayjob("Running", "RUNNING")
     job["metadata"]["annotations"] = annotations(RunState.RUNNING, Status(RunState.RUNNING, "", step=7, total_steps=10))
     assert argo_cd(job) == ("Progressing", "Running: RUNNING: step 7 of 10")
@@ -154,21 +154,23 @@ REFUSED = (True, 'pods "head" is forbidden: exceeded quota: sunspot')
         ),
     ],
 )
-def test_a_cluster(cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str) -> None:
+def test_the_health_of_a_raycluster_follows_its_state(
+    cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str
+) -> None:
     assert argo_cd(cluster) == argo_says
     assert flux(cluster) == flux_says
 
 
-def test_argo_cd_and_flux_are_known_by_the_fields_that_they_manage_and_put_back_what_is_deleted() -> None:
-    found = {manager: job_view(kept(rayjob("digits-1"), manager)).kept_by for manager in (*KEEPERS, "kubectl")}
-    assert found == {**KEEPERS, "kubectl": ""}
+def test_gitops_tools_are_recognized_by_their_field_managers() -> None:
+    found = {manager: job_view(kept(rayjob("digits-1"), manager)).gitops_tool for manager in (*GITOPS_TOOLS, "kubectl")}
+    assert found == {**GITOPS_TOOLS, "kubectl": ""}
     assert load("application.yaml")["spec"]["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
     assert load("flux.yaml")["spec"]["interval"] == "10m"
-    assert PUT_BACK_WITHIN_S > 600
+    assert RECREATED_WITHIN_S > 600
 
 
-def test_neither_puts_back_what_kueue_writes() -> None:
-    """All of a RayJob's spec, which its name stands for, and nothing else."""
+def test_neither_tool_reverts_the_changes_of_kueue() -> None:
+    """They ignore the spec of a RayJob, because its hash is in the name, and no other field."""
     application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
     rayjobs = {"group": "ray.io", "kind": "RayJob"}
     assert application["ignoreDifferences"] == [{**rayjobs, "jsonPointers": ["/spec"]}]

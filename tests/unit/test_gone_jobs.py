@@ -1,4 +1,4 @@
-"""A RayJob that is deleted while its run trains: what each command says, and where nothing may be concluded."""
+"""Tests of RayJobs that are deleted while their runs train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def identity(cluster: FakeCluster) -> None:
 
 
 def train(run: Run, silent_s: float = 0.0, owner: str = OWNER, **more: Any) -> None:
-    """Have the run saved at step 42 and at step 41 in its status, which was written `silent_s` seconds ago."""
+    """Write a checkpoint of step 42, and a status of step 41 that is `silent_s` seconds old."""
     begin(run)
     attempt = start(run, owner, tier="beginning", world_size=2)
     commit(run, attempt, 42)
@@ -44,9 +44,9 @@ def state(sunspot: Command) -> tuple[str, str]:
 GONE = "its RayJob run-1 is gone from namespace sunspot"
 
 
-def test_every_command_says_that_the_rayjob_is_gone(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_every_command_reports_that_the_rayjob_is_gone(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, silent_s=40)
-    said = f"{GONE}, so nothing trains it; saved at step 42; submit it again to go on from there"
+    said = f"{GONE}, so nothing trains it; saved at step 42; submit it again to continue from there"
     assert state(sunspot) == ("lost", said)
     assert sunspot("list", "--json") == 0
     assert (sunspot.json[0]["state"], sunspot.json[0]["reason"]) == ("lost", said)
@@ -58,7 +58,7 @@ def test_every_command_says_that_the_rayjob_is_gone(cluster: FakeCluster, run: R
     assert "delete" not in finding["advice"]
 
 
-def test_processes_that_still_save_are_waited_for(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_run_whose_processes_still_save_is_stopping(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run)
     assert state(sunspot) == (
         "stopping",
@@ -68,19 +68,19 @@ def test_processes_that_still_save_are_waited_for(cluster: FakeCluster, run: Run
     assert [finding["finding"] for finding in sunspot.json["findings"]] == ["lost"]
 
 
-def test_a_run_that_was_to_stop_is_stopped(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_run_with_a_stop_marker_is_stopped(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, silent_s=40)
     request_stop(run, "me")
-    assert state(sunspot) == ("stopped", f"told to stop; {GONE}; saved at step 42")
+    assert state(sunspot) == ("stopped", f"asked to stop; {GONE}; saved at step 42")
 
 
-def test_an_end_that_the_run_has_recorded_stands(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_the_recorded_end_of_a_run_is_kept(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, state=RunState.SUCCEEDED, reason="all is done")
     assert state(sunspot) == ("succeeded", "all is done")
 
 
 def let_it_live(cluster: FakeCluster) -> None:
-    """Have the run trained by the RayJob of a search, which is labelled with the search."""
+    """Let the RayJob of a search train the run. Its label names the search."""
     cluster.put_job(rayjob("run-1", run="search"))
 
 
@@ -102,7 +102,7 @@ def let_it_live(cluster: FakeCluster) -> None:
         *("it may not be read", "none may be listed", "the cluster is not known", "the cluster is away"),
     ],
 )
-def test_nothing_is_concluded_without_knowing(
+def test_nothing_is_concluded_if_the_rayjob_may_exist(
     cluster: FakeCluster, run: Run, sunspot: Command, owner: str, change: Callable[[FakeCluster], Any] | None
 ) -> None:
     train(run, owner=owner)
@@ -128,7 +128,7 @@ def submitted(run: Run, **place: str) -> None:
         ({}, "lost"),
     ],
 )
-def test_a_rayjob_that_is_deleted_before_its_driver_began(
+def test_a_rayjob_deleted_before_its_driver_began_is_reported(
     cluster: FakeCluster, run: Run, sunspot: Command, place: dict[str, str], expected: str
 ) -> None:
     here = {"server": connect().server} if place.get("server") == "here" else {}
@@ -141,7 +141,9 @@ def test_a_rayjob_that_is_deleted_before_its_driver_began(
     assert sunspot.json[0]["state"] == expected
 
 
-def test_the_doctor_says_where_a_run_that_is_not_here_trains(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_doctor_says_where_a_run_trains_that_has_no_rayjob_here(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
     elsewhere = f"run-1#00c0ffee@other/{cluster_identity('B')}"
     train(run, silent_s=40, owner=elsewhere)
     assert sunspot("doctor", "run", "--json") == 0

@@ -1,4 +1,4 @@
-"""Kubeconfigs as clouds and tunnels write them: who asks, in which namespace, and what is said of a broken one."""
+"""Tests of kubeconfigs: credentials, namespaces, and messages about broken files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.harness.kubernetes import JOBS, FakeCluster, answer, rayjob
 
 
 class Config:
-    """The kubeconfig of the fake cluster, entry by entry."""
+    """The kubeconfig of the fake cluster."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._path = cluster.kubeconfig
 
     def set(self, part: str, **entries: Any) -> None:
-        """Add entries to its only cluster, user or context."""
+        """Add entries to the only cluster, user or context."""
         config = json.loads(self._path.read_text())
         config[f"{part}s"][0][part] |= entries
         for name in [name for name, value in entries.items() if value is None]:
@@ -33,7 +33,7 @@ class Config:
         self._path.write_text(json.dumps(config))
 
     def sign_in_by(self, program: str, **more: Any) -> Path:
-        """Have the user's credential come from a plugin: a Python program."""
+        """Let a plugin, which is a Python program, supply the user's credential."""
         path = self._path.parent / "plugin"
         path.write_text(f"#!{sys.executable}\nimport json, os, sys, time\n{program}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -50,7 +50,7 @@ def config(cluster: FakeCluster) -> Config:
 
 
 def give(token: str) -> str:
-    """A plugin's answer."""
+    """Return a program that prints a plugin's credential."""
     return f"print(json.dumps({{'status': {{'token': {token}}}}}))"
 
 
@@ -71,7 +71,7 @@ def give(token: str) -> str:
         ("context", {"cluster": "other"}, "other"),
     ],
 )
-def test_a_broken_entry_is_one_message(
+def test_a_broken_entry_gives_one_message(
     config: Config, sunspot: Command, part: str, entries: dict[str, Any], said: str
 ) -> None:
     config.set(part, **entries)
@@ -81,7 +81,7 @@ def test_a_broken_entry_is_one_message(
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"- a\n- b\n", b"", b"a: [", b"clusters: 1"])
-def test_a_file_that_is_no_kubeconfig_is_one_message(cluster: FakeCluster, sunspot: Command, content: bytes) -> None:
+def test_an_invalid_kubeconfig_gives_one_message(cluster: FakeCluster, sunspot: Command, content: bytes) -> None:
     cluster.kubeconfig.write_bytes(content)
     assert sunspot("status", "run", "--context", "fake") == 4
     assert sunspot.err.startswith(f"error: no cluster: {cluster.kubeconfig}")
@@ -91,7 +91,7 @@ def test_a_file_that_is_no_kubeconfig_is_one_message(cluster: FakeCluster, sunsp
 # ------------------------------------------------------------------------------------------------------------- plugins
 
 
-def test_a_plugin_is_asked_with_its_variables_and_says_where_to_sign_in(
+def test_a_plugin_gets_its_variables_and_can_print_where_to_sign_in(
     cluster: FakeCluster, config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0)
@@ -107,7 +107,7 @@ def test_a_plugin_is_asked_with_its_variables_and_says_where_to_sign_in(
     assert cluster.tokens == {"Bearer secret"}
 
 
-def test_a_plugin_may_give_a_certificate(cluster: FakeCluster, config: Config) -> None:
+def test_a_plugin_may_return_a_certificate(cluster: FakeCluster, config: Config) -> None:
     config.set("cluster", server="https://127.0.0.1:1")
     config.sign_in_by("print(json.dumps({'status': {'clientCertificateData': 'cert', 'clientKeyData': 'key'}}))")
     client, _ = kubeconfig.make_client(None)
@@ -126,7 +126,7 @@ def test_a_plugin_may_give_a_certificate(cluster: FakeCluster, config: Config) -
         (None, "cannot be run here .No such file or directory.; get it from the cloud"),
     ],
 )
-def test_a_plugin_without_a_credential_is_an_error_and_no_anonymous_request(
+def test_a_plugin_without_a_credential_is_an_error(
     cluster: FakeCluster,
     config: Config,
     sunspot: Command,
@@ -143,7 +143,7 @@ def test_a_plugin_without_a_credential_is_an_error_and_no_anonymous_request(
     assert cluster.requests == []
 
 
-def test_a_refused_credential_is_asked_for_again_once(cluster: FakeCluster, config: Config, sunspot: Command) -> None:
+def test_a_refused_credential_is_renewed_once(cluster: FakeCluster, config: Config, sunspot: Command) -> None:
     config.sign_in_by(give("'t'"))
     cluster.put_job(rayjob("run-1"))
     cluster.on("GET", JOBS, answer(401, "Unauthorized"), times=1)
@@ -166,7 +166,7 @@ def test_a_refused_credential_is_asked_for_again_once(cluster: FakeCluster, conf
         (None, (), "sunspot"),
     ],
 )
-def test_the_namespace_is_the_contexts_own(
+def test_the_default_namespace_is_that_of_the_context(
     cluster: FakeCluster, config: Config, sunspot: Command, own: str | None, given: tuple[str, ...], asked: str
 ) -> None:
     config.set("context", namespace=own)
@@ -174,7 +174,7 @@ def test_the_namespace_is_the_contexts_own(
     assert f"/namespaces/{asked}/rayjobs" in cluster.requests[0][1]
 
 
-def test_a_run_is_submitted_where_the_other_verbs_look_for_it(
+def test_a_run_is_submitted_to_the_namespace_that_other_verbs_use(
     cluster: FakeCluster, config: Config, sunspot: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config.set("context", namespace="team-a")

@@ -1,4 +1,4 @@
-"""`sunspot wait --all`: runs of a namespace that are started again, and what their RayJobs are annotated with."""
+"""Tests of `sunspot wait --all`: restarts of a namespace's runs, and the annotations of their RayJobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reconciler(cluster: FakeCluster, run: Run, shown: list[tuple[str, str]]) -> 
 
 
 def another(job: dict[str, Any]) -> dict[str, Any]:
-    """A RayJob of the name of one that is gone."""
+    """Return a RayJob with the name of one that is gone."""
     return {**job, "metadata": {**job["metadata"], "uid": "another"}}
 
 
@@ -49,7 +49,7 @@ def changes(cluster: FakeCluster) -> list[str]:
     return [method for method, _ in cluster.requests if method in ("PATCH", "DELETE")]
 
 
-def test_a_path_in_a_rayjob_is_not_read(
+def test_a_local_path_in_a_rayjob_is_not_read(
     cluster: FakeCluster, run: Run, shown: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_status(run, RunState.RUNNING, owner="run-1", step=4)
@@ -69,7 +69,7 @@ def test_a_path_in_a_rayjob_is_not_read(
     )
 
 
-def test_a_job_is_annotated_with_where_its_run_stands(
+def test_a_rayjob_is_annotated_with_the_state_of_its_run(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:
     cluster.put_job(rayjob("run-0", created=time.time() - 100))
@@ -89,7 +89,7 @@ def test_a_job_is_annotated_with_where_its_run_stands(
     assert annotations(cluster, "run-1") == expected
     before = len(changes(cluster))
     reconciler.reconcile()
-    assert len(changes(cluster)) == before, "nothing is new"
+    assert len(changes(cluster)) == before, "nothing has changed"
     set_status(run, RunState.SUCCEEDED, step=10, **SAVED)
     cluster.set_status("run-1", "Complete", "SUCCEEDED")
     reconciler.reconcile()
@@ -99,7 +99,7 @@ def test_a_job_is_annotated_with_where_its_run_stands(
     assert annotations(cluster, "run-0") == {}, "another has taken its place"
 
 
-def test_runs_are_started_again_by_who_keeps_them_none_waiting_for_another(
+def test_a_restart_by_gitops_does_not_delay_other_runs(
     cluster: FakeCluster, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:
     for name in ("one", "two"):
@@ -118,14 +118,14 @@ def test_runs_are_started_again_by_who_keeps_them_none_waiting_for_another(
     assert set(shown) == expected
 
 
-def test_what_was_submitted_is_started_again_by_who_may(
+def test_submitted_runs_are_restarted_if_the_user_may_create_rayjobs(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.put_job(submitted(rayjob("run-1")))
     cluster.set_status("run-1", **GIVEN_UP)
     cluster.forbidden.add("create rayjobs")
     reconciler.reconcile()
-    said = "may not create it again; have the Role sunspot-submitter"
+    said = "may not create it again; ask for the Role sunspot-submitter"
     wait_until(lambda: said in capsys.readouterr().err, seconds=20)
     assert "run-1" in cluster.jobs
     cluster.forbidden.clear()
@@ -133,7 +133,7 @@ def test_what_was_submitted_is_started_again_by_who_may(
     wait_until(lambda: "status" not in cluster.jobs.get("run-1", {"status": "gone"}), seconds=20)
 
 
-def test_what_goes_wrong_is_said_once_and_tried_again(
+def test_an_error_is_printed_once_and_retried(
     cluster: FakeCluster, run: Run, reconciler: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.put_job(rayjob("run-1"))
@@ -151,7 +151,7 @@ def test_what_goes_wrong_is_said_once_and_tried_again(
     assert "the API server is back" in said
 
 
-def test_a_job_that_goes_meanwhile_is_no_error(cluster: FakeCluster) -> None:
+def test_a_rayjob_that_disappears_is_not_an_error(cluster: FakeCluster) -> None:
     cluster.put_job(rayjob("run-1"))
     api = connect()
     [job] = api.list_jobs()
@@ -162,7 +162,7 @@ def test_a_job_that_goes_meanwhile_is_no_error(cluster: FakeCluster) -> None:
     assert annotations(cluster, "run-1") == {}
 
 
-def test_the_verb_goes_on_until_it_is_told_to_end(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_waiting_for_all_runs_ends_on_an_interrupt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     for words in ([], ["run", "--all"], ["--all", "--timeout", "1"]):
         assert sunspot("wait", *words) == 2
         assert "give the name of a run, or --all" in sunspot.err

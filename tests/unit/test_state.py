@@ -1,4 +1,4 @@
-"""Where a run stands, from KubeRay's two states, its pods, its warnings and what lies in storage: every combination."""
+"""Tests of the state of a run, for every combination of KubeRay's two states and the status in storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster import state as states
 from sunspot.submitter.cluster.observation import RunSnapshot
-from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobInCluster, StoragePart
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobSnapshot, StorageSnapshot
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, submitted, timestamp
@@ -26,7 +26,7 @@ STORED = [
     *("nothing", "starting", "running", "running, a while ago", "failed, in the try before", "failed", "lost"),
     *("stopped", "stopped, as was asked", "succeeded", "another's, from before", "another's, that trains now"),
 ]
-"""What may lie in storage."""
+"""Kinds of statuses in storage."""
 
 CASES = list(itertools.product(STORED, DEPLOYMENT_STATUSES, JOB_STATUSES))
 
@@ -35,22 +35,22 @@ BEFORE_THE_CLUSTER = ("", "Initializing", "Waiting", "Suspending", "Suspended")
 
 RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
     (
-        "a run that another RayJob has taken over stands where that one stands",
+        "a run that another RayJob has taken over has that one's state",
         lambda stored, deployment, ray: stored == "another's, that trains now",
         RunState.RUNNING,
     ),
     (
-        "a run that has succeeded stays so, whatever the operator says",
+        "a run that has succeeded stays succeeded, whatever the operator reports",
         lambda stored, deployment, ray: stored == "succeeded",
         RunState.SUCCEEDED,
     ),
     (
-        "a run that was told to stop and has stopped stays so",
+        "a run that was asked to stop and has stopped stays stopped",
         lambda stored, deployment, ray: stored == "stopped, as was asked",
         RunState.STOPPED,
     ),
     (
-        "what the operator refuses or gives up has failed",
+        "a run that the operator refuses or gives up has failed",
         lambda stored, deployment, ray: deployment in ("Failed", "ValidationFailed"),
         RunState.FAILED,
     ),
@@ -70,7 +70,7 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
         RunState.STOPPED,
     ),
     (
-        "what the driver or Ray calls failed has failed",
+        "a run that the driver or Ray calls failed has failed",
         lambda stored, deployment, ray: stored == "failed" or ray == "FAILED",
         RunState.FAILED,
     ),
@@ -80,17 +80,17 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
         RunState.SUCCEEDED,
     ),
     (
-        "one whose Ray job was stopped has stopped",
+        "a complete RayJob whose Ray job was stopped has stopped",
         lambda stored, deployment, ray: (deployment, ray) == ("Complete", "STOPPED"),
         RunState.STOPPED,
     ),
     (
-        "one whose Ray job never ended is lost",
+        "a complete RayJob whose Ray job never ended is lost",
         lambda stored, deployment, ray: deployment == "Complete",
         RunState.LOST,
     ),
     (
-        "a Ray job that starts after its driver has ended or fallen silent begins anew",
+        "a Ray job that starts after its driver has ended or fallen silent is a retry",
         lambda stored, deployment, ray: (
             ray in ("", "PENDING") and stored in ("running, a while ago", "lost", "stopped")
         ),
@@ -102,31 +102,32 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
         RunState.STOPPING,
     ),
     (
-        "a run whose Ray job has succeeded is finishing until then",
+        "a run whose Ray job has succeeded is finishing until the operator concludes",
         lambda stored, deployment, ray: ray == "SUCCEEDED",
         RunState.FINISHING,
     ),
     (
-        "a run that trains and says nothing is silent",
+        "a run that trains without heartbeats is silent",
         lambda stored, deployment, ray: stored == "running, a while ago",
         RunState.SILENT,
     ),
     (
-        "a run whose driver says that it trains is running",
+        "a run whose driver reports that it trains is running",
         lambda stored, deployment, ray: stored == "running",
         RunState.RUNNING,
     ),
     (
-        "a run whose driver has said nothing of this try, or only that the last one was lost, is starting",
+        "a run whose driver has reported nothing of this try, or only the loss of the last one, is starting",
         lambda stored, deployment, ray: stored in (*NONE_OF_ITS_OWN, "starting", "lost"),
         RunState.STARTING,
     ),
 ]
-"""What a run's state is, by what lies in storage, `jobDeploymentStatus` and `jobStatus`: the first rule that holds."""
+"""Rules for the state of a run from the kind of its status, `jobDeploymentStatus` and `jobStatus`. The first rule that
+matches decides."""
 
 
 def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
-    return states.judge(JobInCluster(job, pods, warnings, now), StoragePart(**stored))
+    return states.judge(JobSnapshot(job, pods, warnings, now), StorageSnapshot(**stored))
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:
@@ -163,7 +164,7 @@ def state_of(stored: str, deployment: str, ray: str) -> RunState:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_the_first_rule_that_holds_decides(stored: str) -> None:
+def test_the_first_rule_that_matches_decides(stored: str) -> None:
     for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
         rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
@@ -182,13 +183,13 @@ def test_a_request_to_stop_never_hides_an_end() -> None:
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_while_tries_are_left_a_failure_is_no_end(ray: str) -> None:
+def test_a_failure_is_not_the_end_while_tries_are_left(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")
     assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING
     assert judge(job("Running", ray, failed=2, **tries), status=failed, now=NOW)[0] is RunState.FAILED
     state, reason = judge(job("Retrying", "FAILED", failed=1, **tries), status=failed, now=NOW)
-    assert (state, reason) == (RunState.RETRYING, "try 1 of 3 failed: the disk is full; its cluster is made anew")
+    assert (state, reason) == (RunState.RETRYING, "try 1 of 3 failed: the disk is full; a new cluster follows")
     state, reason = judge(job("Initializing", "", failed=1, **tries), status=failed, now=NOW)
     assert state is RunState.RETRYING
     assert "the disk is full" in reason
@@ -199,24 +200,24 @@ BEFORE_STORAGE = "2 of 3 tries have failed before they could write to storage"
 
 
 @pytest.mark.parametrize("deployment", ["Retrying", "", "Initializing", "Running"])
-def test_tries_that_failed_without_a_word_in_storage_are_counted(deployment: str) -> None:
+def test_failed_tries_that_storage_does_not_record_are_counted(deployment: str) -> None:
     ray = {"Retrying": "FAILED", "Running": "RUNNING"}.get(deployment, "")
     state, reason = judge(job(deployment, ray, **TRIES))
     assert (state, reason.partition(";")[0]) == (RunState.RETRYING, BEFORE_STORAGE)
     said = judge(job(deployment, ray, message="...\nerror: SignatureDoesNotMatch; check the key", **TRIES))[1]
     assert said.startswith(f"{BEFORE_STORAGE}: SignatureDoesNotMatch; check the key; ")
     away = judge(job("Initializing", "", **TRIES), trouble="no route to host")[1]
-    assert away.startswith("2 of 3 tries have failed; "), "what they have written is not known"
+    assert away.startswith("2 of 3 tries have failed; "), "their status is unknown"
 
 
-def test_a_job_that_its_driver_has_ended_for_good_has_failed() -> None:
+def test_a_job_that_its_driver_ended_for_good_has_failed() -> None:
     message = "failed for good with exit code 4, so it is not tried again\nerror: SignatureDoesNotMatch; check the key"
     view = job("Complete", "STOPPED", message=message, spec={"backoffLimit": 2})
     assert judge(view) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
     own = status(RunState.FAILED, reason="SignatureDoesNotMatch")
     assert judge(view, status=own) == (RunState.FAILED, "SignatureDoesNotMatch")
     assert judge(job("Complete", "STOPPED", message="Job was intentionally stopped."))[0] is RunState.STOPPED
-    drained = status(RunState.STOPPED, age=250)  # by the try before, when its node was taken
+    drained = status(RunState.STOPPED, age=250)  # written by the previous try, when its node was reclaimed
     again = job("Complete", "STOPPED", message=message, failed=1, startTime=timestamp(NOW - 200))
     assert judge(again, status=drained) == (RunState.FAILED, "SignatureDoesNotMatch; check the key")
     behind = job("Running", "STOPPED", message=message, spec={"backoffLimit": 2})
@@ -226,39 +227,39 @@ def test_a_job_that_its_driver_has_ended_for_good_has_failed() -> None:
 
 OUTAGE = (
     "its Ray job runs; storage does not answer, so nothing is known of its progress; if the run's own processes are "
-    "cut off, too, they keep training for up to 600 s (STORAGE_TIMEOUT_S)"
+    "cut off as well, they keep training for up to 600 s (STORAGE_TIMEOUT_S)"
 )
 
 
 @pytest.mark.parametrize("last", [None, status(RunState.RUNNING, age=250)], ids=["first look", "since a while"])
-def test_storage_that_does_not_answer_is_not_taken_for_a_silent_run(last: Status | None) -> None:
+def test_unreachable_storage_does_not_make_a_run_silent(last: Status | None) -> None:
     assert judge(job(), status=last, trouble="no route to host") == (RunState.RUNNING, OUTAGE)
     refused = judge(job(), status=last, trouble="AccessDenied", refused=True)[1]
     assert refused == "its Ray job runs; its storage refuses this reader, so nothing is known of its progress"
 
 
 @pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
-def test_nothing_is_said_of_pods_that_are_not_known(deployment: str) -> None:
-    seen = JobInCluster(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
-    reason = states.judge(seen, StoragePart())[1]
+def test_unknown_pods_are_not_described(deployment: str) -> None:
+    seen = JobSnapshot(job(deployment, ""), now=NOW, unseen_pods="nobody looked at its pods")
+    reason = states.judge(seen, StorageSnapshot())[1]
     assert reason == {"Initializing": "nobody looked at its pods"}.get(
         deployment, "suspended: suspend is true in its spec"
     )
 
 
-def test_a_status_that_could_not_be_read_is_not_called_missing() -> None:
+def test_an_unreadable_status_is_not_called_missing() -> None:
     state, reason = judge(job("Complete", "SUCCEEDED"), trouble="no route to host")
     assert state is RunState.SUCCEEDED
     assert "wrote no" not in reason
-    snapshot = RunSnapshot(storage=StoragePart(trouble="no route to host"))
+    snapshot = RunSnapshot(storage=StorageSnapshot(trouble="no route to host"))
     assert snapshot.state()[0] is RunState.SILENT, "and not lost for good, which would end `wait`"
 
 
-def test_a_status_of_the_same_job_before_it_was_replaced_does_not_count() -> None:
+def test_a_status_from_before_the_job_was_replaced_does_not_count() -> None:
     old = status(RunState.STOPPED, "run-1#1a2b3c4d")
     again = job_view(submitted(job("Initializing", "").raw))
     assert judge(again, status=old, now=NOW)[0] is RunState.PENDING
-    # GitOps made it again: the owner's name is the same, and only the time tells.
+    # GitOps recreated it. The owner's name is the same, and only the time differs.
     old = status(RunState.FAILED, "run-1", age=1000)
     assert judge(job("Running", "RUNNING"), status=old, now=NOW)[0] is RunState.STARTING
 
@@ -276,10 +277,11 @@ def test_a_status_of_the_same_job_before_it_was_replaced_does_not_count() -> Non
         ("run-1", "run-1@teamb/aaaaaaaaaa", False),
         ("run-1", "run-1@sunspot/bbbbbbbbbb", False),
         ("run-1", "run-2@sunspot/aaaaaaaaaa", False),
+        ("run-1", "run-1#3", True),  # from a version that counted submissions
         ("run-1", "run-1#12345678", False),
     ],
 )
-def test_an_owner_is_a_job_of_this_name_namespace_cluster_and_submission(job_id: str, owner: str, same: bool) -> None:
+def test_an_owner_matches_by_name_namespace_cluster_and_submission(job_id: str, owner: str, same: bool) -> None:
     raw = rayjob("run-1")
     set_variable(raw, "SUNSPOT_JOB_ID", job_id)
     raw["metadata"]["namespace"] = "sunspot"
@@ -287,7 +289,7 @@ def test_an_owner_is_a_job_of_this_name_namespace_cluster_and_submission(job_id:
     assert states.owns(job_view(raw), owner) is (same or owner.endswith("b" * 10)), "the cluster is not known"
 
 
-def test_deadlines_leave_the_job_running_and_are_failures() -> None:
+def test_an_exceeded_deadline_is_a_failure_although_the_ray_job_runs() -> None:
     late = job("Failed", "RUNNING", reason="DeadlineExceeded", spec={"activeDeadlineSeconds": 60})
     state, reason = judge(late, status=status(RunState.RUNNING), now=NOW)
     assert state is RunState.FAILED
@@ -301,7 +303,7 @@ def test_deadlines_leave_the_job_running_and_are_failures() -> None:
     )
 
 
-def test_the_programs_own_words_come_before_the_operators() -> None:
+def test_the_message_of_the_program_takes_precedence_over_the_operators() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"
@@ -314,8 +316,8 @@ def test_the_programs_own_words_come_before_the_operators() -> None:
     assert judge(refused, now=NOW)[1] == "the operator refuses the manifest: the name is too long"
 
 
-def test_a_job_that_was_refused_has_not_been_taken_over() -> None:
-    """The run's own job was there first; it trains on, or has ended."""
+def test_a_refused_job_was_not_taken_over() -> None:
+    """The run's own job came first. It keeps training, or has ended."""
     failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
     for state in (RunState.RUNNING, RunState.SUCCEEDED):
         first = status(state, owner="run-0", began=CREATED - 60)
@@ -326,10 +328,11 @@ def test_a_silent_run_that_should_train_is_called_silent() -> None:
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW)
     assert state is RunState.SILENT
     assert re.fullmatch(
-        r"no sign of life since \d{4}-.* UTC, 4 min ago, though its Ray job runs: frozen, cut off or gone", reason
+        r"no sign of life since \d{4}-.* UTC, 4 min ago, although its Ray job runs: it may be frozen, cut off or gone",
+        reason,
     )
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW, stop_wanted=True)
-    assert (state, reason.partition(" since")[0]) == (RunState.STOPPING, "told to stop; no sign of life")
+    assert (state, reason.partition(" since")[0]) == (RunState.STOPPING, "asked to stop; no sign of life")
     another = status(RunState.RUNNING, "run-2#1", age=250)
     state, reason = judge(job(), status=another, now=NOW)
     assert state is RunState.SILENT
@@ -344,12 +347,12 @@ def test_a_run_that_has_taken_all_steps_is_finishing() -> None:
         assert (state, reason.endswith("all steps are taken")) == (RunState.FINISHING, True)
 
 
-def test_no_operator_looks_at_it() -> None:
+def test_the_reason_says_that_no_operator_handles_the_job() -> None:
     assert "check that the KubeRay operator runs" in judge(job("", ""), now=NOW)[1]
     assert "operator" not in judge(job("", ""), now=CREATED + 5)[1]
 
 
-def test_deletion_and_suspension() -> None:
+def test_a_deleted_job_is_stopping_and_a_suspended_job_is_pending() -> None:
     assert judge(job(metadata={"deletionTimestamp": timestamp(NOW)}), now=NOW)[0] is RunState.STOPPING
     queued = job("Suspended", "", metadata={"labels": {"kueue.x-k8s.io/queue-name": "gpus"}})
     assert judge(queued, now=NOW) == (RunState.PENDING, "suspended: the queue gpus has not admitted it")
@@ -392,9 +395,9 @@ CRASHED = {"containerStatuses": [{"name": "ray", "state": {}, "lastState": {"ter
 @pytest.mark.parametrize(
     ("pods", "said"),
     [
-        ([], ["its pods are about to be made"]),
-        ([head({})], ["the head pod starts"]),
-        ([head(), worker(1)], ["2 worker pods wanted, 1 running; the others start"]),
+        ([], ["its pods are about to be created"]),
+        ([head({})], ["the head pod is starting"]),
+        ([head(), worker(1)], ["2 worker pods wanted, 1 running; the others are starting"]),
         ([head(), worker(1), worker(2)], ["its pods are ready"]),
         ([head(UNSCHEDULABLE)], ["the head pod cannot start: no node takes it (0/4 nodes", "selector); unless"]),
         ([head(), worker(1), worker(2, UNSCHEDULABLE)], ["2 worker pods wanted, 1 running: no node takes it (0/4"]),
@@ -409,16 +412,16 @@ CRASHED = {"containerStatuses": [{"name": "ray", "state": {}, "lastState": {"ter
         ),
         (
             [head(), worker(1, CRASHED), worker(2)],
-            ["1 running: container ray ran out of memory (OOMKilled); give it more"],
+            ["1 running: container ray ran out of memory (OOMKilled); raise its memory"],
         ),
-        ([head(waiting("ContainerCreating", ""))], ["the head pod starts"]),
+        ([head(waiting("ContainerCreating", ""))], ["the head pod is starting"]),
         (
             [head({"reason": "Evicted", "message": "low on disk"}, "Failed")],
             ["the head pod cannot start: Evicted: low on"],
         ),
     ],
 )
-def test_why_a_run_is_pending(pods: list[dict[str, Any]], said: list[str]) -> None:
+def test_the_reason_says_why_a_run_is_pending(pods: list[dict[str, Any]], said: list[str]) -> None:
     state, reason = judge(job("Initializing", ""), [view(raw) for raw in pods], now=NOW)
     assert state is RunState.PENDING
     for part in said:
@@ -436,19 +439,21 @@ def test_pods_of_one_group_may_wait_while_those_of_another_train() -> None:
 @pytest.mark.parametrize(
     ("about", "reason", "pods", "said"),
     [
-        ("run-1-x", "FailedToCreateHeadPod", [], "the head pod cannot be made: exceeded quota"),
+        ("run-1-x", "FailedToCreateHeadPod", [], "the head pod cannot be created: exceeded quota"),
         (
             "run-1-x",
             "FailedToCreateWorkerPod",
             [head()],
-            "2 worker pods wanted, 0 running: a pod cannot be made: exceeded",
+            "2 worker pods wanted, 0 running: a pod cannot be created: exceeded",
         ),
         ("run-1-x-head", "FailedMount", [head({})], "the head pod cannot start: FailedMount: exceeded quota"),
-        ("run-1-x-head", "FailedScheduling", [head({})], "the head pod starts"),
-        ("other", "FailedToCreateHeadPod", [], "its pods are about to be made"),
+        ("run-1-x-head", "FailedScheduling", [head({})], "the head pod is starting"),
+        ("other", "FailedToCreateHeadPod", [], "its pods are about to be created"),
     ],
 )
-def test_warnings_say_what_pods_do_not(about: str, reason: str, pods: list[dict[str, Any]], said: str) -> None:
+def test_a_warning_explains_a_pod_whose_status_does_not(
+    about: str, reason: str, pods: list[dict[str, Any]], said: str
+) -> None:
     raw = {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": "exceeded quota."}
     fresh: WarningEvent = warning_event({**raw, "lastTimestamp": timestamp(NOW - 30)})
     assert said in judge(job("Initializing", ""), [view(p) for p in pods], [fresh], now=NOW)[1]
@@ -458,32 +463,32 @@ def test_warnings_say_what_pods_do_not(about: str, reason: str, pods: list[dict[
 
 def test_pods_of_an_earlier_try_do_not_count() -> None:
     earlier = pod("run-1-w-head", "run-1-w", head=True)
-    assert "about to be made" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
+    assert "about to be created" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
 
 
 @pytest.mark.parametrize(("ago", "answers"), [(-20, True), (20, True), (60, False)])
-def test_a_head_that_is_told_to_go_is_named_with_its_node(ago: float, answers: bool) -> None:
+def test_a_head_that_is_being_deleted_is_named_with_its_node(ago: float, answers: bool) -> None:
     ending = head()
     ending["metadata"]["deletionTimestamp"] = timestamp(NOW - ago)
     last = status(RunState.RUNNING, age=100)
     state, reason = judge(job(), [view(ending)], status=last, now=NOW)
     assert state is RunState.SILENT
-    assert "the head pod was told to go; a new one follows when it has left node node-of-run-1-x-head" in reason
+    assert "the head pod is being deleted; a new one follows when it has left node node-of-run-1-x-head" in reason
     assert ("which does not answer" in reason) is not answers
     new = {**head(), "metadata": {**head()["metadata"], "name": "run-1-x-head-2"}}
     state, reason = judge(job(), [view(ending), view(new)], status=last, now=NOW)
     assert "told to go" not in reason
 
 
-def test_trouble_is_told_of_a_run_that_trains_too() -> None:
+def test_pod_problems_of_a_run_that_trains_are_reported() -> None:
     pods = [view(head()), view(worker(1)), view(worker(2, UNSCHEDULABLE))]
     state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
     assert state is RunState.RUNNING
     assert "2 worker pods wanted, 1 running: no node takes it" in reason
 
 
-def test_a_status_from_before_the_job_is_not_its_own() -> None:
-    """It is of a deleted RayJob of the same name."""
+def test_a_status_from_before_the_job_existed_does_not_count() -> None:
+    """A deleted RayJob of the same name wrote it."""
     old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
     assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING
     assert judge(job(), status=status(RunState.SUCCEEDED, owner="run-1"), now=NOW)[0] is RunState.SUCCEEDED

@@ -1,4 +1,4 @@
-"""`sunspot submit`, `stop` and `resume` against a fake API server and a real bucket: what is sent, kept and said."""
+"""Tests of `sunspot submit`, `stop` and `resume` with a fake API server and a bucket."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def only_job(cluster: FakeCluster) -> str:
 
 
 def owner(cluster: FakeCluster) -> str:
-    """The owner that a driver of the only RayJob claims for, as far as the manifest says."""
+    """Return the owner in the manifest of the only RayJob."""
     name = only_job(cluster)
     return settings_of(cluster.jobs[name]).get("SUNSPOT_JOB_ID") or name
 
 
 def end(cluster: FakeCluster, run: Run, state: RunState, **more: Any) -> None:
-    """Have the driver of the only RayJob end, as it and the operator would say it."""
+    """End the driver of the only RayJob, in storage and in the RayJob's status."""
     name = only_job(cluster)
     write_status(run, Status(state, owner(cluster), **more))
     if state is RunState.FAILED:
@@ -67,7 +67,7 @@ def end(cluster: FakeCluster, run: Run, state: RunState, **more: Any) -> None:
 
 
 def writes(cluster: FakeCluster) -> list[str]:
-    """The requests that change something."""
+    """Return the requests that change something."""
     return [m for m, path in cluster.requests if m != "GET" and "review" not in path and "dryRun" not in path]
 
 
@@ -85,7 +85,7 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
     assert Owner.parse(owner(cluster)).job == name
 
 
-def test_the_record_says_how_to_submit_the_same(
+def test_the_record_contains_the_arguments_to_submit_again(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "1e-2")
@@ -107,12 +107,12 @@ def test_the_steps_are_announced_on_stderr(
     assert f"applying {sunspot.json['job']} ..." in sunspot.err
 
 
-def test_what_is_applied_is_what_render_prints(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_applies_what_render_prints(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("render", "--run", "run", "--set", "EPOCHS=3") == 0
     rendered = yaml.safe_load(sunspot.out)
     sunspot.submit("--set", "EPOCHS=3")
     applied = without_copy(cluster.jobs[rendered["metadata"]["name"]])
-    set_variable(applied, "SUNSPOT_JOB_ID", rendered["metadata"]["name"])  # it has the submission, too
+    set_variable(applied, "SUNSPOT_JOB_ID", rendered["metadata"]["name"])  # the applied name includes the submission
     assert {name: applied["metadata"][name] for name in rendered["metadata"]} == rendered["metadata"]
     assert applied["spec"] == rendered["spec"]
 
@@ -124,7 +124,7 @@ def test_a_dry_run_changes_nothing(cluster: FakeCluster, sunspot: Command) -> No
     assert sunspot.run.storage.list("") == []
 
 
-def test_a_search_is_submitted_by_its_environment_and_found_again(
+def test_a_search_is_submitted_through_its_environment_and_listed(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "loguniform(1e-4,1e-2)")
@@ -134,10 +134,10 @@ def test_a_search_is_submitted_by_its_environment_and_found_again(
     assert "sunspot wait run" in sunspot.out
     assert sunspot("status", "run") == 0, sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCHS", "-1")
-    assert sunspot("status", "run") == 2, "what is no search's is wrong as ever"
+    assert sunspot("status", "run") == 2, "settings that belong to no search are still refused"
 
 
-def test_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submitting_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     before = owner(cluster)
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
@@ -147,14 +147,14 @@ def test_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) ->
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_apply_whose_answer_is_lost_is_sent_again(cluster: FakeCluster, sunspot: Command, times: int) -> None:
+def test_an_apply_whose_response_is_lost_is_sent_again(cluster: FakeCluster, sunspot: Command, times: int) -> None:
     cluster.on("PATCH", "force=true", hang_up, times=times)
     assert sunspot.submit("--json") == 0, sunspot.err
     assert len(cluster.jobs) == 1
     assert sunspot.json["action"] == "created"
 
 
-def test_another_spec_while_it_lives_is_a_conflict_with_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
+def test_another_spec_of_a_live_run_is_a_conflict_with_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
     assert sunspot.submit("--set", "EPOCHS=7", "--image", "other:2") == 6
@@ -177,7 +177,7 @@ def test_a_diff_names_a_credential_without_its_values(cluster: FakeCluster, suns
     assert "canary" not in sunspot.err
 
 
-def test_a_finished_run_is_said_to_be_and_not_started_again(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_finished_run_is_reported_and_not_restarted(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     name = only_job(cluster)
     end(cluster, sunspot.run, RunState.SUCCEEDED, step=10, total_steps=10)
@@ -244,7 +244,7 @@ def test_a_pod_on_a_frozen_node_is_not_waited_for(
     assert "replaced" in sunspot.out
 
 
-def test_a_job_that_is_being_deleted_is_no_conflict(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_job_that_is_being_deleted_is_not_a_conflict(cluster: FakeCluster, sunspot: Command) -> None:
     old = rayjob("run-old")
     old["metadata"]["deletionTimestamp"] = timestamp(time.time())
     cluster.put_job(old)
@@ -260,7 +260,7 @@ def test_a_job_that_was_not_applied_is_not_recorded(cluster: FakeCluster, sunspo
 
 
 def refuse_unless_dry_run(handler: Any) -> None:
-    """Refuse to apply a job, which its dry run did not predict."""
+    """Refuse to apply a job after a successful dry run."""
     if "dryRun" in handler.path:
         handler.answer()
     else:
@@ -281,7 +281,7 @@ def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, mo
     assert sunspot.json["action"] == "replaced"
 
 
-def test_other_identity_settings_are_refused_before_anything_is_sent(cluster: FakeCluster, sunspot: Command) -> None:
+def test_changed_identity_settings_are_refused_before_anything_is_sent(cluster: FakeCluster, sunspot: Command) -> None:
     begin(sunspot.run, batch=64)
     assert sunspot.submit("--set", "GLOBAL_BATCH_SIZE=128") == 6
     assert "SUNSPOT_GLOBAL_BATCH_SIZE: 64 -> 128" in sunspot.err
@@ -290,7 +290,7 @@ def test_other_identity_settings_are_refused_before_anything_is_sent(cluster: Fa
     assert cluster.jobs
 
 
-def test_submit_and_wait(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_wait_returns_the_outcome_of_the_run(cluster: FakeCluster, sunspot: Command) -> None:
     def succeed(handler: Any) -> None:
         if cluster.jobs:
             end(cluster, sunspot.run, RunState.SUCCEEDED)
@@ -306,7 +306,7 @@ def test_submit_and_wait(cluster: FakeCluster, sunspot: Command) -> None:
 # ------------------------------------------------------------------------------------------------------------ preflight
 
 
-def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -> None:
+def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.objects.clear()
     cluster.objects.add(CORE)
     cluster.forbidden |= {"create rayjobs", "list pods"}
@@ -314,7 +314,7 @@ def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -
     assert sunspot.submit() == 4
     for part in (
         "5 problems, and nothing was sent",
-        "no permission to create rayjobs in namespace sunspot; have the Role sunspot-submitter of k8s/base bound",
+        "no permission to create rayjobs in namespace sunspot; ask for the Role sunspot-submitter of k8s/base",
         "no permission to list pods",
         "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
         "ServiceAccount sunspot-train is not in namespace sunspot; `kubectl apply -k k8s/base`",
@@ -327,20 +327,20 @@ def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -
 def test_a_forbidden_object_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
-    assert "this user may not see whether Secret sunspot-storage is there; pods cannot start without it" in sunspot.err
+    assert "this user may not see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err
     assert "image sunspot names no version" in sunspot.err
 
 
-def test_a_cluster_without_the_operator_or_the_namespace(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_missing_operator_or_namespace_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.objects.discard(CORE)
     assert sunspot.submit() == 4
-    assert "there is no namespace sunspot; `kubectl apply -k k8s/base` makes sunspot" in sunspot.err
+    assert "there is no namespace sunspot; `kubectl apply -k k8s/base` creates sunspot" in sunspot.err
     cluster.has_operator = False
     assert sunspot.submit() == 4
     assert "install the KubeRay operator" in sunspot.err
 
 
-def test_refusals_are_told_in_the_words_of_the_api_server(cluster: FakeCluster, sunspot: Command) -> None:
+def test_refusals_quote_the_api_server(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.on("PATCH", "dryRun=All", answer(422, "spec.entrypoint: too long"))
     assert sunspot.submit() == 4
     assert "spec.entrypoint: too long" in sunspot.err
@@ -348,7 +348,7 @@ def test_refusals_are_told_in_the_words_of_the_api_server(cluster: FakeCluster, 
 
 
 def refusing_pods(message: str, status: int = 403) -> Fault:
-    """Refuse pods on the host's network, as admission does in a namespace that is held to `restricted`."""
+    """Refuse pods on the host's network, like admission in a namespace that enforces `restricted`."""
 
     def act(handler: Any) -> None:
         pod = json.loads(handler.body)
@@ -391,14 +391,18 @@ def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
         assert told not in sunspot.err
     elif code:
         assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
-        fix = "set cpu_limit" if "limits.cpu" in said else "change the profile, or have the namespace allow it"
+        fix = (
+            "set cpu_limit"
+            if "limits.cpu" in said
+            else "change the profile, or ask the owner of the namespace to allow it"
+        )
         fix = "it can never fit: ask for less" if "exceeded quota" in said else fix
         assert f"{told}; {fix}" in sunspot.err
     else:
         assert "warning: pods of the group workers would be refused now" in sunspot.err
         assert f"{told}; {'they wait' if 'quota' in told else 'the operator'}" in sunspot.err
         assert sunspot.submit("--profile", str(profile)) == 0
-        assert "refused" not in sunspot.err, "a run that lives is attached to, whether it would find room anew or not"
+        assert "refused" not in sunspot.err, "submit attaches to a live run, whether or not it would find room again"
 
 
 QUOTAS = f"{CORE}/resourcequotas"
@@ -410,8 +414,8 @@ def put_quota(cluster: FakeCluster, resource: str, hard: str, used: str = "0") -
     cluster.documents[QUOTAS] = {"items": [team]}
 
 
-def test_a_quota_in_which_the_whole_run_never_fits_is_refused(cluster: FakeCluster, sunspot: Command) -> None:
-    """The quota would admit each pod alone."""
+def test_a_quota_in_which_a_run_can_never_fit_is_refused(cluster: FakeCluster, sunspot: Command) -> None:
+    """The quota would admit each single pod."""
     put_quota(cluster, "requests.memory", "9Gi")
     for words in ((), ("--dry-run",)):
         assert sunspot.submit(*words) == 4
@@ -428,29 +432,29 @@ def test_a_quota_that_others_use_is_a_warning(cluster: FakeCluster, sunspot: Com
     cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, 403))
     assert sunspot.submit() == 0, sunspot.err
     assert "team: requests.memory: 11Gi needed, 4Gi free of 20Gi; the pods wait until other runs end" in sunspot.err
-    assert "would be refused now" not in sunspot.err, "one quota is told of once"
+    assert "would be refused now" not in sunspot.err, "each quota is reported once"
 
 
-def test_a_quota_with_room_for_some_of_an_elastic_run_is_told(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_quota_with_room_for_part_of_an_elastic_run_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
     put_quota(cluster, "requests.memory", "12Gi")
     assert sunspot.submit("--set", "NUM_WORKERS=2..3") == 0, sunspot.err
     assert "team: requests.memory: 12Gi, enough for 2 of 2..3 worker pods" in sunspot.err
 
 
-def test_a_live_run_is_attached_to_whatever_its_quota(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_attaches_to_a_live_run_despite_a_full_quota(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot.submit() == 0, sunspot.err
     put_quota(cluster, "pods", "1", used="3")
     assert sunspot.submit("--json") == 0, sunspot.err
     assert sunspot.json["action"] == "attached"
     end(cluster, sunspot.run, RunState.FAILED)
-    assert sunspot.submit() == 4, "it would start anew"
+    assert sunspot.submit() == 4, "it would need new pods"
     assert "team: pods: 3 needed" in sunspot.err
     put_quota(cluster, "pods", "3", used="3")
-    assert sunspot.submit() == 0, "the old pods go first"
+    assert sunspot.submit() == 0, "the old pods are deleted first"
     end(cluster, sunspot.run, RunState.FAILED)
     put_quota(cluster, "count/rayjobs.ray.io", "1", used="1")
-    assert sunspot.submit() == 0, "the old RayJob goes first, too"
+    assert sunspot.submit() == 0, "the old RayJob is deleted first, too"
 
 
 def test_a_user_who_may_not_list_quotas_can_still_submit(cluster: FakeCluster, sunspot: Command) -> None:
@@ -459,16 +463,18 @@ def test_a_user_who_may_not_list_quotas_can_still_submit(cluster: FakeCluster, s
     assert sunspot.submit() == 0, sunspot.err
 
 
-def test_a_limit_range_is_compared_where_pods_cannot_be_tried(cluster: FakeCluster, sunspot: Command) -> None:
+def test_limit_ranges_are_compared_if_pods_cannot_be_tried(cluster: FakeCluster, sunspot: Command) -> None:
     limits = {"limits": [{"type": "Container", "max": {"memory": "4Gi"}}]}
     cluster.documents[f"{CORE}/limitranges"] = {"items": [{"metadata": {"name": "sizes"}, "spec": limits}]}
-    assert sunspot.submit("--dry-run") == 0, "the API server, which would refuse a pod, is asked itself"
+    assert sunspot.submit("--dry-run") == 0, "the API server itself would refuse a pod"
     cluster.forbidden.add("create pods")
     assert sunspot.submit() == 4
     assert "pods of the group head would be refused: a Container may have at most 4Gi of memory" in sunspot.err
 
 
-def test_a_full_quota_of_rayjobs_says_that_ended_ones_count(cluster: FakeCluster, sunspot: Command) -> None:
+def test_the_message_about_a_full_rayjob_quota_says_that_ended_rayjobs_count(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     full = "count/rayjobs.ray.io=9"
     said = (
         f"rayjobs is forbidden: exceeded quota: team, requested: count/rayjobs.ray.io=1, used: {full}, limited: {full}"
@@ -478,21 +484,21 @@ def test_a_full_quota_of_rayjobs_says_that_ended_ones_count(cluster: FakeCluster
     assert "RayJobs that have ended count, too: delete some (`sunspot delete`)" in sunspot.err
 
 
-def test_pods_are_not_tried_by_who_may_not_create_them(cluster: FakeCluster, sunspot: Command) -> None:
+def test_pods_are_not_tried_if_the_user_may_not_create_them(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden.add("create pods")
     assert sunspot.submit() == 0, sunspot.err
     assert not [path for method, path in cluster.requests if method == "POST" and path.startswith(f"{CORE}/pods")]
 
 
-def test_a_queue_has_to_hold_a_new_job_back(cluster: FakeCluster, sunspot: Command) -> None:
-    """Kueue's webhook suspends it in the dry run; without Kueue its label means nothing, and the job would begin."""
+def test_a_new_job_in_a_queue_must_be_suspended(cluster: FakeCluster, sunspot: Command) -> None:
+    """Kueue's webhook suspends the job in the dry run. Without Kueue, the label has no effect, and the job begins."""
     assert sunspot.submit("--queue", "gpus") == 4
     assert "queue gpus: Kueue would not hold the job back" in sunspot.err
     assert cluster.jobs == {}
     cluster.has_kueue = True
     assert sunspot.submit("--queue", "gpus") == 0, sunspot.err
     cluster.jobs[only_job(cluster)]["spec"]["suspend"] = False
-    assert sunspot.submit("--queue", "gpus") == 0, "a job that was admitted is attached to"
+    assert sunspot.submit("--queue", "gpus") == 0, "submit attaches to an admitted job"
 
 
 def test_an_elastic_run_needs_a_newer_kueue(cluster: FakeCluster, sunspot: Command) -> None:
@@ -500,24 +506,24 @@ def test_an_elastic_run_needs_a_newer_kueue(cluster: FakeCluster, sunspot: Comma
     cluster.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
     cluster.on("PATCH", "dryRun=All", answer(403, words))
     assert sunspot.submit("--queue", "gpus", "--set", "NUM_WORKERS=1..2") == 4
-    assert f"{words}. A number of pods that changes needs Kueue 0.18 or later" in sunspot.err
+    assert f"{words}. A changing number of pods needs Kueue 0.18 or later" in sunspot.err
 
 
-def test_storage_that_is_reached_only_inside_the_cluster(
+def test_unreachable_storage_is_explained_if_the_endpoint_differs(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert sunspot.submit() == 4
-    assert "By this shell's AWS_ENDPOINT_URL" in sunspot.err
-    assert "apply what `sunspot render` prints" in sunspot.err
+    assert "This machine used its own AWS_ENDPOINT_URL" in sunspot.err
+    assert "apply the output of `sunspot render`" in sunspot.err
 
 
 # ------------------------------------------------------------------------------------------------------ stop and resume
 
 
-def test_stop_of_a_pending_run_and_resume(cluster: FakeCluster, sunspot: Command) -> None:
-    """The RayJob would wait for nodes, so it is deleted, and nothing is left in the cluster to start again."""
+def test_resume_of_a_stopped_pending_run_names_the_command(cluster: FakeCluster, sunspot: Command) -> None:
+    """The RayJob still waits for nodes, so it is deleted, and `resume` finds nothing in the cluster to restart."""
     sunspot.submit("--set", "EPOCHS=3")
     name = only_job(cluster)
     cluster.set_status(name, "Initializing")
@@ -535,9 +541,7 @@ def test_stop_of_a_pending_run_and_resume(cluster: FakeCluster, sunspot: Command
     assert not stop_requested(sunspot.run)
 
 
-def test_stop_waits_until_the_driver_has_saved_and_resume_starts_its_job_again(
-    cluster: FakeCluster, sunspot: Command
-) -> None:
+def test_stop_waits_for_the_save_and_resume_restarts_the_job(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
     spec = json.dumps(cluster.jobs[name]["spec"])
@@ -559,7 +563,7 @@ def test_stop_waits_until_the_driver_has_saved_and_resume_starts_its_job_again(
     assert sunspot("resume", "run", "--json") == 0, sunspot.err
     assert (sunspot.json["action"], only_job(cluster)) == ("replaced", name)
     assert not stop_requested(sunspot.run)
-    assert owner(cluster) != before, "what is left of the old one is refused"
+    assert owner(cluster) != before, "late writes of the old owner are refused"
     assert json.dumps(cluster.jobs[name]["spec"]) == spec.replace(before, owner(cluster))
 
 
@@ -567,7 +571,7 @@ PLANTED = {"image": "evil.example/miner", "serviceAccountName": "sunspot-submitt
 
 
 def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command) -> None:
-    """A user who can write to the bucket may not choose what runs in the cluster."""
+    """A user who can write to the bucket must not decide what runs in the cluster."""
     sunspot.submit()
     name = only_job(cluster)
     end(cluster, sunspot.run, RunState.STOPPED)
@@ -598,7 +602,7 @@ def test_nothing_from_storage_is_applied(cluster: FakeCluster, sunspot: Command)
         (("metadata", "annotations"), ["sunspot/generation"]),
     ],
 )
-def test_a_rayjob_is_not_started_again_from_the_manifest_of_another(
+def test_a_rayjob_is_not_restarted_from_the_manifest_of_another(
     cluster: FakeCluster, sunspot: Command, path: tuple[str, ...], value: Any
 ) -> None:
     sunspot.submit()
@@ -614,7 +618,7 @@ def test_a_rayjob_is_not_started_again_from_the_manifest_of_another(
         annotations[APPLIED] = text
         before = json.dumps(cluster.jobs)
         assert sunspot("resume", "run") == 4
-        assert f"its annotation {APPLIED} is not its own manifest; submit the run again" in sunspot.err
+        assert f"its annotation {APPLIED} does not contain its own manifest; submit the run again" in sunspot.err
         assert json.dumps(cluster.jobs) == before
 
 
@@ -699,8 +703,8 @@ def test_an_owner_whose_rayjob_was_just_deleted_here_does_not_count_as_elsewhere
     assert sunspot.json["action"] == "created"
 
 
-def test_the_loser_here_does_not_hide_who_trains_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
-    """The loser's RayJob has ended with 6, and `submit` takes nothing back without --take-over."""
+def test_an_ended_rayjob_here_does_not_hide_the_owner_elsewhere(cluster: FakeCluster, sunspot: Command) -> None:
+    """The old owner's RayJob has ended with 6, and `submit` does not take the run back without --take-over."""
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
     cluster.set_status(name, "Failed", "FAILED", reason="AppFailed")
@@ -724,7 +728,7 @@ def test_status_and_list_say_where_a_run_lives(cluster: FakeCluster, sunspot: Co
         assert "namespace teamb of cluster ffffffffff" in sunspot.out
 
 
-def test_stop_leaves_a_job_that_a_repository_would_put_back(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_leaves_a_rayjob_that_gitops_would_recreate(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.put_job(kept(rayjob("run-1")))
     cluster.set_status("run-1", "Running", "RUNNING")
     write_status(sunspot.run, Status(RunState.RUNNING, "run-1"))
@@ -739,7 +743,7 @@ def test_stop_leaves_a_job_that_a_repository_would_put_back(cluster: FakeCluster
     assert only_job(cluster) == "run-1"
 
 
-def test_stop_without_waiting_leaves_the_marker_alone(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_without_waiting_only_writes_the_marker(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     assert sunspot("stop", "run", "--no-wait") == 0
     assert stop_requested(sunspot.run)
@@ -763,7 +767,7 @@ def test_stop_with_an_expired_credential_says_that_the_run_ends_by_its_stop_mark
 def test_a_user_without_a_name_may_stop_a_run(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container's user may have only a number."""
+    """A container's user may only have a number."""
     for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -775,7 +779,7 @@ def test_a_user_without_a_name_may_stop_a_run(
     assert request.by.startswith(f"{os.getuid()}@")
 
 
-def test_stop_of_a_run_that_is_over_or_unknown(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_reports_runs_that_have_ended_or_are_unknown(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("stop", "run") == 3
     assert sunspot("resume", "run") == 3
     assert not stop_requested(sunspot.run)
@@ -790,7 +794,7 @@ def test_stop_of_a_run_that_is_over_or_unknown(cluster: FakeCluster, sunspot: Co
     assert stop_requested(sunspot.run)
 
 
-def test_resume_of_a_run_that_was_not_submitted(cluster: FakeCluster, sunspot: Command) -> None:
+def test_resume_of_a_run_that_was_not_submitted_clears_the_marker(cluster: FakeCluster, sunspot: Command) -> None:
     write_status(sunspot.run, Status(RunState.STOPPED, "host-1"))
     request_stop(sunspot.run, "me")
     assert sunspot("resume", "run") == 0
@@ -798,7 +802,7 @@ def test_resume_of_a_run_that_was_not_submitted(cluster: FakeCluster, sunspot: C
     assert not stop_requested(sunspot.run)
 
 
-def test_without_a_cluster_stop_and_resume_do_what_storage_allows(
+def test_without_a_cluster_stop_and_resume_use_storage_alone(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -811,8 +815,8 @@ def test_without_a_cluster_stop_and_resume_do_what_storage_allows(
     clear_stop(sunspot.run)
 
 
-def test_several_jobs_of_a_run(cluster: FakeCluster, sunspot: Command) -> None:
-    """GitOps applied another spec while the first was live: the newer one decides."""
+def test_the_newest_of_several_rayjobs_decides(cluster: FakeCluster, sunspot: Command) -> None:
+    """GitOps applied another spec while the first RayJob was live."""
     cluster.put_job(rayjob("run-old", created=time.time() - 100))
     cluster.put_job(rayjob("run-new", created=time.time() - 10))
     cluster.set_status("run-old", "Running", "RUNNING")

@@ -1,4 +1,4 @@
-"""Why no node takes a pod, and which reason comes first: the one whose fix lets the pod run."""
+"""Tests of the reasons why no node takes a pod, and of their order."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
-from sunspot.submitter.cluster.views import PodProblem
+from sunspot.submitter.cluster.pod_problems import PodProblem
 from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, find_refusals, parse_refusals
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
-RESOURCES, TAINT, NO_NODE, NODES = Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NO_NODE, Diagnosis.NODES
-VOLUME, AFFINITY = Diagnosis.VOLUME, Diagnosis.AFFINITY
+RESOURCES = Diagnosis.RESOURCES
+TAINT = Diagnosis.TAINT
+NO_NODE = Diagnosis.NO_NODE
+NODES = Diagnosis.NODES
+VOLUME = Diagnosis.VOLUME
+AFFINITY = Diagnosis.AFFINITY
 
 MASTER = "1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }"
 UNNAMED = "1 node(s) had untolerated taint(s)"
@@ -22,7 +26,7 @@ GPU = "nvidia.com/gpu"
 
 
 def message(*reasons: str) -> str:
-    """The scheduler's message for a pod for which it finds no node."""
+    """Return the scheduler's message about a pod that no node takes."""
     preemption = " no new claims to deallocate, preemption: 0/3 nodes are available: 3 No preemption victims found."
     return f"0/3 nodes are available: {', '.join(reasons)}.{preemption}"
 
@@ -68,7 +72,7 @@ def message(*reasons: str) -> str:
         (["3 cannot allocate all claims"], [(RESOURCES, 3, "devices for its claim")]),
     ],
 )  # fmt: skip
-def test_the_words_of_the_scheduler_are_put_in_order(
+def test_refusals_in_a_scheduler_message_are_sorted_by_use(
     reasons: list[str], found: list[tuple[Diagnosis, int, str]]
 ) -> None:
     assert [refusal[:3] for refusal in parse_refusals(message(*reasons))] == found
@@ -77,7 +81,7 @@ def test_the_words_of_the_scheduler_are_put_in_order(
 
 
 def node(name: str, labels: dict[str, str] | None = None, taints: Any = (), **more: Any) -> dict[str, Any]:
-    """A node with 8 CPUs, ready unless `ready` is false."""
+    """Return a node with 8 CPUs."""
     conditions = [{"type": "Ready", "status": "True" if more.pop("ready", True) else "Unknown"}]
     size = {"cpu": more.pop("cpu", "8"), GPU: more.pop("gpus", "0")}
     spec = {"taints": [{"key": key, "effect": "NoSchedule"} for key in taints], **more}
@@ -102,16 +106,16 @@ ON_L4 = {"nodeSelector": L4}
         ([UNNAMED, LABELS], pod(**ON_L4), [MAIN, *PLAIN], (NO_NODE, 2, "not labelled gpu=l4")),
         (["3 node(s) had untolerated taint(s)"], pod(), [MAIN, node("a", taints=["team"])], (TAINT, 1, "team")),
         ([UNNAMED], pod(), [MAIN], (TAINT, 1, "node-role.kubernetes.io/control-plane")),
-        # The labels are right, as a node has them: its taint is what keeps the pod away.
+        # A node has the labels, so they are right. Its taint keeps the pod away.
         ([UNNAMED, LABELS], pod(**ON_L4), [*PLAIN, node("l4", L4, ["team"])], (TAINT, 1, "team")),
-        # To tolerate the taint would not help: that node lacks the label, too.
+        # A toleration would not help, because that node lacks the label, too.
         ([UNNAMED, LABELS], pod(**ON_L4), [*PLAIN, node("c", taints=["team"])], (NO_NODE, 2, "not labelled gpu=l4")),
         ([UNNAMED], pod(**ON_L4), [*PLAIN, node("l4", L4, ready=False)], (NODES, 1, "not ready")),
         ([UNNAMED], pod(**ON_L4), [*PLAIN, node("l4", L4, unschedulable=True)], (NODES, 1, "cordoned")),
-        # Nodes without GPUs lack them, of course.
+        # Nodes without GPUs are not GPU nodes that are too small.
         ([UNNAMED, f"2 Insufficient {GPU}"], pod(1), [*PLAIN, node("g", None, ["team"], gpus="8")], (TAINT, 1, "team")),
         ([f"3 Insufficient {GPU}"], pod(4), [*PLAIN, node("g", gpus="2")], (RESOURCES, 1, GPU)),
-        # A node that would do when it is empty is full.
+        # A node that would be suitable without its present pods is full.
         ([f"3 Insufficient {GPU}"], pod(2), [*PLAIN, node("g", gpus="2")], (RESOURCES, 1, GPU)),
         (["2 Insufficient cpu", UNNAMED], pod(), [MAIN, *PLAIN], (RESOURCES, 2, "cpu")),
         (
@@ -120,11 +124,11 @@ ON_L4 = {"nodeSelector": L4}
             [*PLAIN, node("l4", L4)],
             (VOLUME, 1, "had volume node affinity conflict"),
         ),
-        # The nodes have changed since: nothing speaks against one of them.
+        # The nodes have changed since. One of them has no obstacle now.
         ([UNNAMED], pod(), PLAIN, (TAINT, 1, "")),
     ],
 )  # fmt: skip
-def test_the_nodes_show_what_truly_keeps_a_pod_away(
+def test_the_nodes_show_the_obstacle_of_a_pod(
     said: list[str], asked: dict[str, Any], nodes: list[Any], first: tuple[Diagnosis, int, str]
 ) -> None:
     assert find_refusals(message(*said), asked, nodes)[0][:3] == first
@@ -138,12 +142,16 @@ def test_a_node_with_two_obstacles_names_both() -> None:
 
 
 def explain(said: dict[str, list[str]], nodes: Any = (), **spec: Any) -> list[Finding]:
-    problems = {PodProblem(NO_NODE, f"no node takes it ({text.partition('. ')[0]})"): n for text, n in said.items()}
+    problems = [
+        PodProblem(NO_NODE, name, "workers", f"no node takes it ({text.partition('. ')[0]})")
+        for text, names in said.items()
+        for name in names
+    ]
     return list(explain_unplaced(UnplacedPods("workers", problems, pod(**spec)), nodes, Severity.ERROR))
 
 
-def test_no_reason_is_told_twice() -> None:
-    """The scheduler's words differ from pod to pod, as nodes come and go."""
+def test_no_reason_is_reported_twice() -> None:
+    """The scheduler's messages differ from pod to pod, because nodes come and go."""
     said = {message("3 node(s) had untolerated taint(s)"): ["w-1", "w-2"], message(UNNAMED, LABELS): ["w-3"]}
     findings = explain(said, nodeSelector=L4)
     assert [finding.finding for finding in findings] == [NO_NODE, TAINT]
@@ -161,14 +169,14 @@ def test_the_order_of_the_reasons_is_kept_among_all_findings() -> None:
     ]
 
 
-def test_labels_that_some_nodes_have_are_not_said_to_be_missing_everywhere() -> None:
+def test_labels_of_some_nodes_are_not_called_missing_everywhere() -> None:
     said = {message(UNNAMED, LABELS): ["w-1"]}
     taint, labels = explain(said, [*PLAIN, node("l4", L4, ["team"])], nodeSelector=L4)
     assert taint.finding is TAINT
     assert labels.evidence.startswith("2 nodes without what pod w-1 selects (gpu=l4)")
 
 
-def test_what_cannot_be_parsed_is_shown_as_it_is() -> None:
+def test_an_unknown_message_is_shown_unchanged() -> None:
     [finding] = explain({"no nodes available to schedule pods": ["w-1"]})
     assert "no nodes available to schedule pods" in finding.evidence
 
@@ -178,7 +186,7 @@ def test_what_cannot_be_parsed_is_shown_as_it_is() -> None:
     [
         ("1 node(s) had volume node affinity conflict", "kubectl get pvc,pv shows the volumes"),
         ("1 node(s) didn't match pod affinity rules", "correct worker.placement"),
-        ("1 Insufficient cpu", "lower worker.cpu in the profile, end what else runs there"),
+        ("1 Insufficient cpu", "lower worker.cpu in the profile, end other pods there"),
         ("1 node(s) were unschedulable", "kubectl uncordon"),
     ],
 )
@@ -187,13 +195,13 @@ def test_every_reason_has_its_own_advice(reason: str, advice: str) -> None:
     assert advice in finding.advice
 
 
-def test_a_pod_that_is_too_large_for_every_node_is_not_told_to_wait() -> None:
+def test_advice_on_a_pod_too_large_for_every_node_is_not_to_wait() -> None:
     [finding] = explain({message("2 Insufficient cpu", UNNAMED): ["w-1"]}, [MAIN, *PLAIN], cpu="64")
     assert finding.evidence == ("2 nodes too small for pod w-1, even without other pods: too little cpu (cpu 64)")
     assert finding.advice == "lower worker.cpu in the profile, or add larger nodes"
 
 
-def test_nodes_whose_device_plugin_does_not_run_offer_no_gpus() -> None:
+def test_nodes_without_a_running_device_plugin_offer_no_gpus() -> None:
     said = {message(f"2 Insufficient {GPU}", UNNAMED): ["w-1"]}
     [finding] = explain(said, [MAIN, node("l4", L4), node("m4", L4)], nodeSelector=L4, gpus=1)
     assert finding.evidence == f"no node has {GPU}, which pod w-1 asks for"

@@ -1,4 +1,4 @@
-"""`sunspot wait` and `status`: a run followed to its end, over outages on the way."""
+"""Tests of `sunspot wait` and `status`, with outages of the API server and of storage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sunspot.run.status import RunState, Status
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
-from sunspot.submitter.cluster.state import StoragePart
+from sunspot.submitter.cluster.state import StorageSnapshot
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, kept, pod, rayjob, submitted, timestamp
@@ -36,7 +36,7 @@ JOB = "run-1"
 
 @pytest.fixture
 def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have something done as soon as `wait` has shown a state for the first time."""
+    """Call a function as soon as `wait` has shown a state for the first time."""
     steps: dict[str, Callable[[], Any]] = {}
     show = ProgressLines.__call__
 
@@ -51,7 +51,7 @@ def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def later(*steps: Callable[[], Any], pause: float) -> None:
-    """Do one thing after the other, meanwhile."""
+    """Call functions one after the other in a thread."""
 
     def act() -> None:
         for step in steps:
@@ -90,7 +90,7 @@ def test_a_run_is_followed_to_its_success(
     assert sunspot("wait", "run", "--json", "--timeout", "60") == 0, sunspot.err
     states = [line["state"] for line in sunspot.lines]
     assert list(dict.fromkeys(states)) == ["pending", "starting", "running", "succeeded"]
-    assert sunspot.lines[0]["reason"] == "2 worker pods wanted, 0 running; the others start"
+    assert sunspot.lines[0]["reason"] == "2 worker pods wanted, 0 running; the others are starting"
     assert sunspot.lines[-1]["step"] == 10
 
 
@@ -102,7 +102,7 @@ def test_a_run_is_followed_to_its_success(
         (None, "ValidationFailed", "", 1, "error: run failed: the operator refuses the manifest: bad name"),
     ],
 )
-def test_how_it_ended_is_the_exit_code(
+def test_the_end_of_the_run_decides_the_exit_code(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,
@@ -120,10 +120,10 @@ def test_how_it_ended_is_the_exit_code(
     assert said in sunspot.out + sunspot.err
 
 
-def test_a_failure_is_not_believed_without_the_cluster(
+def test_a_failure_is_not_final_until_the_cluster_confirms_it(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str
 ) -> None:
-    """The operator may start another try, which only the API server can tell."""
+    """The operator may start another try, which only the API server knows."""
     set_status(run, RunState.FAILED, reason="a lost disk")
     cluster.down()
 
@@ -136,7 +136,7 @@ def test_a_failure_is_not_believed_without_the_cluster(
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
 
-def test_a_line_is_printed_when_more_than_an_age_changes(
+def test_a_changed_age_alone_prints_no_line(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show, now = ProgressLines(run), 1000.0
@@ -146,7 +146,7 @@ def test_a_line_is_printed_when_more_than_an_age_changes(
         nonlocal now
         now += later_s
         status = Status(state, "job", step=step, total_steps=1000)
-        show(RunSnapshot(storage=StoragePart(status)), state, reason)
+        show(RunSnapshot(storage=StorageSnapshot(status)), state, reason)
         return len(capsys.readouterr().out.splitlines())
 
     assert count_lines(RunState.SILENT, "no sign of life since 12:00:00, 26 s ago: it is frozen") == 1
@@ -184,7 +184,7 @@ def test_an_outage_of_the_api_server_is_waited_out(
     assert "the API server is back after" in sunspot.err
 
 
-def test_an_outage_without_end_is_given_up(
+def test_wait_gives_up_after_a_long_outage(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
@@ -195,7 +195,7 @@ def test_an_outage_without_end_is_given_up(
 
 
 class Breaking:
-    """An API server that answers every other time, after two thirds of the longest outage."""
+    """An API server that answers every second request, after two thirds of the longest outage."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -221,7 +221,7 @@ def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("status", "times", "code"), [(401, 3, 0), (403, 3, 0), (401, 99, 4)])
-def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
+def test_expired_credentials_are_retried_for_a_while(
     cluster: FakeCluster,
     run: Run,
     sunspot: Command,
@@ -247,14 +247,14 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
     assert ("error: " in sunspot.err) == (code == 4)
 
 
-def test_what_the_user_may_not_see_is_named_and_the_rest_is_shown(
+def test_hidden_objects_are_named_and_the_rest_is_shown(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
     cluster.on("GET", "/events", answer(403, 'User "me" cannot list events'))
     assert sunspot("status", "run") == 0
-    assert "2 worker pods wanted, 0 running; the others start" in sunspot.out
-    assert 'without its events: User "me" cannot list events; have the Role sunspot-submitter' in sunspot.err
+    assert "2 worker pods wanted, 0 running; the others are starting" in sunspot.out
+    assert 'without its events: User "me" cannot list events; ask for the Role sunspot-submitter' in sunspot.err
     cluster.on("GET", "/pods", answer(403, 'User "me" cannot list pods'))
     assert sunspot("status", "run") == 0
     assert "this user may not list its pods" in sunspot.out
@@ -263,7 +263,7 @@ def test_what_the_user_may_not_see_is_named_and_the_rest_is_shown(
     assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
 
 
-def test_lists_of_any_length_are_read_to_their_end(cluster: FakeCluster, sunspot: Command, job: str) -> None:
+def test_lists_of_any_length_are_read_completely(cluster: FakeCluster, sunspot: Command, job: str) -> None:
     def event(about: str) -> dict[str, Any]:
         meta = {"creationTimestamp": timestamp(time.time())}
         about_it = {"involvedObject": {"name": about}, "reason": "FailedToCreateHeadPod", "message": "exceeded quota"}
@@ -271,11 +271,11 @@ def test_lists_of_any_length_are_read_to_their_end(cluster: FakeCluster, sunspot
 
     cluster.events = [event("another")] * 1200 + [event("run-1-x")]
     assert sunspot("status", "run") == 0
-    assert "the head pod cannot be made: exceeded quota" in sunspot.out
+    assert "the head pod cannot be created: exceeded quota" in sunspot.out
     assert sum("/events" in path for _, path in cluster.requests) == 3
 
 
-def test_an_end_in_storage_is_seen_though_the_api_server_is_gone(
+def test_an_end_in_storage_is_seen_without_the_api_server(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
@@ -290,10 +290,10 @@ def test_the_cause_of_a_pending_run_is_shown_while_waiting(cluster: FakeCluster,
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True, phase="Pending", containerStatuses=[container])]
     assert sunspot("wait", "run", "--timeout", "0.5") == 5
     assert 'the head pod cannot start: CreateContainerConfigError: secret "sunspot-storage" not found' in sunspot.out
-    assert "comes back" in sunspot.err
+    assert "follows it again" in sunspot.err
 
 
-def test_of_two_jobs_the_newer_is_waited_for(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_wait_follows_the_newer_of_two_rayjobs(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     cluster.put_job(rayjob("run-0", created=time.time() - 100))
     cluster.set_status("run-0", "Failed", "FAILED", reason="AppFailed")
     cluster.put_job(rayjob("run-1"))
@@ -302,7 +302,7 @@ def test_of_two_jobs_the_newer_is_waited_for(cluster: FakeCluster, run: Run, sun
     assert sunspot("wait", "run") == 0
 
 
-def test_a_job_that_is_deleted_meanwhile(
+def test_wait_ends_if_the_rayjob_is_deleted(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     when(pending=lambda: cluster.delete_job(job))
@@ -325,13 +325,13 @@ def give_up_head(cluster: FakeCluster) -> None:
 
 
 def owner(cluster: FakeCluster) -> str:
-    """Return the owner for which a driver of the RayJob claims."""
+    """Return the owner in the manifest of the RayJob."""
     return settings_of(cluster.jobs[JOB])["SUNSPOT_JOB_ID"]
 
 
 @pytest.fixture
 def uids(cluster: FakeCluster) -> list[str]:
-    """Of each RayJob that has been there; the API server gives a new one to each."""
+    """Return the uids of all RayJobs that have existed."""
     found: list[str] = []
     put = cluster.put_job
 
@@ -346,7 +346,7 @@ def uids(cluster: FakeCluster) -> list[str]:
     return found
 
 
-def test_a_run_whose_head_was_given_up_is_started_again_as_the_same_job(
+def test_a_run_whose_head_was_given_up_is_restarted_as_the_same_job(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
@@ -364,7 +364,9 @@ def test_a_run_whose_head_was_given_up_is_started_again_as_the_same_job(
     assert "submit again" not in sunspot.lines[0]["reason"]
     assert "did not answer the operator for too long" in sunspot.lines[0]["reason"]
     assert len(uids) == 2
-    assert owner(cluster) == before, "no new submission: the driver counts its starts, and a thawed one is late"
+    assert owner(cluster) == before, (
+        "the submission is the same, so the driver counts its starts, and a thawed one comes too late"
+    )
 
 
 def test_head_restarts_are_limited_without_a_new_checkpoint(
@@ -390,13 +392,15 @@ def test_head_restarts_are_limited_without_a_new_checkpoint(
     assert sunspot("wait", "run", "--timeout", "60") == 1
     assert len(uids) == 1 + 1 + 2
     assert "given up again after 2 restarts without a new checkpoint" in sunspot.err
-    assert "SUNSPOT_MAX_DRIVER_STARTS allows more" in sunspot.err
+    assert "or raise SUNSPOT_MAX_DRIVER_STARTS" in sunspot.err
 
 
-@pytest.mark.parametrize("why", ["not submitted from here", "told to stop", "other end"])
-def test_other_ends_are_ends(cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], why: str) -> None:
+@pytest.mark.parametrize("why", ["not submitted from here", "asked to stop", "other end"])
+def test_a_run_that_ends_in_another_way_is_not_restarted(
+    cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], why: str
+) -> None:
     cluster.put_job(rayjob(JOB) if why == "not submitted from here" else submitted(rayjob(JOB)))
-    if why == "told to stop":
+    if why == "asked to stop":
         request_stop(run, "me")
     give_up_head(cluster)
     if why == "other end":
@@ -406,7 +410,7 @@ def test_other_ends_are_ends(cluster: FakeCluster, run: Run, sunspot: Command, u
     assert "failed     for good" in sunspot.out
 
 
-def test_an_outage_while_it_is_started_again(
+def test_an_outage_during_a_restart_is_waited_out(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
@@ -419,7 +423,7 @@ def test_an_outage_while_it_is_started_again(
 
 
 @pytest.mark.parametrize("manager", ["argocd-controller", "kustomize-controller"])
-def test_what_a_repository_keeps_is_deleted_and_put_back_by_who_keeps_it(
+def test_a_rayjob_from_a_repository_is_deleted_and_recreated_by_gitops(
     cluster: FakeCluster, sunspot: Command, uids: list[str], when: Callable[..., None], manager: str
 ) -> None:
     def delete(handler: Any) -> None:
@@ -437,15 +441,17 @@ def test_what_a_repository_keeps_is_deleted_and_put_back_by_who_keeps_it(
     assert "PATCH" not in [method for method, _ in cluster.requests]
 
 
-def test_what_is_not_put_back_is_said(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.waiting.PUT_BACK_WITHIN_S", 0.0)
+def test_wait_fails_if_gitops_does_not_recreate_the_rayjob(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sunspot.submitter.cluster.waiting.RECREATED_WITHIN_S", 0.0)
     cluster.put_job(kept(rayjob(JOB)))
     give_up_head(cluster)
     assert sunspot("wait", "run", "--timeout", "20") == 5
-    assert "run-1 was deleted to start again, and Argo CD has not put it back; sync it by hand" in sunspot.err
+    assert "run-1 was deleted to start it again, and Argo CD has not recreated it; sync it by hand" in sunspot.err
 
 
-def test_who_may_not_create_deletes_nothing(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_a_user_who_may_not_create_rayjobs_deletes_nothing(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
     give_up_head(cluster)
     cluster.forbidden.add("create rayjobs")
@@ -454,25 +460,25 @@ def test_who_may_not_create_deletes_nothing(cluster: FakeCluster, run: Run, suns
     assert JOB in cluster.jobs
 
 
-def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
+def test_wait_for_an_unknown_run_fails(cluster: FakeCluster, sunspot: Command) -> None:
     for verb in ("wait", "status"):
         assert sunspot(verb, "run") == 3
         assert "no run run in" in sunspot.err
         assert f"nor in namespace sunspot of http://127.0.0.1:{cluster._port}" in sunspot.err
 
 
-def test_without_a_cluster_storage_is_followed(
+def test_without_a_cluster_wait_follows_storage(
     run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("sunspot.submitter.cluster.observation.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.POLL_EVERY_S", 0.05)
     set_status(run, RunState.RUNNING, step=1)
     when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1
     assert "error: run failed: no rows" in sunspot.err
 
 
-def test_ctrl_c_leaves_the_run_alone(cluster: FakeCluster, run: Run, job: str) -> None:
+def test_ctrl_c_does_not_affect_the_run(cluster: FakeCluster, run: Run, job: str) -> None:
     command = [sys.executable, "-m", "sunspot.cli", "wait", "run", "--storage", run.storage.locate("")]
     waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert waiting.stdout
@@ -480,7 +486,7 @@ def test_ctrl_c_leaves_the_run_alone(cluster: FakeCluster, run: Run, job: str) -
     os.kill(waiting.pid, signal.SIGINT)
     _, err = waiting.communicate(timeout=20)
     assert waiting.returncode == 130
-    assert "the run goes on; `sunspot wait run --storage" in err
+    assert "the run continues; `sunspot wait run --storage" in err
     assert "Traceback" not in err
     assert job in cluster.jobs
 
@@ -527,7 +533,7 @@ def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunsp
         assert part in sunspot.out
 
 
-def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+def test_status_sums_up_the_cost_of_incidents(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
     begin(run)
     cluster.set_status(job, "Running", "RUNNING")
     warning = "a save takes 40 s, and the notice is 30 s"
@@ -571,7 +577,7 @@ def test_status_works_when_the_cluster_is_gone(
     assert ("from storage alone" in sunspot.err) == (how != "gone")
 
 
-def test_nothing_is_said_of_what_is_not_there(run: Run, sunspot: Command) -> None:
+def test_status_omits_lines_about_missing_parts(run: Run, sunspot: Command) -> None:
     set_status(run, RunState.STOPPED, step=10, owner="laptop-4242-1a2b3c4d")
     for words in (["status"], ["doctor"], ["wait"], ["resume"], ["delete", "--yes"]):
         assert sunspot(words[0], "run", *words[1:]) == 0, sunspot.err
@@ -583,7 +589,7 @@ def test_nothing_is_said_of_what_is_not_there(run: Run, sunspot: Command) -> Non
     assert sunspot.err == f"error: no run walk in {run.storage.locate('').rstrip('/')}; there are run\n"
 
 
-def test_a_run_that_is_submitted_is_not_taken_for_one_of_this_machine(run: Run, sunspot: Command) -> None:
+def test_a_submitted_run_is_not_taken_for_a_local_one(run: Run, sunspot: Command) -> None:
     set_status(run, RunState.STOPPED, step=10, owner="laptop-4242-1a2b3c4d")
     age(run, 100)
     run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
@@ -591,7 +597,7 @@ def test_a_run_that_is_submitted_is_not_taken_for_one_of_this_machine(run: Run, 
     assert "from storage alone, without the cluster: no cluster" in sunspot.err
 
 
-def test_status_works_when_storage_is_out_of_reach(
+def test_status_works_without_storage(
     cluster: FakeCluster, capsys: pytest.CaptureFixture[str], s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
@@ -644,7 +650,7 @@ def test_commands_that_write_do_not_take_the_storage_from_the_rayjob(
 
 
 @pytest.mark.parametrize("verb", ["status", "wait", "stop", "delete", "doctor", "dashboard"])
-def test_a_path_in_a_rayjob_is_refused_because_it_is_one_in_its_pods(
+def test_a_local_path_in_a_rayjob_is_refused(
     cluster: FakeCluster, run: Run, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     begin(run)
@@ -663,13 +669,13 @@ def test_a_rayjob_that_names_the_default_storage_needs_no_option(
     put_job_kept_in(path, cluster)
     set_status(run, RunState.FAILED)
     cluster.set_status(JOB, "Failed", "FAILED")
-    monkeypatch.chdir(Path(path).parent)  # where "runs" is that very folder
+    monkeypatch.chdir(Path(path).parent)  # where the path "runs" is that folder
     with pytest.raises(SystemExit, match="0"):
         main(["delete", "run", "--yes"])
     assert not run.storage.list("run")
 
 
-def test_a_run_being_stopped_is_said_to_be(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+def test_a_run_with_a_stop_marker_is_stopping(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
     request_stop(run, "me")
@@ -680,7 +686,7 @@ def test_a_run_being_stopped_is_said_to_be(cluster: FakeCluster, run: Run, sunsp
 # ------------------------------------------------------------------------------------------------------- the transport
 
 
-def test_requests_are_sent_again(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+def test_failed_requests_are_retried(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
     for fault in (hang_up, answer(429, "slow down", Retry_After="0"), answer(503, "starting")):
         cluster.on("GET", "rayjobs?", fault, times=1)
     assert sunspot("status", "run", "--json") == 0
@@ -694,7 +700,7 @@ def test_requests_are_sent_again(cluster: FakeCluster, run: Run, sunspot: Comman
         (
             403,
             'User "me" cannot list rayjobs',
-            'User "me" cannot list rayjobs; have the Role sunspot-submitter of k8s/base',
+            'User "me" cannot list rayjobs; ask for the Role sunspot-submitter of k8s/base',
         ),
         (404, "the server could not find the requested resource", "install the KubeRay operator"),
         (503, "etcd is down", "503 etcd is down"),
@@ -710,13 +716,13 @@ def test_refusals_of_the_api_server_name_the_fix(
         assert sunspot.err.count("\n") == 1
 
 
-def test_a_context_that_is_not_there(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_unknown_context_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("status", "run", "--context", "nope") == 4
     assert "nope" in sunspot.err
     assert "`kubectl config get-contexts` lists" in sunspot.err
 
 
-def test_a_server_that_is_not_there(cluster: FakeCluster, sunspot: Command) -> None:
+def test_an_unreachable_server_is_reported(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.down()
     began = time.monotonic()
     assert sunspot("status", "run") == 4
@@ -725,9 +731,7 @@ def test_a_server_that_is_not_there(cluster: FakeCluster, sunspot: Command) -> N
     assert "Connection refused" in sunspot.err
 
 
-def test_list_shows_what_the_cluster_knows_and_storage_does_not(
-    cluster: FakeCluster, run: Run, sunspot: Command
-) -> None:
+def test_list_includes_runs_that_only_the_cluster_knows(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     here = {"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")}
     for name in ("stored", "unheard"):
         job = rayjob(f"{name}-1", run=name)

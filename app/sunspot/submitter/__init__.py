@@ -4,7 +4,6 @@ The way of `sunspot submit`, which `sunspot.client.submit` goes too but for its 
 
     commands/submit.py       the words of the command line become a JobRequest
     manifest/render.py       render(JobRequest) -> Rendered: the manifest and the settings; pure
-    cluster/image_digests.py pin_images: the image's digest in place of its tag
     cluster/preflight.py     check: what of the cluster or the storage would keep the run from starting
     cluster/applied.py       as_submission: the RayJob as a new owner, with its manifest in an annotation
     cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attach, refuse, or replace and apply

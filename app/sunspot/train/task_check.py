@@ -71,7 +71,7 @@ AT_FIRST = " at first"
 
 
 @dataclass
-class Check:
+class TaskCheck:
     """What was checked, how long each part took, and what came out."""
 
     task: str
@@ -142,10 +142,10 @@ class Check:
         yield f"checked in {sum(self.seconds.values()):.1f} s: it {done}"
 
 
-def check(settings: Settings) -> Check:
+def check(settings: Settings) -> TaskCheck:
     """Check the task that the settings describe; raises `SunspotError` for what fails, with the place and the fix."""
     refuse_unusable(settings)
-    checked = Check(
+    checked = TaskCheck(
         settings.task,
         [
             f"{name.upper()}={getattr(settings, name)}, because {why}"
@@ -170,7 +170,7 @@ def check(settings: Settings) -> Check:
     return checked
 
 
-def check_plan(plan: Plan, checked: Check) -> None:
+def check_plan(plan: Plan, checked: TaskCheck) -> None:
     """Take the first step, save, restore, and take the last step of the epoch, with its evaluation."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -289,7 +289,7 @@ class CheckedWorker(Worker):
 class FewRows:
     """The loader of a check, of few rows."""
 
-    def __init__(self, plan: Plan, place: WorkerPlace, checked: Check) -> None:
+    def __init__(self, plan: Plan, place: WorkerPlace, checked: TaskCheck) -> None:
         self.plan, self.place, self._checked = plan, place, checked
         self.run = open_run(plan.settings.storage_path, plan.settings.run_name)
 
@@ -352,7 +352,7 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
         )
 
 
-def predict(learner: Learner, checked: Check) -> None:
+def predict(learner: Learner, checked: TaskCheck) -> None:
     """Have the task predict the rows that were read last; raises `SettingsError` for what are no scores."""
     if not hasattr(learner.task, "predict"):
         return

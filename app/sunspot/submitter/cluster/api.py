@@ -1,7 +1,7 @@
-"""The Kubernetes API, as far as runs need it. No other module talks to it.
+"""Client of the Kubernetes API. No other module sends requests to it.
 
-Every request has a timeout and is retried a few times after a lost connection, 429 or 5xx. All are idempotent: a second
-apply changes nothing, and a deletion names an object by its uid.
+Every request has a timeout and is retried a few times after a lost connection, 429 or 5xx. All requests are idempotent:
+a second apply changes nothing, and a deletion names an object by its uid.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 NAMESPACE = "sunspot"
-"""The namespace of k8s/base, and the default where a context has none of its own."""
+"""Namespace of k8s/base, and the default if a context has no namespace of its own."""
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 20
 
 RETRY_PAUSES_S = (0.5, 1, 2)
-"""Pauses between tries; a silent server is given up after about 25 s."""
+"""Seconds between tries. A server that does not respond is given up after about 25 s."""
 
 MAX_RETRY_AFTER_S = 10
 
 PAGE = 500
-"""Objects of one answer, as kubectl has it: thousands at once would be tens of megabytes."""
+"""Objects per response, as in kubectl. Thousands in one response would be tens of megabytes."""
 
 PATHS = {
     "namespace": "/api/v1/namespaces/{name}",
@@ -70,7 +70,7 @@ CERTIFICATES = "kube-root-ca.crt"
 """Name of the ConfigMap that Kubernetes puts into every namespace."""
 
 ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
-"""The Roles of k8s/base that grant these requests; the second, deleting pods."""
+"""Names of the Roles in k8s/base that grant most requests (ROLE) and the deletion of pods (POD_ROLE)."""
 
 ROLES = {
     ("DELETE", "pod"): POD_ROLE,
@@ -80,17 +80,17 @@ ROLES = {
     ("GET", "NetworkPolicy"): "sunspot-doctor",
     ("GET", "PodDisruptionBudget"): "sunspot-doctor",
 }
-"""The other Roles that grant a request, by method and path."""
+"""Names of the Roles that grant all other requests, by method and path."""
 
-OF_THE_CLUSTER = ("namespace", "nodes", "all pods", "PriorityClass")
-"""Paths that no Role of a namespace grants."""
+CLUSTER_SCOPED = ("namespace", "nodes", "all pods", "PriorityClass")
+"""Paths of cluster-scoped resources, which no Role of a namespace can grant."""
 
 
 class UnreachableError(ClusterError):
-    """The API server does not answer, or not now."""
+    """The API server cannot be reached, or cannot answer now."""
 
     retry_after = 0.0
-    "Seconds to wait, as the server asked."
+    "Seconds that the server asked to wait before a retry."
 
 
 class RefusedError(ClusterError):
@@ -99,7 +99,7 @@ class RefusedError(ClusterError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
-        "The HTTP status."
+        "HTTP status of the response."
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Request:
 
     method: str
     path: str
-    "One of PATHS."
+    "Key of PATHS."
     name: str = ""
     query: Sequence[tuple[str, str]] = ()
     body: Any = None
@@ -116,19 +116,19 @@ class Request:
 
 
 class Cluster:
-    """One namespace of one cluster."""
+    """A namespace of a Kubernetes cluster."""
 
     def __init__(self, api: ApiClient, namespace: str, options: str = "", context: str | None = None) -> None:
         self.namespace = namespace
         self.options = options
-        "The options with which a command reaches this namespace again, after a space."
+        "Command-line options that select this namespace, with a space before each."
         self.server: str = api.configuration.host
         self._api, self._context = api, context
         self._renewing = threading.Lock()
 
     @functools.cached_property
     def identity(self) -> str:
-        """Identity of this cluster (`owner.cluster_identity`); empty if this user may not read the ConfigMap."""
+        """The cluster's identity (`owner.cluster_identity`); empty if this user may not read the ConfigMap."""
         try:
             found = self.find("ConfigMap", CERTIFICATES) or {}
         except RefusedError as error:
@@ -140,18 +140,18 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------ RayJobs
 
     def list_jobs(self, run: str | None = None) -> list[JobView]:
-        """List the RayJobs of a run, or of all runs, newest first."""
+        """Return the RayJobs of a run, or of all runs, newest first."""
         items = self.list_all("jobs", label=RUN_LABEL if run is None else f"{RUN_LABEL}={run}")
         jobs = [job_view(item, self.identity) for item in items]
         return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
 
     def has_job(self, job: JobView) -> bool:
-        """Whether this very RayJob, and not a later one of its name, is still there."""
+        """Return True if this RayJob still exists. A later one of the same name does not count."""
         found = self.find("job", job.name)
         return found is not None and job_view(found).uid == job.uid
 
     def apply(self, manifest: dict[str, Any], dry_run: bool = False) -> JobView:
-        """Create or update the RayJob (server-side apply); returns it with its defaults."""
+        """Create or update the RayJob by server-side apply, and return it with its defaults."""
         query = [("fieldManager", "sunspot"), ("force", "true")]
         if dry_run:
             query.append(("dryRun", "All"))
@@ -159,53 +159,56 @@ class Cluster:
         return job_view(self._ask(Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")))
 
     def annotate(self, job: JobView, annotations: Mapping[str, str]) -> None:
-        """Set annotations of this RayJob; no error if it is gone, or its name is another's by now."""
+        """Set annotations of this RayJob. Nothing happens if this RayJob is gone, even if another one has its name."""
         body = {"metadata": {"uid": job.uid, "annotations": dict(annotations)}}
-        query = [("fieldManager", "sunspot-wait")]  # not that of `apply`, which would take back all the rest
+        query = [("fieldManager", "sunspot-wait")]  # the manager of `apply` would remove all other fields
         try:
             self._ask(Request("PATCH", "job", job.name, query, body, kind="merge-patch+json"))
         except RefusedError as error:
-            if error.status not in (404, 422):  # 422: another uid
+            if error.status not in (404, 422):  # 422: the object has another uid
                 raise
 
     def delete_job(self, job: JobView) -> None:
-        """Delete this RayJob and with it its cluster; no error if it is gone already."""
+        """Delete this RayJob, and so its cluster. Nothing happens if it is already gone."""
         self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
 
     # -------------------------------------------------------------------------------------------------- pods and events
 
     def list_pods(self, jobs: Sequence[JobView]) -> list[PodView]:
-        """List the pods of the RayClusters of some RayJobs."""
+        """Return the pods of the RayClusters of some RayJobs."""
         clusters = ",".join(job.cluster for job in jobs if job.cluster)
         if not clusters:
             return []
         return [pod_view(item) for item in self.list_all("pods", label=f"ray.io/cluster in ({clusters})")]
 
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
-        """Delete this pod, its containers ended within `grace_s` seconds (None: its own); no error if it is gone."""
+        """Delete this pod. Nothing happens if it is already gone.
+
+        Its containers are killed after `grace_s` seconds. If `grace_s` is None, the pod's own grace period applies.
+        """
         self._delete("pod", pod.name, {"preconditions": {"uid": pod.uid}, "gracePeriodSeconds": grace_s})
 
     def create_pod(self, manifest: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """Create a pod with a name nobody else uses; returns it as the API server has it."""
+        """Create a pod with a name that nobody else uses, and return it as stored by the API server."""
         try:
             return self._ask(Request("POST", "pods", query=[("dryRun", "All")] if dry_run else [], body=manifest))
         except RefusedError as error:
             made = self.find("pod", manifest["metadata"]["name"]) if error.status == 409 else None
             if made is None:
                 raise
-            return made  # the answer to an earlier try was lost
+            return made  # the response to an earlier try was lost
 
     def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
-        """List the warnings about RayJobs, their RayClusters and their pods, newest first."""
+        """Return the warnings about RayJobs, their RayClusters and their pods, newest first."""
         prefixes = tuple(name for job in jobs for name in (job.name, job.cluster) if name)
         events = map(warning_event, self.list_all("events", field="type=Warning"))
-        mine = [event for event in events if event.object.startswith(prefixes)]
-        return sorted(mine, key=lambda event: -event.time)
+        ours = [event for event in events if event.object.startswith(prefixes)]
+        return sorted(ours, key=lambda event: -event.time)
 
     # ------------------------------------------------------------------------------------------------------- dashboard
 
     def dial(self, pod: str, port: int) -> PodConnection:
-        """Connect to a port of a pod. Raises `ClusterError`."""
+        """Connect to a port of a pod. Raises `ClusterError` if that fails."""
         from kubernetes.stream.ws_client import create_websocket, get_websocket_url
         from websocket import WebSocketBadStatusException, WebSocketException
 
@@ -226,7 +229,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------- preflight
 
     def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
-        """Get the object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
+        """Return the object at a path of PATHS, or None if it does not exist. Raises `RefusedError`, also for 403."""
         try:
             return self._ask(Request("GET", kind, name))
         except RefusedError as error:
@@ -235,18 +238,20 @@ class Cluster:
             raise
 
     def list_all(self, kind: str, label: str = "", field: str = "") -> list[dict[str, Any]]:
-        """List every object of a path in PATHS, page by page, or those that these selectors choose."""
-        asked = {"limit": str(PAGE), "labelSelector": label, "fieldSelector": field}
+        """Return all objects at a path of PATHS that match the selectors, read page by page."""
+        parameters = {"limit": str(PAGE), "labelSelector": label, "fieldSelector": field}
         items: list[dict[str, Any]] = []
         while True:
-            answer = self._ask(Request("GET", kind, query=[(name, text) for name, text in asked.items() if text]))
-            items += answer.get("items") or ()
-            asked["continue"] = answer.get("metadata", {}).get("continue", "")
-            if not asked["continue"]:
+            response = self._ask(
+                Request("GET", kind, query=[(name, text) for name, text in parameters.items() if text])
+            )
+            items += response.get("items") or ()
+            parameters["continue"] = response.get("metadata", {}).get("continue", "")
+            if not parameters["continue"]:
                 return items
 
     def exists(self, kind: str, name: str) -> bool | None:
-        """Whether an object exists (`kind` as in PATHS); None if this user may not see it."""
+        """Return True if the object at a path of PATHS exists, or None if this user may not see it."""
         try:
             return self.find(kind, name) is not None
         except RefusedError as error:
@@ -255,10 +260,10 @@ class Cluster:
             raise
 
     def allows(self, verb: str, group: str, resource: str) -> bool:
-        """Whether this user may do `verb` with `resource` in the namespace."""
-        asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+        """Return True if this user has permission for a verb on a resource in the namespace."""
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-        body = {**kind, "spec": {"resourceAttributes": asked}}
+        body = {**kind, "spec": {"resourceAttributes": attributes}}
         return bool(self._ask(Request("POST", "review", body=body))["status"].get("allowed"))
 
     # -------------------------------------------------------------------------------------------------------- transport
@@ -267,11 +272,11 @@ class Cluster:
         try:
             self._ask(Request("DELETE", path, name, body=options))
         except RefusedError as error:
-            if error.status not in (404, 409):  # 409: the name is another object's by now
+            if error.status not in (404, 409):  # 409: another object has the name now
                 raise
 
     def _ask(self, request: Request) -> dict[str, Any]:
-        """Get the answer to a request: retried as often as allowed, once with new credentials."""
+        """Send a request, with retries, and return the response. Expired credentials are renewed once."""
         pauses = iter(RETRY_PAUSES_S)
         renewed = False
         while True:
@@ -290,13 +295,13 @@ class Cluster:
                 renewed = True
 
     def _renew(self, refused: ApiClient) -> None:
-        """Read the credentials again, unless another thread has done so since `refused` was: they may have expired."""
+        """Read the credentials again, unless another thread has already replaced the `refused` client."""
         with self._renewing:
             if self._api is refused:
                 self._api, _ = make_client(self._context)
 
     def _send(self, request: Request) -> dict[str, Any]:
-        """Send one request, once; returns its answer, a success."""
+        """Send a request once, and return the body of a successful response. Raises `ClusterError` for any other."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -308,11 +313,11 @@ class Cluster:
             body=request.body,
             auth_settings=["BearerToken"],
         )
-        if "json" not in request.kind:  # the client makes JSON of it, and takes other text as it is
+        if "json" not in request.kind:  # the client encodes the other kinds itself
             call = (*call[:3], json.dumps(request.body), call[4])
         try:
             response = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)).response
-            content = response.data  # read to its end, which hands the connection back
+            content = response.data  # reading it to the end returns the connection to the pool
         except (HTTPError, ApiException, OSError) as error:
             raise self._unreachable(error) from error
         if 200 <= response.status <= 299:
@@ -329,33 +334,33 @@ class Cluster:
         return UnreachableError(f"{self.server}: the API server cannot be reached ({why}); {check}")
 
     def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
-        """Make the error for an answer that is no success."""
+        """Return the error for an unsuccessful response."""
         answer: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
             answer = dict(json.loads(body))
-        said = shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))
+        reason = shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))
         if status == 429 or status >= 500:
-            return UnreachableError(f"{self.server}: {status} {said}; try again later")
-        role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
-        no_right = status == 403 and re.search(r'\bUser "[^"]*" cannot ', said)
+            return UnreachableError(f"{self.server}: {status} {reason}; try again later")
+        role = "" if path in CLUSTER_SCOPED else ROLES.get((method, path), ROLE)
+        no_right = status == 403 and re.search(r'\bUser "[^"]*" cannot ', reason)
         if status == 401:
-            text = f"{self.server} refuses these credentials ({said}); renew them, or choose another --context"
+            text = f"{self.server} refuses these credentials ({reason}); renew them, or choose another --context"
         elif no_right and role:
-            text = f"{said}; have the Role {role} of k8s/base bound to you, which grants it"
+            text = f"{reason}; ask for the Role {role} of k8s/base, which grants it"
         elif no_right:
-            text = f"{said}; ask whoever owns the cluster"
-        elif status == 404 and "could not find the requested resource" in said:
-            text = f"{self.server} knows no RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
+            text = f"{reason}; ask the owner of the cluster"
+        elif status == 404 and "could not find the requested resource" in reason:
+            text = f"{self.server} does not know RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
         else:
-            text = f"{self.server}: {method} refused with {status}: {said}"
+            text = f"{self.server}: {method} refused with {status}: {reason}"
         return RefusedError(text, status)
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
-    """Choose the cluster of a kubeconfig context, or the one this process runs in. Sends nothing.
+    """Return the cluster of a kubeconfig context, or the one that this process runs in. Sends no request.
 
-    The namespace is the given one, else the context's own, else NAMESPACE. Raises `ClusterError` when there is no such
-    context, no credential, or no configuration at all, and `SettingsError` for what is no namespace.
+    The namespace is the given one, else the context's own, else NAMESPACE. Raises `ClusterError` if the context, its
+    credential or any configuration is missing, and `SettingsError` if the name of the namespace is invalid.
     """
     api, own = make_client(context)
     chosen = namespace or own or NAMESPACE
@@ -368,7 +373,10 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
 
 
 def try_connect(context: str | None, namespace: str | None) -> tuple[Cluster | None, str]:
-    """Return the cluster, or None and why there is none. Raises that when a context or a namespace was given."""
+    """Return the cluster and "", or None and the reason why there is no cluster.
+
+    If a context or a namespace was given, the error is raised instead.
+    """
     try:
         return connect(context, namespace), ""
     except ClusterError as error:

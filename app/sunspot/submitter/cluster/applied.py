@@ -1,8 +1,8 @@
 """Keeps the manifest that `sunspot submit` applied in an annotation of the RayJob.
 
-`sunspot wait` and `sunspot resume` start a RayJob again from this annotation. It was written by somebody who may run
-pods in the namespace, while an object in storage may come from somebody who may not. They do not use the RayJob's own
-spec, because Kueue changes that.
+`sunspot wait` and `sunspot resume` restart a RayJob from this annotation. Only a user who may run pods in the namespace
+can write it, whereas an object in storage may come from anybody with access to the bucket. The RayJob's own spec is of
+no use for this, because Kueue changes it.
 """
 
 import json
@@ -20,16 +20,16 @@ APPLIED = "sunspot/applied"
 
 
 def as_submission(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rendered RayJob as a new submission, which is a new owner, with the manifest in its annotation."""
+    """Return a rendered RayJob as a new submission, and so a new owner, with its manifest in an annotation."""
     submitted: dict[str, Any] = json.loads(json.dumps(manifest))
     set_variable(submitted, JOB_ID, new_submission(submitted["metadata"]["name"]))
     return _annotated(submitted)
 
 
 def applied_manifest(job: JobView, run: str) -> dict[str, Any] | None:
-    """Return the manifest that `sunspot submit` applied as this RayJob of a run; None if something else applied it.
+    """Return the manifest that `sunspot submit` applied as this RayJob of a run; None if another tool applied it.
 
-    Raises `ClusterError` if the annotation holds anything but the manifest of this RayJob.
+    Raises `ClusterError` if the annotation does not contain the manifest of this RayJob.
     """
     metadata = job.raw["metadata"]
     text = (metadata.get("annotations") or {}).get(APPLIED)
@@ -46,12 +46,12 @@ def applied_manifest(job: JobView, run: str) -> dict[str, Any] | None:
             raise ValueError(f"{found} instead of {expected}")
         return _annotated(manifest)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        fault = f"its annotation {APPLIED} is not its own manifest"
+        fault = f"its annotation {APPLIED} does not contain its own manifest"
         raise ClusterError(f"RayJob {job.name}: {fault}; submit the run again") from error
 
 
 def without_copy(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest without the annotation that holds a copy of it."""
+    """Return a manifest without the annotation that contains a copy of it."""
     metadata = manifest["metadata"]
     others = {name: text for name, text in (metadata.get("annotations") or {}).items() if name != APPLIED}
     return {**manifest, "metadata": {**metadata, "annotations": others}}

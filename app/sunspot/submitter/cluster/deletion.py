@@ -1,8 +1,8 @@
-"""Removes a run from the cluster and from storage.
+"""Deletes a run from the cluster and from storage.
 
-A marker is written first and removed last (`sunspot.run.status`): interrupted in between, the run is shown as being
-deleted, nothing trains it, and the same command goes on. What a surviving process writes meanwhile is removed too, or
-reported.
+A marker is written first and removed last (`sunspot.run.status`). If the command is interrupted in between, the run is
+shown as being deleted, nothing trains it, and the same command completes the deletion. Objects that a surviving process
+writes during the deletion are deleted too, or reported.
 """
 
 import contextlib
@@ -48,48 +48,50 @@ from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import list_unfinished
 
 MAX_ROUNDS = 3
-"""How often what was written meanwhile is removed too: a writer that outlasts this is no straggler."""
+"""Largest number of times that the run's objects are listed and deleted. If more appear, a process still writes
+them."""
 
 MAX_NAMED = 3
-"""Objects named when some came back."""
+"""Largest number of objects that a message names."""
 
 REUSED = ("attempts", *RECORDS)
-"""What the next run of this name relies on and calls the same; a checkpoint's name has the nonce of its attempt."""
+"""Parts of a run whose objects have the same keys in the next run of this name. Names of checkpoints differ, because
+they contain the nonce of an attempt."""
 
 
 @dataclass(frozen=True)
 class RunContents:
-    """All there is of a run."""
+    """Everything that belongs to a run, in the cluster, in storage and in this machine's memory."""
 
     run: Run
     snapshot: RunSnapshot
     entries: tuple[Entry, ...]
-    "Its objects in storage, without the marker."
+    "Objects of the run in storage, without the marker."
     foreign: tuple[Entry, ...]
-    "Objects in its folder whose names no run uses; they stay."
-    unfinished: tuple[UnfinishedWrite, ...]
+    "Objects in the run's folder whose names no run uses. They stay."
+    unfinished: tuple[Unfinished, ...]
     copies: tuple[Path, ...] = ()
-    "Files in this machine's shared memory, left by a failed run for its next start."
+    "Files in this machine's shared memory that a failed run left for its next start."
     dataset: str = ""
-    "Where its rows come from; empty if that is not a path of the user."
+    "Path of the run's dataset; empty if the dataset is not a path of the user."
     trials: tuple[str, ...] = ()
-    "The runs that are the trials of a search."
+    "Names of the runs that are the trials of a search."
 
     @property
     def not_submitted(self) -> list[str]:
-        """RayJobs that `sunspot submit` did not apply."""
+        """Names of the RayJobs that `sunspot submit` did not apply."""
         submitted = {submitted_job(entry.key) for entry in self.entries}
         return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
     def name_foreign(self) -> str:
-        """Describe what stays in the run's folder, such as `photos, notes.txt: 12 files`; empty if nothing stays."""
+        """Describe the files that stay in the run's folder, such as `photos, notes.txt: 12 files`, or return ""."""
         tops = [*dict.fromkeys(_top(self.run, entry.key) for entry in self.foreign)]
         more = f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
         return f"{', '.join(tops[:MAX_NAMED])}{more}: {plural(len(self.foreign), 'file')}" if tops else ""
 
     @property
     def objects(self) -> list[dict[str, str]]:
-        """The run's RayJobs, and the Kubernetes objects that go with them; a borrowed cluster stays."""
+        """The run's RayJobs, and the Kubernetes objects that are deleted with them. Borrowed clusters stay."""
         jobs = self.snapshot.cluster.jobs
         own = {job.cluster for job in jobs if not job.borrows_cluster}
         pods = [pod for pod in self.snapshot.cluster.pods if pod.cluster in own]
@@ -102,7 +104,7 @@ class RunContents:
 
     @property
     def kinds(self) -> list[dict[str, Any]]:
-        """What is in storage and in memory, by kind: the run's folders, and what is beside them."""
+        """Number and size of the files in storage and in memory, by kind, such as a folder of the run."""
         sizes: dict[str, list[int]] = {}
         checkpoints: set[str] = set()
         for entry in self.entries:
@@ -123,11 +125,11 @@ class RunContents:
 
     @property
     def bytes(self) -> int:
-        """In storage and in this machine's memory."""
+        """Bytes in storage and in this machine's memory."""
         return sum(kind["bytes"] for kind in self.kinds)
 
     def __str__(self) -> str:
-        """Its sum, such as `1 RayJob with 3 pods; 12 files, 3.4 MB`."""
+        """Return a summary such as `1 RayJob with 3 pods; 12 files, 3.4 MB`."""
         kinds = [thing["kind"] for thing in self.objects]
         jobs, pods = kinds.count("RayJob"), kinds.count("Pod")
         parts = [plural(jobs, "RayJob") + (f" with {plural(pods, 'pod')}" if pods else "")] if jobs else []
@@ -135,26 +137,27 @@ class RunContents:
 
 
 def find_contents(access: RunAccess) -> RunContents:
-    """Find all there is of a run that may be deleted.
+    """Find everything that belongs to a run.
 
-    Raises `NotFoundError` if there is nothing, `ConflictError` if the run is live or its folder belongs to no run, and
-    `ClusterError` or `StorageError` if that cannot be found out.
+    Raises `NotFoundError` if the run does not exist, `ConflictError` if it must not be deleted because it is live or
+    its folder does not look like a run's, and `ClusterError` or `StorageError` if one of the two is unreachable.
     """
     run = access.run
     folder = Path(run.location)
-    if not run.storage.is_bucket and folder.is_symlink():  # what it leads to is not this storage's to delete
-        place = folder.resolve()
+    if not run.storage.is_bucket and folder.is_symlink():  # its target lies outside this storage
+        target = folder.resolve()
+        storage = f" (--storage {target.parent})" if target.name == run.name else ""
         raise ConflictError(
-            f"{folder} is a link to {place}, and nothing was removed: delete it there, with --storage {place.parent} "
-            "if its folder is called like the run, and then remove the link"
+            f"{folder} is a symbolic link to {target}, and nothing was removed; delete the run there{storage}, and "
+            "then remove the link"
         )
-    with progress_note("looking for what there is of the run"):
+    with progress_note("looking for the run's objects"):
         snapshot = access.observe(lambda job: is_kept_in(job, run))
     if snapshot.storage.trouble:
         raise StorageError(snapshot.storage.trouble)
     if access.cluster and snapshot.cluster.trouble:
-        advice = "if that cluster is no more, KUBECONFIG=/dev/null deletes what is in storage"
-        raise ClusterError(f"{snapshot.cluster.trouble}. Whether the run still trains cannot be seen; {advice}")
+        advice = "if that cluster no longer exists, set KUBECONFIG=/dev/null to delete the run from storage"
+        raise ClusterError(f"{snapshot.cluster.trouble}. So the run may still be training; {advice}")
     access.require_known(snapshot)
     state, reason = snapshot.state()
     going = bool(snapshot.job and snapshot.job.deleting)
@@ -166,7 +169,7 @@ def find_contents(access: RunAccess) -> RunContents:
     if (own or foreign) and not snapshot.storage.deleting and not holds_run(run.name, own):
         jobs = " ".join(job.name for job in snapshot.cluster.jobs)
         raise ConflictError(
-            f"{run.location} holds {plural(len(own) + len(foreign), 'file')}, but none that identifies a run, such "
+            f"{run.location} contains {plural(len(own) + len(foreign), 'file')}, but none that identifies a run, such "
             "as run.json or status/attempt-*.json. So it is not a run's folder, and nothing was removed; check "
             f"--storage. `kubectl delete rayjob {jobs}` removes the RayJobs from the cluster"
         )
@@ -177,7 +180,7 @@ def find_contents(access: RunAccess) -> RunContents:
 
 
 def find_left(access: RunAccess) -> RunContents | None:
-    """Find what is left of a run that could not be removed; None if that cannot be seen."""
+    """Find the rest of a run whose deletion failed. Returns None if cluster or storage do not answer."""
     run = access.run
     with contextlib.suppress(SunspotError):
         snapshot = access.observe(lambda job: is_kept_in(job, run))
@@ -187,22 +190,23 @@ def find_left(access: RunAccess) -> RunContents | None:
 
 
 def is_kept_in(job: JobView, run: Run) -> bool:
-    """Whether a RayJob is of this run, and not of one with the same name in another storage."""
+    """Return True if a RayJob belongs to this run, not to a run with the same name in another storage."""
     path = settings_of(job.raw).get(STORAGE_PATH)
     return path is None or path.rstrip("/") == run.storage.locate("").rstrip("/")
 
 
 def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None = None) -> None:
-    """Remove RayJobs with their pods, and then all that storage and this machine's memory have of the run.
+    """Delete RayJobs with their pods, and then the run's objects in storage and in this machine's memory.
 
-    Raises `GaveUpError` when its pods do not go, and `ConflictError` when something goes on writing it.
+    Raises `GaveUpError` if the pods still exist after GONE_WITHIN_S, and `ConflictError` if a process keeps writing
+    objects of the run.
     """
     mark_deletion(run, describe_requester())
     if cluster and jobs:
         warn(f"waiting until {plural(len(jobs), 'RayJob')} and the pods are gone")
         if not delete_jobs(cluster, jobs, GONE_WITHIN_S, frozen=True):
-            there = f"{jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}"
-            raise GaveUpError(f"{there}; nothing was removed from storage, which they may still write")
+            fault = f"{jobs[0].name} or its pods still exist after {in_words(GONE_WITHIN_S)}"
+            raise GaveUpError(f"{fault}; nothing was removed from storage, because they may still write there")
     with progress_note("removing it from storage"):
         _empty(run)
     shutil.rmtree(node_memory_directory(run.location), ignore_errors=True)
@@ -210,20 +214,20 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
     left, foreign = _list(run, with_mark=True)
     for folder in [run.key(name) for name in (*RECORDS, *FOLDERS)] if foreign else [run.name]:
         run.storage.delete_folders(folder)
-    _refuse_if_back(run, left)
+    _refuse_if_written(run, left)
 
 
 def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
-    """Keys of a run's objects, in groups that are removed one after the other.
+    """Return the keys of a run's objects in groups, which must be deleted one after the other.
 
-    Attempts first, so that a surviving process commits nothing any more; then manifests, without which checkpoints do
-    not count; what identifies the run last.
+    The attempts come first, so that a surviving process can no longer commit. The manifests follow, without which
+    checkpoints do not count. The objects that identify the run come last.
     """
     groups: list[list[str]] = [[], [], [], []]
     for key in keys:
         top = _top(run, key)
-        place = 0 if top == "attempts" else 3 if top in RECORDS else 1 if key.endswith(f"/{MANIFEST}") else 2
-        groups[place].append(key)
+        position = 0 if top == "attempts" else 3 if top in RECORDS else 1 if key.endswith(f"/{MANIFEST}") else 2
+        groups[position].append(key)
     return [group for group in groups if group]
 
 
@@ -236,18 +240,18 @@ def _top(run: Run, key: str) -> str:
 
 
 def _empty(run: Run) -> None:
-    """Remove every object of the run but the marker, and what is written meanwhile.
+    """Delete every object of the run except the marker, including those written during the deletion.
 
-    Another process may complete the deletion, and a run of the same name begin, while this one stands still or its
-    requests are under way. What that run relies on then stays: what is listed before the marker is seen is of the old
-    run, and a request for what REUSED names deletes nothing written since.
+    While this process is suspended or waits for its requests, another process may complete the deletion, and a new run
+    of the same name may begin. The new run's objects stay. Objects that were listed before the marker was seen belong
+    to the old run, and parts in REUSED are deleted only in the version that was listed.
     """
     left, _ = _list(run)
     for _ in range(MAX_ROUNDS):
         if left and not deletion_begun(run):
             raise ConflictError(
-                f"{run.location}: the mark of its deletion is gone, so another process has completed it meanwhile, and "
-                "what is there now may be of a new run; none of that was removed. Look at it, and delete again"
+                f"{run.location}: the marker of its deletion is gone, so another process has completed the deletion. "
+                "The remaining objects may belong to a new run, and were not removed; look at them, and delete again"
             )
         for upload in _unfinished(run):
             run.storage.discard(upload)
@@ -260,18 +264,18 @@ def _empty(run: Run) -> None:
         left, _ = _list(run)
         if not left:
             return
-    _refuse_if_back(run, left)
+    _refuse_if_written(run, left)
 
 
-def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
+def _refuse_if_written(run: Run, entries: Sequence[Entry]) -> None:
     if entries:
         names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MAX_NAMED])
-        lives = "a process of the run still lives somewhere. It can commit no checkpoint any more; end it"
-        raise ConflictError(f"{run.location}: something goes on writing it ({names}); {lives}, and delete again")
+        alive = "so a process of the run is still alive somewhere. It can no longer commit a checkpoint; end it"
+        raise ConflictError(f"{run.location}: objects keep appearing ({names}), {alive}, and delete again")
 
 
 def _list(run: Run, with_mark: bool = False) -> tuple[list[Entry], list[Entry]]:
-    """List the run's objects, and the objects in its folder whose names no run uses."""
+    """Return the run's objects, and the other objects in its folder, whose names no run uses."""
     own: list[Entry] = []
     foreign: list[Entry] = []
     for entry in run.storage.list(run.name):

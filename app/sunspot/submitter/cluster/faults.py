@@ -1,4 +1,4 @@
-"""Reclaims and kills parts of a live run on purpose, and follows how it recovers."""
+"""Injects faults into a live run on purpose, and follows its recovery."""
 
 import contextlib
 import enum
@@ -21,28 +21,28 @@ from sunspot.submitter.cluster.observation import OutageReporter, RunAccess, req
 from sunspot.submitter.cluster.views import PodView
 from sunspot.submitter.printing import print_json_line, print_text, warn
 
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 
 READY_WITHIN_S = 600.0
-"""How long a fault waits for a ready pod: a cloud takes minutes to bring a node."""
+"""Seconds for which a fault waits for a ready pod. A cloud takes minutes to add a node."""
 
 RECOVERED_WITHIN_S = 600.0
-"""How long a run may take to recover from the last fault and commit a checkpoint."""
+"""Seconds in which a run must recover from the last fault and commit a checkpoint."""
 
 KILL_GRACE_S = 1
-"""The grace period of a kill, the shortest there is: with 0 the object goes at once, but the kubelet sends SIGTERM and
-waits for the pod's own grace period (kubernetes#120449), which is a notice."""
+"""Grace period of a kill in seconds, the shortest that works. With 0, the object is deleted at once, but the kubelet
+sends SIGTERM and waits for the pod's own grace period (kubernetes#120449), as with a notice."""
 
 
 class FaultKind(enum.StrEnum):
-    """What is done to a run."""
+    """Kinds of faults."""
 
     RECLAIM = "reclaim"
-    "A training worker's pod is deleted with its own grace period, as by a cloud's preemption notice."
+    "A training worker's pod is deleted with its own grace period, as by a preemption with notice."
     KILL = "kill"
-    "A training worker's pod is ended at once."
+    "A training worker's pod is killed at once."
     HEAD = "head"
-    "The head's pod, with the driver, is ended at once."
+    "The head's pod, which includes the driver, is killed at once."
 
     @property
     def verb(self) -> str:
@@ -54,11 +54,11 @@ class FaultKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The faults to inject; its text completes "this would"."""
+class FaultPlan:
+    """The faults to inject. Its text completes the sentence "this would"."""
 
     kinds: tuple[FaultKind, ...]
-    "Of each fault, in order."
+    "Kind of each fault, in order."
     every_s: float
     "Seconds between two faults."
     seed: int
@@ -70,8 +70,12 @@ class Plan:
         return f"{' and '.join(parts)}{apart}"
 
 
-def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> Plan:
-    """Plan so many faults of these kinds (words or comma lists) in turn, shuffled. Raises `SettingsError`."""
+def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> FaultPlan:
+    """Return a plan with equal numbers of each kind in random order.
+
+    `kinds` are words or comma-separated lists of words. `faults` is the total number of faults. Raises `SettingsError`
+    if a kind is unknown.
+    """
     words = [word.strip() for text in kinds for word in text.split(",")]
     unknown = [word for word in words if word not in list(FaultKind)]
     if unknown:
@@ -79,27 +83,31 @@ def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | Non
     seed = secrets.randbelow(10**6) if seed is None else seed
     order = [FaultKind(words[number % len(words)]) for number in range(faults)]
     Random(seed).shuffle(order)
-    return Plan(tuple(order), every_s, seed)
+    return FaultPlan(tuple(order), every_s, seed)
 
 
 class FaultInjector:
-    """Injects faults into one run, and follows how it recovers from them."""
+    """Injects faults into a run, and follows its recovery."""
 
     def __init__(self, access: RunAccess, as_json: bool) -> None:
-        self._access, self._as_json = access, as_json
+        self._access = access
+        self._as_json = as_json
         self.run = access.run
         self.cluster = access.require_cluster()
         self._outage = OutageReporter()
         self._step = 0
         self._attempt = 0
         self._faults: dict[int, int] = {}
-        "By number, the newest attempt then: any later one follows from the fault. Clocks may disagree."
+        """Number of the newest attempt when each fault was injected, by the fault's number.
+
+        A later attempt is a consequence of the fault. Times are not compared, because clocks may disagree.
+        """
         self._recovered: set[int] = set()
         self._ended = ""
-        "How the run has ended; empty while it is live."
+        "Final state and reason of the run; empty while it is live."
 
     def refuse_unless_live(self) -> None:
-        """Raise why no fault may be injected."""
+        """Raise an error if the run is not live, or if its cluster is not its own."""
         snapshot = self._access.observe()
         require_answers(snapshot)
         self._access.require_known(snapshot)
@@ -110,10 +118,12 @@ class FaultInjector:
         if not live or state.terminal:
             raise NotFoundError(f"{self.run.name} is not live but {state}: {reason}; submit it first")
         if live.borrows_cluster:
-            raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
+            raise SettingsError(
+                f"{live.name} runs in a cluster that is not its own, so other jobs would be affected, too"
+            )
 
-    def inject_all(self, plan: Plan) -> None:
-        """Inject every fault of a plan, and wait until the run has recovered from them, or has ended."""
+    def inject_all(self, plan: FaultPlan) -> None:
+        """Inject every fault of a plan, and wait until the run has recovered or ended."""
         kinds = plan.kinds
         random = Random(plan.seed)
         self.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
@@ -122,15 +132,17 @@ class FaultInjector:
                 self._watch(plan.every_s)
             if not self._ended:
                 self._inject(number, kind, random)
-        audit = f"so it has not recovered; it goes on, and `sunspot audit {stored_arguments(self.run)}` audits it"
+        audit = (
+            f"so it has not recovered; it keeps training, and `sunspot audit {stored_arguments(self.run)}` audits it"
+        )
         self._wait(self._find_missing, RECOVERED_WITHIN_S, audit)
         if self._ended:
             injected = len(self._faults)
             text = f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {self._ended}"
-            self.say({"event": "ended", "reason": self._ended, "blows": injected}, text)
+            self.say({"event": "ended", "reason": self._ended, "faults": injected}, text)
 
     def say(self, record: dict[str, Any], text: str) -> None:
-        """Print one line on stdout, for people or as JSON."""
+        """Print a line on stdout, as text or as JSON."""
         if self._as_json:
             print_json_line({"time": time.time(), **record})
         else:
@@ -141,7 +153,8 @@ class FaultInjector:
         deleted: list[PodView] = []
 
         def find_missing() -> str:
-            if pod := self._delete_one(kind, random):
+            pod = self._delete_one(kind, random)
+            if pod:
                 deleted.append(pod)
             return "" if deleted else f"a ready {kind.victim}"
 
@@ -155,11 +168,21 @@ class FaultInjector:
         except StorageError as error:
             warn(str(error))
         self._faults[number] = self._attempt
-        record = {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step}
+        record = {
+            "event": "fault",
+            "fault": number,
+            "kind": kind,
+            "pod": pod.name,
+            "node": pod.node,
+            "step": self._step,
+        }
         self.say(record, f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}")
 
     def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
-        """Delete a ready pod of the RayCluster of the run's newest live RayJob; None if there is none, or no answer."""
+        """Delete a random ready pod of the run's newest live RayJob, and return it.
+
+        Returns None if no such pod is ready, or if the API server does not answer.
+        """
         try:
             live = [job for job in self.cluster.list_jobs(self.run.name) if job.live][:1]
             ready = [pod for pod in self.cluster.list_pods(live) if pod.ready and not pod.deleting]
@@ -180,11 +203,14 @@ class FaultInjector:
         """Wait, printing receipts as they appear; return early if the run ends."""
         until = time.monotonic() + seconds
         while not self._ended and time.monotonic() < until:
-            time.sleep(max(0.0, min(until - time.monotonic(), LOOK_EVERY_S)))
+            time.sleep(max(0.0, min(until - time.monotonic(), POLL_EVERY_S)))
             self._look()
 
     def _wait(self, find_missing: Callable[[], str], seconds: float, why: str) -> None:
-        """Watch until nothing is missing or the run has ended, and say what it waits for and, on giving up, `why`."""
+        """Watch the run until it has ended or `find_missing` returns "".
+
+        Prints what is missing. Raises `GaveUpError` after `seconds`, with `why` at the end of its message.
+        """
         deadline = time.monotonic() + seconds
         printed = ""
         while not self._ended and (missing := find_missing()):
@@ -192,11 +218,11 @@ class FaultInjector:
                 warn(f"waiting for {missing}")
                 printed = missing
             if time.monotonic() > deadline:
-                raise GaveUpError(f"{self.run.name} has not got {missing} within {in_words(seconds)}, {why}")
-            self._watch(LOOK_EVERY_S)
+                raise GaveUpError(f"{self.run.name}: waited {in_words(seconds)} for {missing}, {why}")
+            self._watch(POLL_EVERY_S)
 
     def _look(self) -> None:
-        """Take in all that is new."""
+        """Read the run, and print new receipts."""
         snapshot = self._access.observe()
         self._outage.note(snapshot)
         if snapshot.storage.status:
@@ -204,14 +230,14 @@ class FaultInjector:
         if self._faults.keys() - self._recovered:
             with contextlib.suppress(StorageError):  # the next look tries again
                 for receipt in read_receipts(read_journal(self.run, "events")):
-                    self._take(receipt)
+                    self._print_receipt(receipt)
         state, reason = snapshot.state()
-        # As long as the cluster does not answer, a failure may be followed by another try.
+        # While the cluster does not answer, another try may follow a failure.
         if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster.trouble):
             self._ended = f"{state}, {reason}"
 
-    def _take(self, receipt: Receipt) -> None:
-        """Print a receipt with the faults that it answers, if there are any."""
+    def _print_receipt(self, receipt: Receipt) -> None:
+        """Print a receipt with the faults that it belongs to. Print nothing if it belongs to no fault."""
         open_faults = sorted(self._faults.keys() - self._recovered)
         numbers = [number for number in open_faults if self._faults[number] < receipt.attempt]
         if not numbers:
@@ -219,12 +245,10 @@ class FaultInjector:
         self._recovered.update(numbers)
         times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
         which = f"fault{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        self.say(
-            {**receipt.record(), "blows": numbers, **times}, f"recovered from {which}: {describe_receipt(receipt)}"
-        )
+        self.say({**receipt.record(), "faults": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
 
     def _find_missing(self) -> str:
-        """Find what has not happened yet since the last fault; empty once the run has recovered."""
+        """Return what has not happened yet since the last fault, or "" once the run has recovered."""
         last = max(self._faults)
         if last not in self._recovered:
             return f"the receipt of fault {last}"

@@ -1,8 +1,8 @@
 """Finds RayJobs that were deleted before their runs had ended, which storage alone cannot show.
 
-A RayJob is missed only in the place where the run says that it lives (docs/decisions/0009): the API server of another
-cluster, or another namespace, knows nothing of it. Nothing is concluded for users who may not read RayJobs, or the
-ConfigMap that identifies the cluster.
+A RayJob only counts as deleted if this is the cluster and namespace where the run says that it lives
+(docs/decisions/0009). Any other API server or namespace knows nothing of it. Nothing is concluded for users who may not
+read RayJobs, or the ConfigMap that identifies the cluster.
 """
 
 import time
@@ -21,38 +21,38 @@ from sunspot.submitter.cluster.api import Cluster
 
 @dataclass(frozen=True)
 class GoneJob:
-    """The RayJob that last trained a run, and is no longer in its namespace."""
+    """A RayJob that was the last to train a run, and no longer exists."""
 
     name: str
     namespace: str
     began: bool
-    "Whether its driver ever began."
+    "True if its driver ever began."
     alive: bool
-    "Whether the run's processes still give signs of life."
+    "True if the run's processes still send heartbeats."
     saved_step: int | None
-    "Step of the run's newest checkpoint, or None without one."
+    "Step of the run's newest checkpoint; None without a checkpoint."
 
     def judge(self, stop_wanted: bool) -> tuple[RunState, str]:
-        """Return the state of the run, and a sentence that says why."""
-        said = f"its RayJob {self.name} is gone from namespace {self.namespace}"
+        """Return the state of the run, and the reason as a sentence."""
+        gone = f"its RayJob {self.name} is gone from namespace {self.namespace}"
         saved = "nothing is saved" if self.saved_step is None else f"saved at step {self.saved_step}"
         if not self.began:
-            return RunState.LOST, f"{said}, and its driver never began; {saved}; submit it again"
+            return RunState.LOST, f"{gone}, and its driver never began; {saved}; submit it again"
         if self.alive:
-            return RunState.STOPPING, f"{said}; its processes are still alive, and save before they end; {saved}"
+            return RunState.STOPPING, f"{gone}; its processes are still alive, and save before they end; {saved}"
         if stop_wanted:
-            return RunState.STOPPED, f"told to stop; {said}; {saved}"
-        again = "submit it again" if self.saved_step is None else "submit it again to go on from there"
-        return RunState.LOST, f"{said}, so nothing trains it; {saved}; {again}"
+            return RunState.STOPPED, f"asked to stop; {gone}; {saved}"
+        again = "submit it again" if self.saved_step is None else "submit it again to continue from there"
+        return RunState.LOST, f"{gone}, so nothing trains it; {saved}; {again}"
 
 
 def find_gone_job(
     cluster: Cluster, run: Run, state: RunState, status: Status | None, known: Collection[str] = ()
 ) -> GoneJob | None:
-    """Return the RayJob that last trained a run if it is gone from this namespace; None if it is there, or if unsure.
+    """Return the RayJob that last trained a run if it is gone from this namespace, else None.
 
-    `state` is the run's state from storage alone: the cluster showed no RayJob of the run. `known` are the names of
-    RayJobs that are there.
+    Returns None also if that is uncertain. The cluster has shown no RayJob of the run, so `state` is the run's state
+    from storage alone. `known` contains the names of existing RayJobs.
     """
     if state.terminal and state is not RunState.LOST:
         return None
@@ -71,7 +71,7 @@ def find_gone_job(
 
 
 def _last_job(cluster: Cluster, run: Run, state: RunState, status: Status | None) -> str:
-    """Return the name of the RayJob that last trained the run if it was in this namespace and cluster, else empty."""
+    """Return the name of the RayJob that last trained the run if it was in this namespace and cluster, else ""."""
     if state is RunState.PENDING:
         record = newest_submission(run)
         if not record:

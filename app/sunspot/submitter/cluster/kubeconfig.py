@@ -1,4 +1,4 @@
-"""Which API server, as whom and in which namespace: by a context of the kubeconfig, or as the pod that this runs in."""
+"""Chooses the API server, the credentials and the namespace from the kubeconfig, or from the pod that this runs in."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient, Configuration
 
 PLUGIN_WITHIN_S = 300.0
-"""How long a credential plugin may take: somebody may have to sign in with a browser first."""
+"""Seconds for which a credential plugin may run. Somebody may have to sign in with a browser first."""
 
 NOT_CHOSEN = "default"
-"""A context's namespace that nobody chose: minikube writes it into every one, and kubectl takes it without any."""
+"""Namespace of a context that counts as not chosen. minikube writes it into every context, and it is kubectl's
+default."""
 
 
 def make_client(context: str | None) -> tuple[ApiClient, str]:
-    """Make a client with fresh credentials. Sends nothing; also returns the context's own namespace, or "".
+    """Return a client with fresh credentials, and the context's own namespace or "". Sends no request.
 
-    Raises `ClusterError` when there is no such context or no credential, or no configuration at all.
+    Raises `ClusterError` if the context, its credential or any configuration is missing.
     """
     files = _kubeconfig()
     has_file = _has_file(files)
     if not has_file and (context or not _is_pod()):
         advice = "set KUBECONFIG to the file that your cluster's administrator or cloud gave you"
-        raise ClusterError(f"no cluster: {files} is not there; {advice}")
+        raise ClusterError(f"no cluster: {files} does not exist; {advice}")
     import urllib3
-    from kubernetes.client import ApiClient, Configuration  # slow to import, and verbs that read storage do without
+    from kubernetes.client import ApiClient, Configuration  # slow to import, and not needed to read storage
     from kubernetes.config import ConfigException, load_incluster_config
 
     configuration = Configuration()
     namespace = ""
-    configuration.retries = urllib3.Retry(False)  # each request is tried again with its own timeout
+    configuration.retries = urllib3.Retry(False)  # `api.Cluster` retries each request with its own timeout
     try:
         if has_file:
             namespace = _load_context(files, context, configuration)
@@ -55,13 +56,13 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
     except ConfigException as error:
         advice = "`kubectl config get-contexts` lists what --context takes"
         raise ClusterError(f"no cluster: {files}: {shorten(error)}; {advice}") from error
-    except Exception as error:  # whatever the client's parser, and those that it calls, make of a damaged file
+    except Exception as error:  # the client's parsers raise various errors for a damaged file
         unusable = f"{files} cannot be used ({type(error).__name__}: {shorten(error)})"
         raise ClusterError(f"no cluster: {unusable}; correct it: `kubectl version` must work with it, too") from error
 
 
 def is_configured() -> bool:
-    """Return True if there is a cluster to ask: a kubeconfig is there, or this runs in a pod."""
+    """Return True if there is a cluster to ask, because a kubeconfig exists or this process runs in a pod."""
     return _has_file(_kubeconfig()) or _is_pod()
 
 
@@ -78,7 +79,7 @@ def _is_pod() -> bool:
 
 
 def _load_context(files: str, context: str | None, configuration: Configuration) -> str:
-    """Configure a client for a context; returns the context's own namespace."""
+    """Configure a client for a context, and return the context's own namespace."""
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
     config = KubeConfigMerger(files).config
@@ -89,18 +90,22 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
     provider = user.get("auth-provider", {}).get("name", "")
     if entry and "exec" in user and not {"token", "tokenFile"} & set(user):
         cluster = next(item for item in config["clusters"].value if item["name"] == current["cluster"])
-        # By ourselves: the client goes on as nobody without a plugin, waits for ever, and swallows what it prints.
+        # The client itself would continue without credentials if the plugin is missing, wait for it without a limit,
+        # and hide its output.
         user |= _ask_plugin(user.pop("exec"), cluster.value["cluster"], Path(entry.path).absolute().parent)
     loader.load_and_set(configuration)
     if provider and not configuration.api_key:
-        none = f"auth-provider {provider} gives user {current['user']} no credential"
-        raise ClusterError(f"no cluster: {files}: {none}; sign in again")
+        fault = f"auth-provider {provider} gives user {current['user']} no credential"
+        raise ClusterError(f"no cluster: {files}: {fault}; sign in again")
     namespace = str(current.get("namespace") or "")
     return "" if namespace == NOT_CHOSEN else namespace
 
 
 def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Get the credential that a plugin prints, as a kubeconfig has it; stderr stays stderr. Raises `ClusterError`."""
+    """Run a credential plugin, and return its credential in the form of a kubeconfig.
+
+    The plugin's stderr is not captured. Raises `ClusterError` if the plugin fails.
+    """
     command = [str(plugin["command"]), *(plugin.get("args") or ())]
     name = f"kubectl's credential plugin {command[0]}"
     interactive = sys.stdin is not None and sys.stdin.isatty() and plugin.get("interactiveMode") != "Never"
@@ -130,10 +135,10 @@ def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -
             for part in ("certificate", "key")
         }
     except OSError as error:
-        fix = " ".join(str(plugin.get("installHint") or "install it, where PATH has it").split())
+        fix = " ".join(str(plugin.get("installHint") or "install it in a folder on PATH").split())
         why = f"cannot be run here ({error.strerror or shorten(error)}); {fix}"
     except subprocess.TimeoutExpired:
-        why = f"did not answer within {PLUGIN_WITHIN_S:.0f} s; see whether it waits for somebody to sign in"
+        why = f"did not answer within {PLUGIN_WITHIN_S:.0f} s; check whether it waits for somebody to sign in"
     except subprocess.CalledProcessError as error:
         why = f"ended with {error.returncode}; sign in again, as it says above"
     except (ValueError, KeyError, TypeError, AttributeError):

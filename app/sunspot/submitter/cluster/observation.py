@@ -1,4 +1,4 @@
-"""What cluster and storage know of a run, at one time or as it changes, and how both are reached."""
+"""Reaches a run's cluster and storage, and reads what they know of the run, once or repeatedly."""
 
 import contextlib
 import os
@@ -25,59 +25,60 @@ from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableErro
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.kubeconfig import is_configured
 from sunspot.submitter.cluster.state import (
-    JobInCluster,
-    StoragePart,
+    JobSnapshot,
+    StorageSnapshot,
     describe_failed_tries,
-    is_of,
+    find_unmet_request,
     judge,
-    workers_missed,
+    was_written_by,
 )
 from sunspot.submitter.cluster.views import JobView, Nodes, PodView, WarningEvent, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
 from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
 
-LOOK_EVERY_S = 3.0
-"""Between two looks at a run that is followed."""
+POLL_EVERY_S = 3.0
+"""Seconds between two reads of a run that is followed."""
 
 MAX_OUTAGE_S = 300.0
-"""How long an API server may be out of reach before following gives up."""
+"""Seconds for which an API server may be unreachable before `follow` gives up."""
 
 REFUSAL_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
-"""Between tries of an API server that has answered this user before: credentials are rotated, webhooks fail."""
+"""Seconds to wait before each retry after an API server refuses a user whom it has answered before: its credentials may
+have been rotated, or a webhook may have failed."""
 
 PODS_HIDDEN = "this user may not list its pods, which would say why"
 
 OUTAGE_EVERY_S = 30.0
-"""How often a line says that the API server or storage is still out of reach."""
+"""Seconds between two warnings that the API server or storage is still unreachable."""
 
 
 @dataclass(frozen=True)
-class ClusterPart:
-    """What the cluster says of a run. What could not be read is old or missing."""
+class ClusterSnapshot:
+    """A run's objects in the cluster. Values that could not be read are old or missing."""
 
     jobs: tuple[JobView, ...] = ()
-    "Newest first."
+    "RayJobs of the run, newest first."
     pods: tuple[PodView, ...] = ()
     warnings: tuple[WarningEvent, ...] = ()
     hidden: Mapping[str, str] = field(default_factory=dict)
-    "Objects that this user may not see (pods, events, nodes), with the API server's refusal."
+    "Kinds of objects that this user may not see (pods, events, nodes), with the API server's refusals."
     trouble: str = ""
-    "Why it is missing or old."
+    "Error that kept the values from being read; empty if they are current."
     nodes: Nodes = ()
-    "All nodes, if they may explain something (`RunAccess.with_nodes`)."
+    "All nodes of the cluster, if they were read (`RunAccess.with_nodes`)."
     gone: GoneJob | None = None
-    "The run's RayJob, if it was deleted before the run had ended."
+    "RayJob that was deleted before the run had ended."
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """What is known of a run at one time."""
+    """Everything known of a run at one time."""
 
-    cluster: ClusterPart = field(default_factory=ClusterPart)
-    storage: StoragePart = field(default_factory=StoragePart)
+    cluster: ClusterSnapshot = field(default_factory=ClusterSnapshot)
+    storage: StorageSnapshot = field(default_factory=StorageSnapshot)
     time: float = field(default_factory=time.time)
-    "Seconds since the epoch."
+    "Time of the snapshot, in seconds since the epoch."
 
     @property
     def job(self) -> JobView | None:
@@ -85,39 +86,39 @@ class RunSnapshot:
         return self.cluster.jobs[0] if self.cluster.jobs else None
 
     @property
-    def in_cluster(self) -> JobInCluster | None:
+    def job_snapshot(self) -> JobSnapshot | None:
         """The newest RayJob with its pods."""
         if not self.job:
             return None
         pods = mark_lost_pods(self.cluster.pods, self.cluster.nodes)
         unseen = PODS_HIDDEN if "pods" in self.cluster.hidden else ""
-        return JobInCluster(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes, unseen)
+        return JobSnapshot(self.job, pods, self.cluster.warnings, self.time, self.cluster.nodes, unseen)
 
     @property
     def lacks_workers(self) -> bool:
-        """Return True if the run's driver works, but fewer workers train than requested."""
+        """True if the run's driver works, but fewer workers train than requested."""
         status, job = self.storage.status, self.job
         if not (status and job and self.driver_began):
             return False
-        fewer = status.state is RunState.RUNNING and workers_missed(status, job)
+        fewer = status.state is RunState.RUNNING and find_unmet_request(status, job)
         return bool(fewer) or status.state is RunState.STARTING
 
     @property
     def known(self) -> bool:
-        """Whether the run exists at all."""
+        """True if the run exists in the cluster or in storage."""
         return bool(self.cluster.jobs or self.storage.status or self.storage.state or self.storage.deleting)
 
     @property
     def driver_began(self) -> bool:
-        """Whether the newest RayJob has ever had a driver."""
-        return bool(self.job and is_of(self.storage, self.job))
+        """True if the newest RayJob has ever had a driver."""
+        return bool(self.job and was_written_by(self.storage, self.job))
 
     def state(self) -> tuple[RunState, str]:
-        """Return the run's state, and a sentence that says why."""
+        """Return the run's state, and the reason as a sentence."""
         if self.storage.deleting:
             return RunState.DELETING, HALF_DELETED
-        if self.in_cluster:
-            return judge(self.in_cluster, self.storage)
+        if self.job_snapshot:
+            return judge(self.job_snapshot, self.storage)
         if self.storage.trouble and not self.storage.state:
             return RunState.SILENT, "it has no RayJob, and its storage cannot be read, so nothing is known of it"
         state, reason = self.storage.state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
@@ -126,41 +127,44 @@ class RunSnapshot:
 
 @dataclass(frozen=True)
 class RunAccess:
-    """A run, whether or not it exists, and the cluster that may have it."""
+    """A run, which may not exist, and the cluster to look for it in."""
 
     run: Run
     cluster: Cluster | None = None
     cluster_error: str = ""
-    "Why there is no cluster to ask."
+    "Reason why there is no cluster to ask; empty if there is one."
 
     @property
     def arguments(self) -> str:
-        """The arguments with which a command finds this run from here."""
+        """Command-line arguments with which any verb finds this run from here."""
         return stored_arguments(self.run) + (self.cluster.options if self.cluster else "")
 
     def observe(self, include: Callable[[JobView], bool] = lambda job: True) -> RunSnapshot:
-        """Look at the run, of its RayJobs at those that `include` accepts; errors are recorded, not raised."""
-        seen = ClusterPart(trouble=self.cluster_error)
+        """Read the run from cluster and storage. Errors are recorded in the snapshot, not raised.
+
+        Only RayJobs that `include` accepts are read.
+        """
+        seen = ClusterSnapshot(trouble=self.cluster_error)
         if self.cluster:
             try:
                 seen = read_cluster(self.cluster, list(filter(include, self.cluster.list_jobs(self.run.name))))
             except ClusterError as error:
-                seen = ClusterPart(trouble=str(error))
+                seen = ClusterSnapshot(trouble=str(error))
         storage = read_storage(self.run, next(iter(seen.jobs), None))
         if storage.outside_clusters and not self.cluster and not is_configured():
-            seen = ClusterPart()  # there is no cluster, and the run needs none
+            seen = ClusterSnapshot()  # there is no cluster, and the run needs none
         return RunSnapshot(self.with_gone_job(seen, storage), storage, time.time())
 
-    def with_gone_job(self, seen: ClusterPart, storage: StoragePart) -> ClusterPart:
+    def with_gone_job(self, seen: ClusterSnapshot, storage: StorageSnapshot) -> ClusterSnapshot:
         """Add the run's deleted RayJob if the cluster knows no RayJob of the run."""
         if not self.cluster or seen.trouble or seen.jobs or not storage.state:
             return replace(seen, gone=None)
         return replace(seen, gone=find_gone_job(self.cluster, self.run, storage.state[0], storage.status))
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
-        """Add all nodes of the cluster, which show which pods are lost, and what keeps pods from nodes.
+        """Add all nodes of the cluster. They show which pods are lost, and why pods wait for a node.
 
-        Users with rights in one namespace may not list nodes, which is recorded as `hidden`.
+        A user with rights in one namespace may not list nodes. The refusal is then recorded as `hidden`.
         """
         if not self.cluster or snapshot.cluster.nodes or "nodes" in snapshot.cluster.hidden:
             return snapshot
@@ -171,7 +175,11 @@ class RunAccess:
         return replace(snapshot, cluster=part)
 
     def observe_existing(self) -> RunSnapshot:
-        """Look at a run to stop or resume. Raises `StorageError`, `NotFoundError`, `ConflictError` for one deleted."""
+        """Read a run that is about to be stopped or resumed.
+
+        Raises `StorageError` if storage does not answer, `NotFoundError` if the run does not exist, and `ConflictError`
+        if it is being deleted.
+        """
         with progress_note("looking at the run"):
             snapshot = self.observe()
         if snapshot.storage.trouble:
@@ -180,16 +188,17 @@ class RunAccess:
         if snapshot.storage.deleting:
             raise ConflictError(f"{self.run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
         if snapshot.cluster.trouble:
-            warn(f"only the storage was asked: {snapshot.cluster.trouble}")
+            warn(f"only storage was asked: {snapshot.cluster.trouble}")
         return snapshot
 
     def require_known(self, snapshot: RunSnapshot) -> None:
-        """Raise `NotFoundError` if there is no such run, or the error that keeps it from being seen."""
+        """Raise `NotFoundError` if the run does not exist, or the error that keeps it from being found."""
         if snapshot.known:
             return
         if snapshot.storage.trouble:
             raise StorageError(snapshot.storage.trouble)
-        trouble, place = snapshot.cluster.trouble, self.run.storage.locate("").rstrip("/")
+        trouble = snapshot.cluster.trouble
+        storage = self.run.storage.locate("").rstrip("/")
         if self.cluster and trouble:
             raise ClusterError(trouble)
         if not self.cluster and not is_configured():
@@ -197,10 +206,13 @@ class RunAccess:
         nor = f" (the cluster was not asked: {trouble})" if trouble else ""
         if self.cluster:
             nor = f", nor in namespace {self.cluster.namespace} of {self.cluster.server}"
-        raise NotFoundError(f"no run {self.run.name} in {place}{nor}; check the name, --storage and --namespace")
+        raise NotFoundError(f"no run {self.run.name} in {storage}{nor}; check the name, --storage and --namespace")
 
     def require_cluster(self) -> Cluster:
-        """Return the cluster. Without one, raises `NotFoundError` if storage knows no such run, else `ClusterError`."""
+        """Return the cluster.
+
+        Without a cluster, raises `NotFoundError` if storage has no such run, and `ClusterError` otherwise.
+        """
         if self.cluster is None:
             self.require_known(self.observe())
             raise ClusterError(self.cluster_error)
@@ -208,15 +220,16 @@ class RunAccess:
 
 
 def reach_run(target: Target, changed_by: str = "") -> RunAccess:
-    """Find the cluster, if any, and the run: where the target or SUNSPOT_STORAGE_PATH says, or else its RayJob.
+    """Connect to the cluster, if there is one, and open the run.
 
-    `changed_by` is the command if it writes or deletes. Raises `SettingsError` like `trust_job`.
+    The storage is that of the target or of SUNSPOT_STORAGE_PATH. Without either, it is the one that the run's RayJob
+    names. `changed_by` is the name of a command that writes or deletes. Raises `SettingsError` like `trust_job`.
     """
     cluster, cluster_error = try_connect(target.context, target.namespace)
     run = named_run(target.run, target.storage)
     if target.storage is None and cluster and not os.environ.get(STORAGE_PATH):
         job = None
-        # The next request tells why it does not answer.
+        # If the cluster does not answer, the next request reports why.
         with contextlib.suppress(ClusterError), progress_note("asking the cluster"):
             job = next(iter(cluster.list_jobs(target.run)), None)
         run = trust_job(run, job, changed_by) if job else run
@@ -226,9 +239,9 @@ def reach_run(target: Target, changed_by: str = "") -> RunAccess:
 def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
     """Return the run in the storage that its RayJob names; `default` is the run in the storage of the settings.
 
-    Anybody who may create RayJobs could name any storage in one. So a RayJob is believed only to read, and only if it
-    names a bucket, because a path may lead to another folder on this machine than in its pods. Raises `SettingsError`
-    for a path, and, if the run is `changed_by` a command, for any storage other than that of `default`.
+    Anybody who may create RayJobs can name any storage in one. So the RayJob's storage is only used for reading, and
+    only if it is a bucket, because a path may lead to a different folder on this machine than in the pods. Raises
+    `SettingsError` for a path, and, if the run is `changed_by` a command, for any storage other than that of `default`.
     """
     path = settings_of(job.raw).get(STORAGE_PATH)
     if path is None or path.rstrip("/") == default.storage.locate("").rstrip("/"):
@@ -236,9 +249,9 @@ def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
     run = named_run(default.name, path)
     if run.storage.is_bucket and not changed_by:
         return run
-    why = "that is a path in its pods, which may be another one here"
+    why = "that is a path in its pods, which may be another folder here"
     if changed_by:
-        why = f"`sunspot {changed_by}` changes what is there"
+        why = f"`sunspot {changed_by}` would change files there"
     again = f"`sunspot {changed_by or 'status'} {run.name} --storage {shlex.quote(path)}`"
     raise SettingsError(
         f"only the RayJob {job.name} says that the run {run.name} is kept in {path}, and {why}. If that is the right "
@@ -247,14 +260,14 @@ def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
 
 
 def stored_arguments(run: Run) -> str:
-    """Return the arguments with which a command that reads storage alone finds this run from here."""
+    """Return the command-line arguments with which a verb that only reads storage finds this run from here."""
     if named_run(run.name).location == run.location:
         return run.name
     return f"{run.name} --storage {run.storage.locate('').rstrip('/')}"
 
 
 def require_answers(snapshot: RunSnapshot) -> None:
-    """Raise the error that kept the cluster or storage from answering."""
+    """Raise the error if the cluster or storage did not answer."""
     if snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
     if snapshot.storage.trouble:
@@ -262,14 +275,20 @@ def require_answers(snapshot: RunSnapshot) -> None:
 
 
 def warn_of_hidden(snapshot: RunSnapshot) -> None:
-    """Say which objects this user may not see, although they may explain the run. Most users may not list nodes."""
+    """Warn of objects that might explain the run, but that this user may not see.
+
+    Nodes are left out, because most users may not list them.
+    """
     for what, refusal in snapshot.cluster.hidden.items():
         if what != "nodes":
             warn(f"without its {what}: {refusal}")
 
 
-def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
-    """Read what this user may see of the cluster's part, given its RayJobs. Raises `ClusterError`."""
+def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterSnapshot:
+    """Read the pods and warnings of some RayJobs, as far as this user may see them.
+
+    Raises `ClusterError` if the API server does not answer.
+    """
     hidden: dict[str, str] = {}
 
     def read_if_allowed(what: str, read: Callable[[], Iterable[Any]]) -> tuple[Any, ...]:
@@ -283,30 +302,30 @@ def read_cluster(cluster: Cluster, jobs: list[JobView]) -> ClusterPart:
 
     pods = read_if_allowed("pods", lambda: cluster.list_pods(jobs))
     warnings = read_if_allowed("events", lambda: cluster.list_warnings(jobs[:1]))
-    return ClusterPart(tuple(jobs), pods, warnings, hidden)
+    return ClusterSnapshot(tuple(jobs), pods, warnings, hidden)
 
 
-def read_storage(run: Run, job: JobView | None) -> StoragePart:
-    """Read what storage knows of a run whose newest RayJob is `job`, or why it does not answer."""
+def read_storage(run: Run, job: JobView | None) -> StorageSnapshot:
+    """Read what storage knows of a run whose newest RayJob is `job`. A `StorageError` is recorded, not raised."""
     try:
         status, stop_wanted, deleting = read_in_parallel(
             lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
         )
         state = read_state(run, status) if not job and (status or run_exists(run)) else None
     except StorageError as error:
-        return StoragePart(trouble=str(error), refused=isinstance(error, RefusedStorageError))
-    return StoragePart(status, stop_wanted, deleting, state)
+        return StorageSnapshot(trouble=str(error), refused=isinstance(error, RefusedStorageError))
+    return StorageSnapshot(status, stop_wanted, deleting, state)
 
 
 def explain_missing_output(run: Run, context: str | None, namespace: str | None) -> str:
-    """Return the cluster's explanation why a run has left nothing in storage; empty if it does not know."""
+    """Return the cluster's explanation why a run has left nothing in storage; empty if the cluster has none."""
     cluster, error = try_connect(context, namespace)
     if not cluster:
         return ""
     with progress_note("asking the cluster"):
         snapshot = RunAccess(run, cluster, error).observe()
     job, stored = snapshot.job, snapshot.storage
-    if not job or is_of(stored, job):
+    if not job or was_written_by(stored, job):
         return ""
     if job.terminal:
         return f"its RayJob {job.name} says: {job.message}" if job.message else ""
@@ -317,12 +336,13 @@ def explain_missing_output(run: Run, context: str | None, namespace: str | None)
 
 
 def follow(access: RunAccess) -> Iterator[RunSnapshot]:
-    """Yield what is known of a run, anew every few seconds; what does not answer is as it was when it last did.
+    """Yield a snapshot of a run every few seconds, without end.
 
-    Storage is read after the cluster, whose changes it explains. Raises `ClusterError` when the API server refuses, or
-    is out of reach for MAX_OUTAGE_S.
+    While the cluster or storage does not answer, its part of the snapshot stays as it last was. Storage is read after
+    the cluster, because its status explains changes there. Raises `ClusterError` if the API server refuses the user, or
+    is unreachable for MAX_OUTAGE_S.
     """
-    snapshot = RunSnapshot(ClusterPart(trouble=access.cluster_error))
+    snapshot = RunSnapshot(ClusterSnapshot(trouble=access.cluster_error))
     answered = ask_at = time.monotonic()
     refusals: Iterator[float] = iter(())  # at first, a refusal is final
     while True:
@@ -348,25 +368,26 @@ def follow(access: RunAccess) -> Iterator[RunSnapshot]:
             storage = replace(snapshot.storage, trouble=storage.trouble, refused=storage.refused)
         snapshot = RunSnapshot(access.with_gone_job(cluster, storage), storage)
         yield snapshot
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
 
 
 class OutageReporter:
-    """Says on stderr, now and then, that the API server or storage is out of reach, and when it is back."""
+    """Warns on stderr while the API server or storage is unreachable, and says when it is back."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        self._said: dict[str, float] = {}
+        "Start of the outage of each service, by its name, in monotonic seconds."
+        self._warned_at: dict[str, float] = {}
 
     def note(self, snapshot: RunSnapshot) -> None:
-        """Report what this snapshot says of them."""
+        """Print a warning if this snapshot shows that an outage began, lasts or has ended."""
         now = time.monotonic()
-        for what, trouble in (("the API server", snapshot.cluster.trouble), ("storage", snapshot.storage.trouble)):
-            gone = in_words(now - self._since.setdefault(what, now))
+        for service, trouble in (("the API server", snapshot.cluster.trouble), ("storage", snapshot.storage.trouble)):
+            outage = in_words(now - self._since.setdefault(service, now))
             if not trouble:
-                del self._since[what]
-                if self._said.pop(what, None) is not None:
-                    warn(f"{what} is back after {gone}")
-            elif now - self._said.get(what, float("-inf")) >= OUTAGE_EVERY_S:
-                self._said[what] = now
-                warn(f"{what} unreachable for {gone}, still waiting; the run is not affected: {trouble}")
+                del self._since[service]
+                if self._warned_at.pop(service, None) is not None:
+                    warn(f"{service} is back after {outage}")
+            elif now - self._warned_at.get(service, float("-inf")) >= OUTAGE_EVERY_S:
+                self._warned_at[service] = now
+                warn(f"{service} unreachable for {outage}, still waiting; the run is not affected: {trouble}")

@@ -1,12 +1,13 @@
-"""An HTTP port on this machine that leads to a port of a pod, adding headers to every request.
+"""Forwards an HTTP port of this machine to a port of a pod, and adds headers to every request.
 
-Each connection carries one request: its head is rewritten so that the server closes afterwards, then bytes pass
-unchanged, so bodies, streams and WebSockets of any kind go through.
+Each local connection serves one request. The head of the request is changed so that the server closes the connection
+afterwards. All other bytes pass unchanged, so bodies, streams and WebSockets work.
 
-To the pod, each is a WebSocket through the API server. Every message begins with the number of a channel: 0 carries the
-bytes, 1 an error; the first message of each only repeats the port. The end of the bytes cannot be signalled: closing
-closes both directions. The Kubernetes client's own `PortForward` will not do: a reset connection kills its thread and
-leaves the local socket open, so the request hangs, and its `portforward` replaces a method of the client shared by all.
+Each connection to the pod is a WebSocket through the API server. Every message begins with the number of a channel. On
+channel 0 it contains data, and on channel 1 an error. The first message of each channel only repeats the port. There is
+no message for the end of the data: closing the WebSocket closes both directions. The Kubernetes client's own
+`PortForward` is unsuitable. A reset connection kills its thread and leaves the local socket open, so the request hangs.
+Its `portforward` also replaces a method of the client that all threads share.
 """
 
 from __future__ import annotations
@@ -29,37 +30,40 @@ PROTOCOL = "v4.channel.k8s.io"
 DATA, ERROR = 0, 1
 
 STALL_S = 20.0
-"""Longest silence in the middle of a message, and longest time for which the other side may accept nothing."""
+"""Longest wait in seconds for the rest of a message, or until the other side accepts more data."""
 
 HERE = "127.0.0.1"
 
 NAMES = (HERE, "localhost")
-"""What browsers call it, on this machine or through a tunnel to it."""
+"""Names by which browsers reach the port, on this machine or through a tunnel."""
 
 DECISIVE = ("host", "origin", "sec-fetch-site")
-"""Headers that say whose request it is."""
+"""Headers that show which site sent a request."""
 
 
 class PodConnection:
-    """Bytes to and from a port of a pod, for one thread. `select` takes it; check `pending` first."""
+    """A connection to a port of a pod, for use by one thread.
+
+    It may be passed to `select`, but only if `pending` returns False.
+    """
 
     def __init__(self, websocket: WebSocket) -> None:
         websocket.settimeout(STALL_S)
         self._websocket = websocket
         self._begun: set[int] = set()
         self.error = ""
-        "What went wrong, by the cluster."
+        "Error that the cluster reported; empty without an error."
 
     def fileno(self) -> int:
         return int(self._websocket.fileno())
 
     def pending(self) -> bool:
-        """Whether TLS has already read bytes from the socket, which `select` would not see."""
+        """Return True if TLS has already read bytes from the socket, which `select` would not notice."""
         waiting = getattr(self._websocket.sock, "pending", None)
         return bool(waiting and waiting())
 
     def receive(self) -> bytes | None:
-        """Receive the bytes of the next message, maybe none; None at the end."""
+        """Return the data of the next message, which may be empty, or None at the end of the connection."""
         from websocket import ABNF, WebSocketException
 
         try:
@@ -81,7 +85,7 @@ class PodConnection:
         return bytes(data) if channel == DATA else b""
 
     def send(self, data: bytes) -> None:
-        """Send all of it; raises `OSError` when the connection is gone."""
+        """Send all the data. Raises `OSError` if the connection is lost."""
         from websocket import WebSocketException
 
         try:
@@ -90,19 +94,21 @@ class PodConnection:
             raise ConnectionError(str(error)) from error
 
     def close(self) -> None:
-        """Close it, whatever state it is in."""
+        """Close the connection. Errors are ignored."""
         with contextlib.suppress(Exception):
             self._websocket.shutdown()
 
 
 class LocalPort(LocalServer):
-    """Listens on this machine only, and serves only its own pages: no other site can use the added headers.
+    """A server that is reachable only from this machine, and that refuses requests from other sites' pages.
 
-    `dial` connects to the other side, or raises `SunspotError`. Raises `SettingsError` if the port is taken.
+    So no other site can use the added headers. `dial` connects to the pod, or raises `SunspotError`. Raises
+    `SettingsError` if the port is taken.
     """
 
     def __init__(self, port: int, dial: Callable[[], PodConnection], headers: Mapping[str, str]) -> None:
-        self.dial, self.headers = dial, headers
+        self.dial = dial
+        self.headers = headers
         try:
             super().__init__((HERE, port), _Exchange)
         except (OSError, OverflowError) as error:
@@ -110,11 +116,11 @@ class LocalPort(LocalServer):
         self.url = f"http://{HERE}:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignored: browsers close connections at will."""
+        """Ignore the error, because browsers close connections at any time."""
 
 
 class _Exchange(BaseRequestHandler):
-    """One request and everything after it."""
+    """Handler of a connection: one request and everything that follows it."""
 
     server: LocalPort
     request: socket.socket
@@ -124,7 +130,8 @@ class _Exchange(BaseRequestHandler):
         self.request.settimeout(STALL_S)
         if not head:
             return
-        if problem := find_problem(head):
+        problem = find_problem(head)
+        if problem:
             self._answer("403 Forbidden", problem)
             return
         try:
@@ -146,28 +153,32 @@ class _Exchange(BaseRequestHandler):
 
 
 def find_problem(head: bytes) -> str:
-    """Say why a request is refused; empty if it is not.
+    """Return the reason why a request is refused, or "" if it is allowed.
 
-    The added headers are worth stealing, so neither another site's name for this machine (DNS rebinding) nor another
-    site's page may use them.
+    The added headers contain a secret. So a request is refused if another site's page sent it, or if it uses another
+    site's name for this machine (DNS rebinding).
     """
     names = [name for name, _ in _headers(head)]
-    if twice := next((name for name in DECISIVE if names.count(name) > 1), ""):
-        return f"{twice} is there twice"
+    twice = next((name for name in DECISIVE if names.count(name) > 1), "")
+    if twice:
+        return f"the header {twice} is repeated"
     headers = dict(_headers(head))
     host = headers.get("host", "")
     origin = headers.get("origin")
     if host_name(host) not in NAMES:
-        return f"this is for {' and '.join(NAMES)} alone, and was asked for as {host or 'nobody'}"
+        return f"only requests to {' or '.join(NAMES)} are served, not to {host or 'an empty host'}"
     if origin is not None and origin != f"http://{host}":
-        return f"a page of {origin} has no business here"
+        return f"pages of {origin} may not send requests here"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # browsers send Origin with some requests
-        return "another site led here; type the address into the browser instead"
+        return "another site linked here; type the address into the browser instead"
     return ""
 
 
 def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
-    """Put `headers` into the head of a request; the server closes afterwards unless it upgrades the protocol."""
+    """Return the head of a request with `headers` added.
+
+    Unless the request upgrades the protocol, the server closes the connection afterwards.
+    """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     replaced = {name.lower() for name in headers}
     added = [f"{name}: {value}".encode("latin-1") for name, value in headers.items()]
@@ -184,7 +195,7 @@ def _headers(head: bytes) -> list[tuple[str, str]]:
 
 
 def _relay(near: socket.socket, far: PodConnection) -> bool:
-    """Pass bytes both ways until either side ends; returns whether the far side sent any."""
+    """Pass data in both directions until either side closes. Return True if the far side sent any data."""
     both: list[Any] = [near, far]
     answered = False
     while True:

@@ -1,4 +1,4 @@
-"""Checks of the cluster and the storage before a job is sent; every problem is reported at once."""
+"""Checks the cluster and the storage before a job is sent, and reports every problem at once."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,29 +18,29 @@ from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, CPU_LIMIT, check_lim
 from sunspot.submitter.manifest.render import image_problem
 from sunspot.submitter.manifest.requirements import pod_templates
 
-NEEDED = {
+REQUIRED_PERMISSIONS = {
     ("ray.io", "rayjobs"): ("create", "get", "list", "patch", "delete"),
     ("", "pods"): ("get", "list"),
     ("", "events"): ("list",),
 }
-"""What the verbs of `sunspot` do, by API group and resource."""
+"""Verbs of the Kubernetes API that the commands of `sunspot` use, by API group and resource."""
 
-NOT_WITHOUT_EFFECT = "does not support dry run"
-"""What the API server says of a policy's webhook that it may not ask about a dry run."""
+NO_DRY_RUN = "does not support dry run"
+"""Part of the API server's message about a policy's webhook that cannot be called in a dry run."""
 
-NOT_ASKED = (404, 405)
-"""Statuses of an API server that takes no pods here, whatever they are."""
+CANNOT_CREATE = (404, 405)
+"""HTTP statuses with which an API server answers if it lets nobody create pods here."""
 
 OWNER_MAY_PASS = (
     "the operator's own pods may pass if the policy looks at their owner; if none starts, this is the reason"
 )
-"""Advice on a webhook's refusal, which may not apply when the operator creates the pods."""
+"""Advice on a webhook's refusal. The webhook may accept the same pods from the operator."""
 
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
-    """Check everything, change nothing; returns the RayJob as the API server would complete it, and warnings.
+    """Check everything without any change. Returns the RayJob as the API server would complete it, and warnings.
 
-    Raises `ClusterError` or `StorageError` with every problem, each with its fix.
+    Raises `ClusterError` or `StorageError` with all problems and their fixes.
     """
     images = {pod["image"] for pod in _containers(manifest)}
     warnings = [problem for image in sorted(images) if (problem := image_problem(image))]
@@ -58,11 +58,11 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
         if not in_cluster:
             expected = cluster.apply(manifest, dry_run=True)
             take(find_queue_problem(expected))
-            if not expected.version:  # the pods of one that lives may be all that the quota has room for
+            if not expected.version:  # the pods of a live RayJob may use up the quota
                 quotas = list(find_quota_problems(cluster, manifest))
                 take(quotas)
                 take(find_pod_problems(cluster, manifest, quotas))
-            elif expected.terminal:  # it still counts, as do its remaining pods, but it is deleted first
+            elif expected.terminal:  # it and its remaining pods still count, but are deleted first
                 empty = find_quota_problems(cluster, manifest, ignore_use=True)
                 take(each for each in empty if each.result is Result.FAILED)
     except ClusterError as error:
@@ -77,17 +77,17 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
 
 
 def find_queue_problem(expected: JobView) -> Iterator[Check]:
-    """Find what keeps Kueue from managing a new RayJob (`expected`: of a dry run) that names a queue."""
+    """Find what keeps Kueue from managing a new RayJob that names a queue. `expected` is the result of a dry run."""
     if expected.queue and not expected.version and not expected.spec.get("suspend"):
-        what = f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota"
-        install = "install Kueue (with ray.io/rayjob among its integrations, and this namespace managed by it)"
-        yield Check("Kueue", Result.FAILED, what, f"{install}, or leave the queue out")
+        what = f"queue {expected.queue}: Kueue would not hold the job back, so the job would ignore the quota"
+        install = "install Kueue with ray.io/rayjob among its integrations, and let it manage this namespace"
+        yield Check("Kueue", Result.FAILED, what, f"{install}, or remove the queue")
 
 
 def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: bool = False) -> Iterator[Check]:
-    """Find the ResourceQuotas without room for the whole run. Those in which it can never fit are FAILED.
+    """Find ResourceQuotas without room for all pods of the run. If a run can never fit, the check is FAILED.
 
-    With `ignore_use`, as if nothing else were in the namespace. Finds nothing if this user may not list them.
+    With `ignore_use`, the namespace is treated as empty. Yields nothing if this user may not list quotas.
     """
     quotas = list_if_allowed(cluster, "quotas")
     if quotas and ignore_use:
@@ -98,11 +98,12 @@ def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: 
 
 
 def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequence[Check] = ()) -> Iterator[Check]:
-    """Find what keeps the pods of a RayJob out, by creating each without effect.
+    """Find what keeps the pods of a RayJob from being created, by a dry run for each kind of pod.
 
-    Pod security, limits, quotas and policies only look at pods. So the RayJob is accepted and its first nodes are paid
-    for before the operator is refused. If this user may not create pods, only LimitRanges are examined, if they may be
-    listed. Problems with a quota that are in `quotas` (from `find_quota_problems`) are not repeated.
+    Pod security, limits, quotas and policies only examine pods. Without this check, the RayJob would be accepted, and
+    its first nodes would be paid for before the operator is refused. If this user may not create pods, only LimitRanges
+    are examined, if the user may list them. Problems with a quota that are in `quotas` (from `find_quota_problems`) are
+    not repeated.
     """
     if not cluster.allows("create", "", "pods"):
         yield from check_limit_ranges(list_if_allowed(cluster, "limit ranges") or (), manifest)
@@ -113,26 +114,26 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequen
         try:
             cluster.create_pod(pod, dry_run=True)
         except RefusedError as error:
-            said = str(error)
-            if error.status in NOT_ASKED or NOT_WITHOUT_EFFECT in said:
+            message = str(error)
+            if error.status in CANNOT_CREATE or NO_DRY_RUN in message:
                 continue
-            exceeded = parse_exceeded(said)
+            exceeded = parse_exceeded(message)
             if exceeded and any(check.seen.startswith(f"{exceeded.name}: ") for check in quotas):
                 continue
-            result, fix = Result.FAILED, "change the profile, or have the namespace allow it"
+            result, fix = Result.FAILED, "change the profile, or ask the owner of the namespace to allow it"
             if exceeded and exceeded.never_fits(manifest):
-                fix = f"it can never fit: {ASK_FOR_LESS}, or have the ResourceQuota {exceeded.name} raised"
-            elif "exceeded quota" in said:
+                fix = f"it can never fit: {ASK_FOR_LESS}, or ask for a larger ResourceQuota {exceeded.name}"
+            elif "exceeded quota" in message:
                 result, fix = Result.WARNING, "they wait until others end or are deleted"
-            elif "admission webhook" in said:
+            elif "admission webhook" in message:
                 result, fix = Result.WARNING, OWNER_MAY_PASS
-            elif "limits.cpu" in said or "cpu limit" in said:
+            elif "limits.cpu" in message or "cpu limit" in message:
                 fix = CPU_LIMIT
-            yield Check("pods", result, f"pods of the group {group} would be refused now: {said}", fix)
+            yield Check("pods", result, f"pods of the group {group} would be refused now: {message}", fix)
 
 
 def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
-    """List the objects at a path in `api.PATHS`. Returns None if this user may not list them."""
+    """Return all objects at a path in `api.PATHS`, or None if this user may not list them."""
     try:
         return cluster.list_all(kind)
     except RefusedError as error:
@@ -142,29 +143,29 @@ def list_if_allowed(cluster: Cluster, kind: str) -> list[dict[str, Any]] | None:
 
 
 def explain_refusal(error: ClusterError) -> str:
-    """Return the API server's refusal of a RayJob, with a fix if it gives none."""
+    """Return the API server's refusal of a RayJob, with a fix if one is known."""
     exceeded = parse_exceeded(str(error))
     if exceeded:
         delete = "RayJobs that have ended count, too: delete some (`sunspot delete`)"
-        return f"{error}; {delete}, or have the ResourceQuota {exceeded.name} raised"
+        return f"{error}; {delete}, or ask for a larger ResourceQuota {exceeded.name}"
     if "workload slicing" not in str(error):
         return str(error)
     needs = "Kueue 0.18 or later (or its feature gate ElasticJobsViaWorkloadSlices)"
-    advice = "give SUNSPOT_NUM_WORKERS one number, or leave the queue out"
-    return f"{error}. A number of pods that changes needs {needs}: {advice}"
+    advice = "give SUNSPOT_NUM_WORKERS one number, or remove the queue"
+    return f"{error}. A changing number of pods needs {needs}; {advice}"
 
 
 def check_identity(run: Run, variables: Mapping[str, str]) -> None:
-    """Raise `ConflictError`, with a diff, for settings under which the run cannot go on.
+    """Raise `ConflictError` with a diff if the run cannot continue under these settings.
 
-    The job would find out by itself, but minutes later. What it leaves to its image cannot be compared here.
+    The job would find that out by itself, but minutes later. Settings that the image sets cannot be compared here.
     """
     try:
         begun = read_identity(run).settings
     except NotFoundError:
         return
     wanted = {name: variables[name] for name in begun if name in variables}
-    # A path inside the image was made absolute there.
+    # The run records a path inside the image as an absolute path.
     kept = {name: begun[name] for name in wanted if not begun[name].endswith(f"/{wanted[name]}")}
     refuse_changes(run, differences(kept, {name: wanted[name] for name in kept}))
 
@@ -179,43 +180,45 @@ def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterat
 
 
 def find_missing_resources(cluster: Cluster) -> Iterator[Check]:
-    """Find the resources of KubeRay that the API server does not know."""
+    """Find KubeRay's resources that the API server does not know."""
     known = {resource["name"] for resource in (cluster.find("ray") or {}).get("resources", ())}
     missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
     if missing:
-        what = f"{cluster.server} knows no {' and no '.join(missing)} (ray.io/v1)"
+        what = f"{cluster.server} does not know {' or '.join(missing)} (ray.io/v1)"
         yield Check("KubeRay", Result.FAILED, what, "install the KubeRay operator with its CRDs, 1.7 or later")
 
 
 def find_missing_namespace(cluster: Cluster) -> Iterator[Check]:
-    """Find out whether the namespace is missing."""
+    """Yield a failed check if the namespace does not exist."""
     if cluster.exists("namespace", cluster.namespace) is False:
-        fix = "`kubectl apply -k k8s/base` makes sunspot, or choose --namespace"
+        fix = "`kubectl apply -k k8s/base` creates sunspot; or choose another --namespace"
         yield Check("namespace", Result.FAILED, f"there is no namespace {cluster.namespace}", fix)
 
 
 def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
-    """Each resource on which this user lacks permissions."""
-    asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
-    allowed = map_parallel(lambda question: cluster.allows(*question), asked)
+    """Yield a failed check for each resource on which this user lacks permissions."""
+    permissions = [
+        (verb, group, resource) for (group, resource), verbs in REQUIRED_PERMISSIONS.items() for verb in verbs
+    ]
+    allowed = map_parallel(lambda permission: cluster.allows(*permission), permissions)
     missing: dict[str, list[str]] = {}
-    for (verb, _, resource), good in zip(asked, allowed, strict=True):
-        if not good:
+    for (verb, _, resource), granted in zip(permissions, allowed, strict=True):
+        if not granted:
             missing.setdefault(resource, []).append(verb)
     for resource, verbs in missing.items():
         what = f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}"
-        fix = "have the Role sunspot-submitter of k8s/base bound to you, which grants it"
+        fix = "ask for the Role sunspot-submitter of k8s/base, which grants it"
         yield Check("permissions", Result.FAILED, what, fix)
 
 
 def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Check]:
-    """Find out whether an object that pods need to start is missing, or cannot be seen."""
+    """Yield a check if an object that pods need to start does not exist, or if this user may not see it."""
     there = cluster.exists(kind, name)
     if there is False:
         what = f"{kind} {name} is not in namespace {cluster.namespace}"
-        yield Check(f"{kind} {name}", Result.FAILED, what, _how_to_make(kind, name, cluster.namespace))
+        yield Check(f"{kind} {name}", Result.FAILED, what, _how_to_create(kind, name, cluster.namespace))
     elif there is None:
-        what = f"this user may not see whether {kind} {name} is there"
+        what = f"this user may not see whether {kind} {name} exists"
         yield Check(f"{kind} {name}", Result.WARNING, what, "pods cannot start without it")
 
 
@@ -226,13 +229,13 @@ def _find_storage_problems(run: Run) -> list[str]:
     except StorageError as error:
         if "AWS_ENDPOINT_URL" not in str(error):
             return [str(error)]
-        other = "the pods' may be another one, reached only inside the cluster"
-        advice = "Where none can be reached from here, apply what `sunspot render` prints"
-        return [f"{error}. By this shell's AWS_ENDPOINT_URL, that is: {other}. {advice}"]
+        other = "which may differ from the pods' own endpoint inside the cluster"
+        advice = "If this machine cannot reach the storage, apply the output of `sunspot render`"
+        return [f"{error}. This machine used its own AWS_ENDPOINT_URL, {other}. {advice}"]
 
 
 def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield kind and name of each object that the pods of a RayJob need to start, maybe several times."""
+    """Yield kind and name of each object that the pods of a RayJob need to start. An object may be repeated."""
     for pod in (template["spec"] for template in pod_templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
@@ -267,8 +270,8 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
             yield kind, reference.get("name") or reference.get("secretName") or reference["claimName"]
 
 
-def _how_to_make(kind: str, name: str, namespace: str) -> str:
-    """Say how to create an object that pods need to start."""
+def _how_to_create(kind: str, name: str, namespace: str) -> str:
+    """Return how to create an object that pods need to start."""
     if kind == "Secret":
         return (
             f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and give it "
@@ -276,5 +279,5 @@ def _how_to_make(kind: str, name: str, namespace: str) -> str:
             "than Amazon's), or whatever else the pods take from it"
         )
     if kind == "ServiceAccount":
-        return "`kubectl apply -k k8s/base` makes Sunspot's own; another one is yours to make"
-    return "create it, or take it out of the profile"
+        return "`kubectl apply -k k8s/base` creates Sunspot's own; create any other one yourself"
+    return "create it, or remove it from the profile"

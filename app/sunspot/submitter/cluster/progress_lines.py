@@ -1,4 +1,4 @@
-"""Prints where a run stands, and how it goes on."""
+"""Prints the state of a run, and its progress."""
 
 import re
 import sys
@@ -14,18 +14,18 @@ from sunspot.submitter.cluster.start import Submission
 from sunspot.submitter.manifest.pods import PodPrice
 from sunspot.submitter.printing import print_json, print_json_line, print_table, print_text
 
-PROGRESS_EVERY_S, PROGRESS_SHARE = 10.0, 0.01
-"""Shortest time between two lines about steps, and the share of all steps after which one is worth a line."""
+PROGRESS_EVERY_S, PROGRESS_FRACTION = 10.0, 0.01
+"""Least seconds between two lines about steps, and the fraction of all steps that such a line must report."""
 
 SOME_PROGRESS_EVERY_S = 60.0
-"""Time after which any step is worth a line."""
+"""Seconds after which a line is printed for any new step."""
 
 AGES = re.compile(r"\b\d+ (s|min|h|days)\b")
-"""Matches durations in reasons (`in_words`), which change from one look to the next."""
+"""Matches durations in reasons (`in_words`), which change from one snapshot to the next."""
 
 
 def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
-    """Print where a run stands now, and why."""
+    """Print the state of a run, and the reason."""
     if as_json:
         print_json({"run": run.name, "state": state, "reason": reason})
     else:
@@ -33,21 +33,22 @@ def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
 
 
 def print_pods(pods: Sequence[PodPrice]) -> None:
-    """Print how many pods a job may have, and what they cost per hour, as far as that is known."""
+    """Print how many pods a job may have, and their known prices per hour."""
     if not pods:
         return
     rows: list[list[Any]] = []
     for each in pods:
         number = str(each.most) if each.least == each.most else f"{each.least}..{each.most}"
         rows.append([each.name, number, each.price, each.price and each.price * each.most])
-    if at_most := sum(row[-1] or 0.0 for row in rows):
+    at_most = sum(row[-1] or 0.0 for row in rows)
+    if at_most:
         print_table(["pods", "number", "an hour each", "an hour at most"], [*rows, ["all", None, None, at_most]])
     else:
         print_table(["pods", "number"], [row[:2] for row in rows])
 
 
 def print_submission(submission: Submission, as_json: bool) -> None:
-    """Print what became of a submission."""
+    """Print the result of a submission."""
     access, job = submission.access, submission.job
     namespace = access.require_cluster().namespace
     if as_json:
@@ -63,7 +64,10 @@ def print_submission(submission: Submission, as_json: bool) -> None:
 
 
 class ProgressLines:
-    """Prints a line for every change of state or reason; progress in a live line on a terminal, else now and then."""
+    """Prints a line for every change of state or reason.
+
+    On a terminal, progress is shown in a live line. Otherwise a line about it is printed occasionally.
+    """
 
     def __init__(self, run: Run, as_json: bool = False) -> None:
         self._run, self._as_json = run, as_json
@@ -82,10 +86,11 @@ class ProgressLines:
             self._live.start()
             waited = f"{state}, {in_words(time.monotonic() - self._began)}"
             self._live.update(describe(snapshot, state, "") if state is RunState.RUNNING else waited)
-        known, status = (state, AGES.sub("", reason)), snapshot.storage.status
-        if known == self._before and not self._steps_are_news(state, status):
+        shown = state, AGES.sub("", reason)
+        status = snapshot.storage.status
+        if shown == self._before and not self._is_progress_due(state, status):
             return
-        self._before = known
+        self._before = shown
         self._step = status.step if status else 0
         self._at = time.monotonic()
         if self._as_json:
@@ -94,21 +99,21 @@ class ProgressLines:
         else:
             print_text(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
 
-    def _steps_are_news(self, state: RunState, status: Status | None) -> bool:
-        """Return True if a line off a terminal is due for the steps alone, because nothing else has changed."""
+    def _is_progress_due(self, state: RunState, status: Status | None) -> bool:
+        """Return True if a line about progress alone is due where there is no live line."""
         if self._live or state is not RunState.RUNNING or not status or status.step == self._step:
             return False
-        far = abs(status.step - self._step) >= PROGRESS_SHARE * status.total_steps
+        far = abs(status.step - self._step) >= PROGRESS_FRACTION * status.total_steps
         return time.monotonic() - self._at >= (PROGRESS_EVERY_S if far else SOME_PROGRESS_EVERY_S)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the live line from the terminal."""
         if self._live:
             self._live.stop()
 
 
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
-    """Describe it in one line: the progress while it trains, otherwise the reason for its state."""
+    """Return one line: the progress of a run that trains, or the reason for any other state."""
     if state in (RunState.FAILED, RunState.LOST):
         return "for good"  # the error with which the command ends says why
     now = progress(snapshot)
@@ -126,8 +131,9 @@ def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
 
 
 def progress(snapshot: RunSnapshot) -> dict[str, Any]:
-    """Say how far the run is, by its own last status."""
-    status, left = snapshot.storage.status, None
+    """Return the run's progress from its last status, by the names of the JSON lines."""
+    status = snapshot.storage.status
+    left = None
     if status and status.state is RunState.RUNNING and status.step_time_s is not None:
         left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.seen))
     names = ("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s")

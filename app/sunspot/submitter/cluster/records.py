@@ -1,4 +1,4 @@
-"""Where runs stand, from cluster and storage together, as records: one run in full, or every run of a storage."""
+"""Combines what cluster and storage know into records for `status` and `list`."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.gone_jobs import GoneJob, find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import NUM_WORKERS, JobInCluster, StoragePart, count_workers, judge
+from sunspot.submitter.cluster.state import NUM_WORKERS, JobSnapshot, StorageSnapshot, count_workers, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -25,9 +25,10 @@ from sunspot.submitter.printing import progress_note, warn
 
 
 def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
-    """Read all that cluster and storage know of a run; the snapshot says why one of them is missing.
+    """Read everything that cluster and storage know of a run.
 
-    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
+    If one of the two does not answer, the snapshot contains its error. Raises `NotFoundError` if neither knows the run,
+    or the error of the one that did not answer.
     """
     view = None
     with progress_note("reading the run"):
@@ -36,7 +37,7 @@ def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
             snapshot = access.with_nodes(snapshot)
         if not snapshot.storage.trouble:
             try:
-                with contextlib.suppress(NotFoundError):  # nothing of it there yet
+                with contextlib.suppress(NotFoundError):  # storage has no files of the run yet
                     view = read_view(access.run)
             except StorageError as error:
                 snapshot = replace(snapshot, storage=replace(snapshot.storage, trouble=str(error)))
@@ -46,10 +47,13 @@ def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
 
 
 def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
-    """Put all that is known of a run into one record, by the names of the JSON document; None: unknown."""
-    run, cluster, job, status = access.run, access.cluster, snapshot.job, snapshot.storage.status
+    """Return everything known of a run as a record with the keys of the JSON document. Unknown values are None."""
+    run = access.run
+    cluster = access.cluster
+    job = snapshot.job
+    status = snapshot.storage.status
     state, reason = snapshot.state()
-    known = not state.terminal and state is not RunState.SILENT  # how it trains now
+    is_current = not state.terminal and state is not RunState.SILENT
     record: dict[str, Any] = {
         "run": run.name,
         "state": state,
@@ -70,22 +74,22 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
             **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
             "total_steps": view.total_steps or None,
             "checkpoint": view.checkpoint.name if view.checkpoint else None,
-            "metrics": model_metrics(view.checkpoint.metrics) if view.checkpoint else None,
-            "rows_per_s": view.rows_per_s if known else None,
-            "seconds_left": view.seconds_left if known else None,
+            "metrics": measured(view.checkpoint.metrics) if view.checkpoint else None,
+            "rows_per_s": view.rows_per_s if is_current else None,
+            "seconds_left": view.seconds_left if is_current else None,
             "attempt": view.attempts[-1].number if view.attempts else 0,
             "incidents": len(view.incidents),
             "cost": view.spending.record(view.step),
             "labels": view.labels,
         }
     if status:
-        record["workers_running"] = status.world_size if known else 0 if state.terminal else None
+        record["workers_running"] = status.world_size if is_current else 0 if state.terminal else None
         warnings = "; ".join(filter(None, (status.nan_warning, status.warning)))
         record["warning"] = "" if state.terminal else warnings
         record["nan_since"] = status.nan_since or None
         record |= {name: getattr(status, name) for name in ("save_s", "notice_s", "memory_every")}
-    if job and snapshot.in_cluster:
-        wanted, running = count_workers(snapshot.in_cluster)
+    if job and snapshot.job_snapshot:
+        wanted, running = count_workers(snapshot.job_snapshot)
         record["pods_wanted"] = wanted
         record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
         record["job"] = job.name
@@ -101,7 +105,10 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
 def describe_runs(
     storage: Storage, limit: int | None = None, cluster: Cluster | None = None
 ) -> tuple[list[dict[str, Any]], int]:
-    """Describe the `limit` (None: all) runs modified last; also returns how many older ones are left out."""
+    """Return records of the `limit` most recently modified runs, and the number of older runs that are left out.
+
+    If `limit` is None, all runs are described.
+    """
     with progress_note("listing the runs"):
         runs = list_runs(storage)
         jobs, known = _list_jobs(storage, cluster)
@@ -125,7 +132,10 @@ def describe_runs(
 
 
 def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, JobView], set[str] | None]:
-    """List the newest RayJob of each run in this storage, and the names of all, or None if no cluster answers."""
+    """Return the newest RayJob of each run in this storage, and the names of all RayJobs.
+
+    The names are None if no cluster answers.
+    """
     newest: dict[str, JobView] = {}
     try:
         jobs = cluster.list_jobs() if cluster else []
@@ -142,8 +152,10 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
 def _describe(run: RunSummary, status: Status | None, job: JobView | None, gone: GoneJob | None) -> dict[str, Any]:
     now = time.time()
     if job and not run.deleting:
-        unseen = f"`sunspot status {run.name}` looks at its pods"
-        state, reason = judge(JobInCluster(job, now=now, unseen_pods=unseen), StoragePart(status, run.stop_requested))
+        unseen = f"`sunspot status {run.name}` examines its pods"
+        state, reason = judge(
+            JobSnapshot(job, now=now, unseen_pods=unseen), StorageSnapshot(status, run.stop_requested)
+        )
     else:
         state, reason = state_from_storage(status, run, now)
         state, reason = gone.judge(run.stop_requested) if gone else (state, reason)

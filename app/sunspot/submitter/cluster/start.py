@@ -1,4 +1,4 @@
-"""Starts a run's RayJob, or says why it need not or must not start."""
+"""Starts a run's RayJob, or reports why it is already running, already done, or must not start."""
 
 import re
 import shlex
@@ -26,11 +26,10 @@ from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive
 from sunspot.settings import PREFIX, differences
 from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import applied_manifest, as_submission, without_copy
-from sunspot.submitter.cluster.image_digests import pin_images
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
 from sunspot.submitter.cluster.preflight import check, check_identity
 from sunspot.submitter.cluster.state import owns
-from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, LOOK_EVERY_S, delete_jobs
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, POLL_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
 from sunspot.submitter.manifest.absent_code import find_absent
@@ -39,38 +38,41 @@ from sunspot.submitter.manifest.render import JOB_ID, JobRequest, Rendered, choo
 from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
-"""How long a run that is being stopped may take to save and end."""
+"""Seconds in which a run that is being stopped must have saved and ended."""
 
 MAX_CHANGES_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A RayJob that is to be started."""
+    """A RayJob that is ready to be started."""
 
     manifest: Mapping[str, Any]
     arguments: Sequence[str] = ()
-    "Arguments of `sunspot submit` for the same job, which are kept in storage for people to read."
+    "Arguments of `sunspot submit` for the same job. They are recorded in storage for people to read."
     expected: JobView | None = None
-    "The RayJob as the API server would complete it, if it was asked."
+    "The RayJob as the API server would complete it; None if the API server was not asked."
     archive: CodeArchive | None = None
-    "Own code to upload first."
+    "Code of the user to upload first."
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What was done to start a RayJob, or would be without `dry_run`."""
+    """The result of starting a RayJob, or of a dry run."""
 
     access: RunAccess
     job: str
     action: str
-    "created, replaced (an ended one), attached (it is live already), or finished (nothing is left to do)."
+    "Either created, replaced (an ended RayJob), attached (the RayJob is live), or finished (nothing is left to do)."
     reason: str
     dry_run: bool
 
 
 def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
-    """Render a request, by default in the context's namespace; raises `ClusterError` without a cluster to ask."""
+    """Render a request and connect to its cluster. The default namespace is the context's.
+
+    Raises `ClusterError` if there is no cluster to ask.
+    """
     rendered = render_with_code(request)
     cluster = connect(context, rendered.chosen_namespace)
     if cluster.namespace != rendered.namespace:
@@ -79,15 +81,15 @@ def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Render
 
 
 def render_with_code(request: JobRequest) -> Rendered:
-    """Render a request; code that is a folder is packed."""
+    """Render a request. If its code is a folder, pack it into an archive."""
     code = choose_profile(request).code
     return render(request, pack(Path(code).expanduser().resolve()) if code and not code_in(code) else None)
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
-    """Check the job and start it. Raises `ClusterError`, `StorageError` or `ConflictError` before any change.
+    """Check the job and start it. Without `take_over`, a run that is alive elsewhere is refused.
 
-    Without `take_over`, a run that is alive elsewhere is refused.
+    Raises `ClusterError`, `StorageError` or `ConflictError` before any change if a check fails.
     """
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
@@ -95,20 +97,21 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
     if archive:
         warn(f"code: {archive}")
     with progress_note("checking the cluster and the storage"):
-        pinned, images = pin_images(rendered.manifest)
-        expected, warnings = check(cluster, access.run, pinned)
-    for text in [*images, *(f"warning: {text}" for text in [*warnings, *find_absent(rendered)])]:
-        warn(text)
+        expected, warnings = check(cluster, access.run, rendered.manifest)
+    for text in [*warnings, *find_absent(rendered)]:
+        warn(f"warning: {text}")
     check_identity(access.run, settings_of(rendered.manifest))
     arguments = (*rendered.request.arguments(), *cluster.options.split())
-    return start_job(access, PreparedJob(as_submission(pinned), arguments, expected, archive), dry_run, take_over)
+    return start_job(
+        access, PreparedJob(as_submission(rendered.manifest), arguments, expected, archive), dry_run, take_over
+    )
 
 
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` without a cluster, `ConflictError` when another RayJob of the run is live or, without
-    `take_over`, when the run is alive elsewhere, and `GaveUpError` when an ending RayJob does not end.
+    Raises `ClusterError` without a cluster, `ConflictError` if another RayJob of the run is live or (unless `take_over`
+    is True) if the run is alive elsewhere, and `GaveUpError` if a RayJob that is ending does not end.
     """
     run = access.run
     name = str(prepared.manifest["metadata"]["name"])
@@ -117,7 +120,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     def submission(action: str, reason: str) -> Submission:
         return Submission(access, name, action, reason, dry_run)
 
-    # What keeps it from starting.
+    # Refuse the job if another owner trains the run, or another run has its name.
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
@@ -131,18 +134,19 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     if not job:
         _refuse_name_of_another_run(cluster, name, run.name)
 
-    # One that is ending is waited for.
+    # Wait for a RayJob that is ending.
     deadline = time.monotonic() + STOPPED_WITHIN_S
     with progress_note(f"waiting for {name} to save and end"):
         while job and _is_ending(snapshot, job) and not dry_run:
             if time.monotonic() > deadline:
-                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again when it has")
-            time.sleep(LOOK_EVERY_S)
+                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again after it has ended")
+            time.sleep(POLL_EVERY_S)
             snapshot, job = _observe_job(access, name)
 
-    # Nothing to do: it is live, or has succeeded.
+    # Nothing is left to do if the job is live, or if the run has succeeded.
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
-    status, stop_wanted = snapshot.storage.status, snapshot.storage.stop_wanted
+    status = snapshot.storage.status
+    stop_wanted = snapshot.storage.stop_wanted
     if job and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
             clear_stop(run)
@@ -150,56 +154,56 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     if status and state is RunState.SUCCEEDED and (job or Owner.parse(status.owner).job == name):
         return submission("finished", reason)
 
-    # It starts, in the place of those that have ended.
+    # Start the job in place of those that have ended.
     ended = [other for other in snapshot.cluster.jobs if other.terminal or other is job]
     was = f"the run was {state}: {reason}" if snapshot.known else "a new run"
     if status and not state.terminal:
         was = f"it takes the run over from {Owner.parse(status.owner).describe()}: {reason}"
     if not dry_run:
-        if prepared.archive:  # over what may be there: it may have been damaged, or be due to be collected
+        if prepared.archive:  # uploaded even if it exists, because that copy may be damaged, or about to be collected
             with progress_note("uploading the code"), run.storage.writer(run.key(prepared.archive.name)) as file:
                 file.write(prepared.archive.content)
         clear_stop(run)
-        with progress_note("waiting for the old cluster to go"):
+        with progress_note("waiting for the old cluster to be deleted"):
             gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
         if not gone:
-            raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
+            raise GaveUpError(f"{ended[0].name} and its pods still exist after {GONE_WITHIN_S:.0f} s; submit again")
         with progress_note(f"applying {name}"):
-            record = _make_record(cluster, prepared)  # asks the cluster, so it comes before any change
+            record = _make_record(cluster, prepared)  # asks the cluster, so this comes before any change
             cluster.apply(dict(prepared.manifest))
             _keep_record(run, record)
     return submission("replaced" if ended else "created", was)
 
 
 def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-    """Clear the stop marker, and start the run's RayJob again as `sunspot submit` applied it.
+    """Clear the stop marker, and restart the run's RayJob as `sunspot submit` applied it.
 
-    Returns None if the run was started in another way, and has to be started again in that way. Raises `NotFoundError`,
-    with the command to type, if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does
-    not answer.
+    Returns None if the run was started in another way, because it must then be restarted in that way. Raises
+    `NotFoundError` with the command to type if the submitted RayJob is not in this namespace, and `ClusterError` if the
+    cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
     if submitted and snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
-    manifest = applied_manifest(job, access.run.name) if job and not job.kept_by else None
+    manifest = applied_manifest(job, access.run.name) if job and not job.gitops_tool else None
     if manifest:
         arguments = submitted.arguments if submitted else ()
         return start_job(access, PreparedJob(as_submission(manifest), arguments))
-    if submitted and (not job or (submitted.job == job.name and not job.kept_by)):
+    if submitted and (not job or (submitted.job == job.name and not job.gitops_tool)):
         raise NotFoundError(_explain_absence(access, submitted))
     clear_stop(access.run)
     return None
 
 
 def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
-    """Explain that the RayJob to start again is not here, to where it was submitted, and which command to type."""
+    """Explain that the RayJob to restart is not here, where it was submitted, and which command to type."""
     run, cluster = access.run.name, access.require_cluster()
     here = f"namespace {cluster.namespace} of {cluster.server}"
     there = f"namespace {submitted.namespace} of {submitted.server}" if submitted.namespace else "a namespace"
-    again = f"submit {run} again, and it goes on from its newest checkpoint"
+    again = f"submit {run} again, and it continues from its newest checkpoint"
     if submitted.arguments:
         words = shlex.join(("sunspot", "submit", *submitted.arguments))
-        again += f"; storage says that it was submitted last by this command (read it before you repeat it):\n  {words}"
+        again += f"; according to storage, this command submitted it last (read it before you repeat it):\n  {words}"
     if there != here and submitted.namespace:
         elsewhere = (
             f"{submitted.job} was submitted to {there}: with its --context and --namespace, `resume` works there"
@@ -209,7 +213,7 @@ def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
-    """Look at the run, with the RayJob of this name, if there is one, as its newest."""
+    """Return a snapshot of the run and the RayJob of this name, which the snapshot treats as the newest."""
     snapshot = access.observe()
     require_answers(snapshot)
     job = next((job for job in snapshot.cluster.jobs if job.name == name), None)
@@ -221,7 +225,7 @@ def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | N
 
 
 def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
-    """Return the record of a job that is about to be applied, and of the cluster."""
+    """Return the record of a job that is about to be applied to a cluster."""
     return SubmissionRecord(
         job=str(prepared.manifest["metadata"]["name"]),
         namespace=cluster.namespace,
@@ -234,7 +238,7 @@ def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
 
 
 def _keep_record(run: Run, record: SubmissionRecord) -> None:
-    """Write the record to storage, and only warn if that fails, because only people read it."""
+    """Write the record to storage. A failure is only a warning, because only people read the record."""
     try:
         record_submission(run, record)
     except StorageError as error:
@@ -242,7 +246,7 @@ def _keep_record(run: Run, record: SubmissionRecord) -> None:
 
 
 def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
-    """Describe the owner that trains the run now, if it is not a RayJob of this namespace; empty if there is none.
+    """Return a message about the owner that trains the run now if that is not a RayJob of this namespace, else "".
 
     An owner of this namespace whose RayJob no longer exists does not count, because it was deleted a moment ago.
     """
@@ -255,10 +259,10 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
         return ""
     ago = in_words(snapshot.time - status.seen)
     return (
-        f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was heard of "
-        f"{ago} ago. `sunspot stop {stored_arguments(access.run)}` has it save and end; then submit again. To take the "
-        "run over while it trains, submit it with --take-over: it goes on from its newest checkpoint. An owner that "
-        f"has been silent for {SILENT_AFTER_S:.0f} s is taken over without the option"
+        f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was last "
+        f"heard of {ago} ago. `sunspot stop {stored_arguments(access.run)}` makes it save and end; then submit "
+        "again. To take the run over while it trains, submit it with --take-over, and it continues from its newest "
+        f"checkpoint. An owner that has been silent for {SILENT_S:.0f} s is taken over without the option"
     )
 
 
@@ -273,18 +277,21 @@ def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
 
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
-    """Whether the RayJob is being deleted, or its driver may still see the stop marker."""
+    """Return True if the RayJob is being deleted, or if its driver may still see the stop marker."""
     return job.deleting or (snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began)
 
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
-    """Say why `wanted` is refused: a line for each difference, settings by name, the rest by its path in the spec."""
-    named = {JOB_ID: ""}  # that their names differ tells nothing
+    """Return why `wanted` is refused, with a line for each difference.
+
+    Settings are listed by name, and other differences by their path in the spec.
+    """
+    named = {JOB_ID: ""}  # the job's name always differs
     changes = differences(settings_of(live.raw) | named, settings_of(wanted.raw) | named)
     changes += [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
     more = [f"and {len(changes) - MAX_CHANGES_SHOWN} more"] if len(changes) > MAX_CHANGES_SHOWN else []
     lines = "\n".join(f"  {line}" for line in changes[:MAX_CHANGES_SHOWN] + more)
-    advice = f"`sunspot stop {again}` saves and ends it; then submit again, and the run goes on from there"
+    advice = f"`sunspot stop {again}` saves and ends it; then submit again, and the run continues from there"
     return (
         f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n{advice}"
     )
@@ -298,7 +305,7 @@ def _without_credential(change: str) -> str:
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:
-    """List every leaf of a spec but settings, by its path; items of a list by their names, if they have any."""
+    """Return every leaf of a spec by its path, without settings. Items of a list appear by name if they have names."""
     if isinstance(value, dict):
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):

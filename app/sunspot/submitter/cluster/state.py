@@ -1,11 +1,11 @@
-"""Where a run stands, and why, from everything known of it. Pure.
+"""Judges the state of a run, with the reason, from its RayJob, its pods and its status in storage. Pure.
 
-KubeRay gives a RayJob two states that may contradict each other, its pods have their own, and the run's processes write
-a third to storage (`sunspot.run.status`). What decides:
+These sources may contradict each other. KubeRay gives a RayJob two states, its pods have states of their own, and the
+run's processes write another one to storage (`sunspot.run.status`). Three rules decide:
 
-1. The driver's own last word is the truth about the run.
-2. Only `jobDeploymentStatus` says whether the operator goes on; `jobStatus` may be the previous try's.
-3. A status in storage counts for a RayJob if that RayJob owns it; a later owner has taken the run over.
+1. The driver's final status is the truth about the run.
+2. Only `jobDeploymentStatus` shows whether the operator will continue. `jobStatus` may describe the previous try.
+3. A status in storage counts for a RayJob only if that RayJob owns it. A later owner has taken the run over.
 """
 
 import re
@@ -17,43 +17,43 @@ from sunspot.run.overview import describe_silence, describe_work
 from sunspot.run.owner import Owner
 from sunspot.run.status import SILENT_AFTER_S, RunState, Status
 from sunspot.settings import PREFIX, Settings, WorkerRange
-from sunspot.submitter.cluster.views import NOISE, JobView, Nodes, PodProblem, Pods, PodView, WarningEvent, Warnings
-from sunspot.submitter.findings import Diagnosis
+from sunspot.submitter.cluster.pod_problems import HEAD, find_problems
+from sunspot.submitter.cluster.views import JobView, Nodes, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.manifest.render import JOB_ID, settings_of
 
 NUM_WORKERS = PREFIX + "NUM_WORKERS"
 
 OPERATOR_OVERDUE_S = 30
-"""Operators notice a new RayJob within seconds; if none has after this long, the reason says so."""
+"""Seconds after which the reason says that no operator handles a new RayJob. Operators notice one within seconds."""
 
 WARNING_FRESH_S = 600
-"""Older warnings no longer matter."""
+"""Age in seconds at which warnings no longer matter."""
 
 CLOCK_SKEW_S = 60
-"""How far clocks of nodes and of the API server may differ."""
+"""Largest expected difference in seconds between the clocks of nodes and of the API server."""
 
 STORAGE_TIMEOUT = "STORAGE_TIMEOUT_S"
 
 HEAD_GIVEN_UP = "JobStatusCheckTimeoutExceeded"
-"""The operator's reason when a head did not answer for longer than it waits, whatever `backoffLimit` says."""
+"""The operator's reason for a failure if the head has not answered for too long. `backoffLimit` does not apply."""
 
 NO_ANSWER = "the head did not answer the operator for too long"
 
 FAILURES = {
     "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
-    "again to go on from the last checkpoint",
+    "again to continue from the last checkpoint",
     "PreRunningDeadlineExceeded": "its pods were not all ready within preRunningDeadlineSeconds ({start} s)",
-    HEAD_GIVEN_UP: f"{NO_ANSWER}; submit again to go on from the last checkpoint",
-    "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended and its submitter did not",
-    "SubmissionFailed": "the job could not be handed to the head",
+    HEAD_GIVEN_UP: f"{NO_ANSWER}; submit again to continue from the last checkpoint",
+    "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended, but its submitter did not",
+    "SubmissionFailed": "the job could not be submitted to the head",
     "AppFailed": "the program failed",
 }
-"""The operator's reasons for a failure, explained."""
+"""Explanations of the operator's reasons for a failure."""
 
 
 @dataclass(frozen=True)
-class JobInCluster:
-    """A RayJob, and what the cluster says of its pods."""
+class JobSnapshot:
+    """A RayJob with its pods, their warnings and the cluster's nodes."""
 
     job: JobView
     pods: Pods = ()
@@ -61,49 +61,54 @@ class JobInCluster:
     now: float = 0.0
     "Seconds since the epoch."
     nodes: Nodes = ()
-    "All nodes of the cluster; none if they were not needed, or may not be listed."
+    "All nodes of the cluster; empty if they were not needed, or if this user may not list them."
     unseen_pods: str = ""
-    "Why the pods are not known; empty if they are."
+    "Reason why the pods are not known; empty if they are known."
 
     @property
     def own_pods(self) -> list[PodView]:
-        """The pods of its RayCluster that nobody has told to go."""
+        """The pods of the RayJob's RayCluster that are not being deleted."""
         return [pod for pod in self.pods if pod.cluster == self.job.cluster and not pod.deleting]
+
+    @property
+    def fresh_warnings(self) -> list[WarningEvent]:
+        """The warnings from the last WARNING_FRESH_S seconds."""
+        return [event for event in self.warnings if self.now - event.time < WARNING_FRESH_S]
 
 
 @dataclass(frozen=True)
-class StoragePart:
-    """What storage says of a run. What could not be read is old or missing."""
+class StorageSnapshot:
+    """A run's status and requests in storage. Values that could not be read are old or missing."""
 
     status: Status | None = None
     stop_wanted: bool = False
     deleting: bool = False
-    "Whether a deletion has begun."
+    "True if a deletion has begun."
     state: tuple[RunState, str] | None = None
-    "State and reason by storage alone; None if there is no run, or a RayJob to ask."
+    "State and reason from storage alone; None if storage has no such run, or if a RayJob shows the state."
     trouble: str = ""
-    "Why it is missing or old."
+    "Error that kept the values from being read; empty if they are current."
     refused: bool = False
-    "Whether storage refuses this reader, which says nothing about the run's own access."
+    "True if storage refuses this reader. The run's own processes may have access."
 
     @property
     def outside_clusters(self) -> bool:
-        """Whether a process outside any cluster was the last to train the run, and no RayJob is to follow it."""
+        """True if a process outside any cluster was the last to train the run, and no submitted RayJob follows it."""
         if not self.status or (self.state and self.state[0] is RunState.PENDING):
             return False
         owner = Owner.parse(self.status.owner)
         return owner == Owner(owner.job)
 
 
-def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
-    """Judge the state of a run by its newest RayJob and by storage; also returns a sentence that says why."""
+def judge(seen: JobSnapshot, stored: StorageSnapshot) -> tuple[RunState, str]:
+    """Return the state of a run, judged by its newest RayJob and by storage, and the reason as a sentence."""
     job, status = seen.job, stored.status
-    own = status if is_of(stored, job) else None
+    own = status if was_written_by(stored, job) else None
     if status and not own and _took_over(status, job):
         silence = _silence(status, seen.now)
-        said = silence or status.reason
+        detail = silence or status.reason
         taken_by = Owner.parse(status.owner).describe()
-        reason = f"{taken_by} has taken the run over from {job.name}" + (f": {said}" if said else "")
+        reason = f"{taken_by} has taken the run over from {job.name}" + (f": {detail}" if detail else "")
         return RunState.SILENT if silence else status.state, reason
     if own and _ended_for_good(own, job, stored.stop_wanted):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
@@ -114,28 +119,28 @@ def judge(seen: JobInCluster, stored: StoragePart) -> tuple[RunState, str]:
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"
     if state is RunState.SILENT:
-        return RunState.STOPPING, f"told to stop; {reason}"
-    return RunState.STOPPING, f"told to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
+        return RunState.STOPPING, f"asked to stop; {reason}"
+    return RunState.STOPPING, f"asked to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
 
 
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
-    """Whether the run's end stands whatever the operator still does with the RayJob.
+    """Return True if the run has ended, whatever the operator still does with the RayJob.
 
-    A driver also stops on SIGTERM, for instance when it loses its node, and then the operator starts it again.
+    A driver also stops on SIGTERM, for example when its node is reclaimed. The operator then starts it again.
     """
     concluded = job.deployment_status == "Complete" and not job.failed_for_good
     stopped = own.state is RunState.STOPPED and (stop_wanted or concluded)
     return own.state is RunState.SUCCEEDED or stopped
 
 
-def is_of(stored: StoragePart, job: JobView) -> bool:
-    """Whether a process of `job` wrote the status, and not one of a deleted RayJob of the same name."""
+def was_written_by(stored: StorageSnapshot, job: JobView) -> bool:
+    """Return True if the stored status is from a process of this RayJob, not of a deleted one with the same name."""
     status = stored.status
     return status is not None and owns(job, status.owner) and status.time >= job.created - CLOCK_SKEW_S
 
 
 def owns(job: JobView, owner: str) -> bool:
-    """Return True if an owner in storage is this RayJob. Parts that are not known on either side do not count."""
+    """Return True if an owner in storage is this RayJob. Parts that are unknown on either side are not compared."""
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
     same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
@@ -143,8 +148,8 @@ def owns(job: JobView, owner: str) -> bool:
     return bool(found.job == job.name and same_submission and same_namespace and same_cluster)
 
 
-def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> tuple[RunState, str]:
-    """Judge by the operator and the run's own processes; `last` may be of an earlier try."""
+def _judge_job(seen: JobSnapshot, last: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
+    """Judge a run by its operator and its own processes. `last` may be the status of an earlier try."""
     job = seen.job
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
@@ -158,38 +163,38 @@ def _judge_job(seen: JobInCluster, last: Status | None, stored: StoragePart) -> 
         queue = f"the queue {job.queue} has not admitted it" if job.queue else "suspend is true in its spec"
         return RunState.PENDING, f"suspended: {queue}"
     if deployment == "Retrying":
-        return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; its cluster is made anew"
+        return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; a new cluster follows"
     if deployment in ("", "Initializing", "Waiting"):
         why = explain_pods(seen)
         if job.failed:
             return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; {why}"
         if not deployment and seen.now - job.created > OPERATOR_OVERDUE_S:
             check = "check that the KubeRay operator runs and watches this namespace"
-            why = f"no operator has looked at its RayJob; {check}"
+            why = f"no operator has handled its RayJob; {check}"
         return RunState.PENDING, why
     if ray == "FAILED" or job.failed_for_good or (own and own.state is RunState.FAILED):
         return _failed_or_retrying(job, own)
     if ray in ("", "PENDING"):
         return _starting(seen, own)
     if own and own.state is RunState.STOPPED:
-        return RunState.STOPPING, "its driver was told to end, and has saved; the operator has not concluded yet"
+        return RunState.STOPPING, "its driver was asked to end and has saved; the operator has not concluded yet"
     if ray == "STOPPED":
         return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
     if ray == "SUCCEEDED":
-        return RunState.FINISHING, "its Ray job has ended well; the operator has not concluded yet"
+        return RunState.FINISHING, "its Ray job has succeeded; the operator has not concluded yet"
     return _running(seen, own, stored)
 
 
-def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
-    """Judge a job whose driver the operator waits for: for the first time, or after the loss of the head."""
+def _starting(seen: JobSnapshot, own: Status | None) -> tuple[RunState, str]:
+    """Judge a job whose driver has not started yet, either for the first time or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
-    if not own.state.terminal and not _silence(own, seen.now):  # the operator is merely behind
+    if not own.state.terminal and not _silence(own, seen.now):  # the operator has not caught up
         return own.state, own.reason or describe_work(own)
-    return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(seen)}"
+    return RunState.RETRYING, f"its head was lost, and the job starts again; {explain_pods(seen)}"
 
 
-def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
+def _running(seen: JobSnapshot, own: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
     why = summarize_pod_problems(seen)
     and_why = f"; {why}" if why else ""
     if own is None and stored.trouble:
@@ -204,16 +209,18 @@ def _running(seen: JobInCluster, own: Status | None, stored: StoragePart) -> tup
     if silence and stored.trouble:
         return state, f"its Ray job runs; {explain_trouble(seen.job, stored)}{and_why}"
     if silence:
-        return RunState.SILENT, f"{silence}, though its Ray job runs: frozen, cut off or gone{and_why}"
-    stand_in = len(seen.job.training_groups) > 1  # then pods of one group may wait while those of another train
+        return RunState.SILENT, f"{silence}, although its Ray job runs: it may be frozen, cut off or gone{and_why}"
+    several_groups = len(seen.job.training_groups) > 1  # pods of one group may wait while those of another train
     default = (
-        describe_work(own, workers_missed(own, seen.job)) if state is RunState.RUNNING and (stand_in or not why) else ""
+        describe_work(own, find_unmet_request(own, seen.job))
+        if state is RunState.RUNNING and (several_groups or not why)
+        else ""
     )
-    said = own.reason or default
-    return state, f"{said}{and_why}" if said else why or str(state)
+    detail = own.reason or default
+    return state, f"{detail}{and_why}" if detail else why or str(state)
 
 
-def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[RunState, str]:
+def _completed(job: JobView, own: Status | None, stored: StorageSnapshot) -> tuple[RunState, str]:
     ray = job.job_status
     if own and own.state is RunState.FAILED:
         return RunState.FAILED, own.reason or "its driver failed"
@@ -224,36 +231,39 @@ def _completed(job: JobView, own: Status | None, stored: StoragePart) -> tuple[R
     if ray == "SUCCEEDED":
         return RunState.SUCCEEDED, "its Ray job succeeded; its driver wrote no final status to storage"
     if ray == "STOPPED":
-        return RunState.STOPPED, "its Ray job was stopped through Ray or its RayJob; submit again to go on"
+        return RunState.STOPPED, "its Ray job was stopped through Ray or its RayJob; submit again to continue"
     if ray == "FAILED":
         return RunState.FAILED, _last_words(own) or "its Ray job failed"
-    return RunState.LOST, "the operator calls it complete, though its Ray job never ended; submit again to go on"
+    return (
+        RunState.LOST,
+        "the operator reports it as complete, although its Ray job never ended; submit again to continue",
+    )
 
 
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
-    """Judge a try that has failed, when the operator has not said yet whether another follows."""
+    """Judge a try that has failed before the operator has decided whether another one follows."""
     reason = _last_words(own) or job.message or "its Ray job failed"
     if job.failed + 1 < job.tries and not job.failed_for_good:
         return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
     return RunState.FAILED, reason
 
 
-def _failure(seen: JobInCluster, own: Status | None) -> str:
+def _failure(seen: JobSnapshot, own: Status | None) -> str:
     job = seen.job
     active, start = (job.spec.get(f"{limit}DeadlineSeconds", "?") for limit in ("active", "preRunning"))
     meaning = FAILURES.get(job.failure, job.failure or "it failed").format(active=active, start=start)
-    said = _last_words(own)
+    detail = _last_words(own)
     if job.failure == "PreRunningDeadlineExceeded":
-        said = summarize_pod_problems(seen)
+        detail = summarize_pod_problems(seen)
     elif job.failure not in ("DeadlineExceeded", HEAD_GIVEN_UP):
-        said = said or job.message
-    if said and job.failure in ("AppFailed", ""):
-        return said
-    return f"{meaning}: {said}" if said else meaning
+        detail = detail or job.message
+    if detail and job.failure in ("AppFailed", ""):
+        return detail
+    return f"{meaning}: {detail}" if detail else meaning
 
 
 def _took_over(status: Status, job: JobView) -> bool:
-    """Whether somebody else took the run over after `job` was created."""
+    """Return True if another owner took the run over after `job` was created."""
     later = not owns(job, status.owner) and status.began > job.created
     return later and not (job.live and status.state.terminal)
 
@@ -261,80 +271,62 @@ def _took_over(status: Status, job: JobView) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- pods
 
 
-def explain_pods(seen: JobInCluster) -> str:
-    """Explain by its pods why a RayJob's driver has not started yet."""
-    if problem := summarize_pod_problems(seen):
+def explain_pods(seen: JobSnapshot) -> str:
+    """Explain why a RayJob's driver has not started yet, from the state of its pods."""
+    problem = summarize_pod_problems(seen)
+    if problem:
         return problem
     if seen.unseen_pods:
         return seen.unseen_pods
-    mine = seen.own_pods
-    if not any(pod.head for pod in mine):
-        return "its pods are about to be made"
-    if not any(pod.head and pod.ready for pod in mine):
-        return "the head pod starts"
+    pods = seen.own_pods
+    if not any(pod.head for pod in pods):
+        return "its pods are about to be created"
+    if not any(pod.head and pod.ready for pod in pods):
+        return "the head pod is starting"
     wanted, ready = count_workers(seen)
     if ready < wanted:
-        return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others start"
+        return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others are starting"
     return "its pods are ready; the driver is about to begin"
 
 
-def summarize_pod_problems(seen: JobInCluster) -> str:
-    """Say what keeps pods from running, with the fix; empty if nothing seems to."""
-    job, mine = seen.job, seen.own_pods
-    fresh = [event for event in seen.warnings if seen.now - event.time < WARNING_FRESH_S]
-    head = next((pod for pod in mine if pod.head), None)
-    if head and (why := pod_problem(head, fresh)):
-        return f"the head pod cannot start: {why}"
-    refused = refused_pod(job, fresh)
+def summarize_pod_problems(seen: JobSnapshot) -> str:
+    """Return the head's problem, or the workers' most common problem, with its fix; empty without problems."""
+    job = seen.job
+    problems = find_problems(job, seen.own_pods, seen.fresh_warnings)
+    head_problems = [problem for problem in problems if problem.group == HEAD]
     ending = next((pod for pod in seen.pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
-    if head is None and ending:
+    if ending and not any(pod.head for pod in seen.own_pods):
         silent = ", which does not answer" if ending.overdue(seen.now) else ""
-        return f"the head pod was told to go; a new one follows when it has left node {ending.node}{silent}"
-    if head is None:
-        return f"the head pod cannot be made: {refused.message}" if refused else ""
-    wanted, ready = count_workers(seen)
-    whys = Counter(str(why) for pod in mine if not pod.head and (why := pod_problem(pod, fresh)))
-    if not whys and refused and len(mine) - 1 < wanted:
-        whys[f"a pod cannot be made: {refused.message}"] += 1
-    if not whys:
+        return f"the head pod is being deleted; a new one follows when it has left node {ending.node}{silent}"
+    if head_problems:
+        problem = head_problems[0]
+        if problem.prevents_creation:
+            return f"the head pod cannot be created: {problem}"
+        return f"the head pod cannot start: {problem}"
+    if not problems or not any(pod.head for pod in seen.own_pods):
         return ""
-    commonest, _ = whys.most_common(1)[0]
+    reasons = Counter(str(problem) for problem in problems if not problem.prevents_creation)
+    [(reason, _)] = reasons.most_common(1) or [(f"a pod cannot be created: {problems[0]}", 1)]
+    wanted, ready = count_workers(seen)
     if len(job.training_groups) > 1:
-        return f"{plural(wanted - ready, 'more worker pod')} asked for: {commonest}"
-    return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {commonest}"
+        return f"{plural(wanted - ready, 'more worker pod')} asked for: {reason}"
+    return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {reason}"
 
 
-def refused_pod(job: JobView, warnings: Warnings) -> WarningEvent | None:
-    """Return the newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
-    mine = [event for event in warnings if event.object in (job.cluster, job.name)]
-    return next((event for event in mine if event.reason.startswith("FailedToCreate")), None)
-
-
-def pod_problem(pod: PodView, warnings: Warnings) -> PodProblem | None:
-    """Find what keeps a pod from running, by its status or warnings about it; None if nothing seems to."""
-    if pod.ready or pod.problem:
-        return pod.problem
-    for event in warnings:
-        if event.object == pod.name and event.reason not in NOISE:
-            kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
-            return PodProblem(kind, f"{event.reason}: {event.message}")
-    return None
-
-
-def asked_workers(text: str) -> WorkerRange | None:
+def parse_workers(text: str) -> WorkerRange | None:
     """Parse a value of the setting NUM_WORKERS. Returns None for any other text, such as the choices of a search."""
     match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
     return WorkerRange(int(match[1]), int(match[2] or match[1])) if match else None
 
 
-def workers_missed(own: Status, job: JobView) -> WorkerRange | None:
-    """Return the requested number of workers if fewer train, else None."""
-    asked = asked_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
-    return asked if asked and 0 < own.world_size < asked.most else None
+def find_unmet_request(own: Status, job: JobView) -> WorkerRange | None:
+    """Return the requested number of workers if fewer than that train, else None."""
+    requested = parse_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
+    return requested if requested and 0 < own.world_size < requested.most else None
 
 
-def count_workers(seen: JobInCluster) -> tuple[int, int]:
-    """Training pods: how many there should be now, and how many run."""
+def count_workers(seen: JobSnapshot) -> tuple[int, int]:
+    """Return how many training pods there should be now, and how many of them run."""
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in seen.job.training_groups]
     return max(seen.job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
@@ -342,10 +334,10 @@ def count_workers(seen: JobInCluster) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------------------ sentences
 
 
-def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
-    """Describe how many tries of the RayJob have failed, and why, as far as storage or the operator knows."""
+def describe_failed_tries(job: JobView, stored: StorageSnapshot) -> str:
+    """Return how many tries of the RayJob have failed, and why, as far as storage or the operator knows."""
     status, failed = stored.status, max(job.failed, 1)
-    if status and is_of(stored, job):
+    if status and was_written_by(stored, job):
         return f"try {failed} of {job.tries} failed{_because(status, job)}"
     have = "have" if failed > 1 else "has"
     unwritten = "" if stored.trouble else " before they could write" if failed > 1 else " before it could write"
@@ -353,26 +345,26 @@ def describe_failed_tries(job: JobView, stored: StoragePart) -> str:
     return f"{failed} of {job.tries} tries {have} failed{unwritten}{to_storage}{_because(None, job)}"
 
 
-def explain_trouble(job: JobView, stored: StoragePart) -> str:
-    """Explain what it means for a live run that its storage cannot be read from here."""
+def explain_trouble(job: JobView, stored: StorageSnapshot) -> str:
+    """Explain the consequences for a live run whose storage cannot be read from here."""
     if stored.refused:
         return "its storage refuses this reader, so nothing is known of its progress"
     limit_s = storage_timeout_s(job)
     return (
-        "storage does not answer, so nothing is known of its progress; if the run's own processes are cut off, too, "
+        "storage does not answer, so nothing is known of its progress; if the run's own processes are cut off as well, "
         f"they keep training for up to {limit_s:g} s ({STORAGE_TIMEOUT})"
     )
 
 
 def storage_timeout_s(job: JobView) -> float:
-    """Return for how long a run trains while storage fails, in seconds."""
+    """Return how many seconds a run keeps training while storage fails."""
     given = settings_of(job.raw).get(PREFIX + STORAGE_TIMEOUT)
     return float(given or Settings.model_fields["storage_timeout_s"].default)
 
 
 def _because(own: Status | None, job: JobView) -> str:
-    said = _last_words(own) or job.message or FAILURES.get(job.failure, "").partition(";")[0].partition(" (")[0]
-    return f": {said}" if said else ""
+    detail = _last_words(own) or job.message or FAILURES.get(job.failure, "").partition(";")[0].partition(" (")[0]
+    return f": {detail}" if detail else ""
 
 
 def _last_words(own: Status | None) -> str:
@@ -380,7 +372,7 @@ def _last_words(own: Status | None) -> str:
 
 
 def _silence(status: Status, now: float) -> str:
-    """Say for how long a run that has not ended has been silent; empty while it is not."""
-    if status.state.terminal or now - status.seen <= SILENT_AFTER_S:
+    """Return a description of how long a run has been silent, or "" if it is not silent or has ended."""
+    if status.state.terminal or now - status.seen <= SILENT_S:
         return ""
     return describe_silence(status.seen, now)

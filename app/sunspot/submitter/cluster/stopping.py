@@ -1,4 +1,4 @@
-"""Stops a run, and removes its cluster."""
+"""Stops a run, and deletes RayJobs that would restart it."""
 
 import time
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
 GONE_WITHIN_S = 180.0
-"""How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""
+"""Seconds in which a deleted RayJob and its pods must be gone. That is longer than any profile's grace period."""
 
-LOOK_EVERY_S = 1.0
-"""Between two looks at a RayJob that ends or is deleted."""
+POLL_EVERY_S = 1.0
+"""Seconds between two checks of a RayJob that ends or is deleted."""
 
 
 def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
-    """Leave the stop marker, wait until the run has saved and ended, and delete RayJobs that would begin it again.
+    """Write the stop marker, wait until the run has saved and ended, and delete RayJobs that would restart it.
 
-    A RayJob that has ended stays for `resume`, and the operator removes its cluster. Without `wait`, only leave the
-    marker. Returns the run's state then, and the reason as a sentence. Raises `NotFoundError` if there is no such run,
-    `GaveUpError` if it has not ended after `timeout` seconds, and `ClusterError` if the cluster does not answer. The
-    marker stays even then.
+    Returns the run's state at that time, and the reason as a sentence. Without `wait`, only the marker is written. A
+    RayJob that has ended stays for `resume`, and the operator removes its cluster.
+
+    Raises `NotFoundError` if there is no such run, `GaveUpError` if it has not ended after `timeout` seconds, and
+    `ClusterError` if the cluster does not answer. The marker stays in all these cases.
     """
     snapshot = access.observe_existing()
     state, reason = snapshot.state()
@@ -32,7 +33,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
         return state, f"there is nothing to stop: {reason}"
     request_stop(access.run, describe_requester())
     if not wait:
-        return RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended"
+        return RunState.STOPPING, "it saves and ends by itself; its cluster is removed once its RayJob has ended"
     try:
         return _wait_and_delete(access, snapshot, timeout)
     except ClusterError as error:
@@ -42,7 +43,7 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
 
 
 def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -> tuple[RunState, str]:
-    """Wait until a run with a stop marker has ended, and delete RayJobs that would begin it again."""
+    """Wait until a run with a stop marker has ended, and delete RayJobs that would restart it."""
     state, reason = snapshot.state()
     began = time.monotonic()
     deleted = False
@@ -55,37 +56,37 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
                     break
                 if time.monotonic() - began > timeout:
                     late = f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason})"
-                    again = f"its stop marker stands, and `sunspot stop {access.arguments}` waits again"
+                    again = f"its stop marker stays, and `sunspot stop {access.arguments}` waits again"
                     raise GaveUpError(f"{late}; {again}")
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
-        # GitOps would put back a RayJob from a repository, and so start it again.
+        # A GitOps tool would recreate a RayJob from a repository, which would restart the run.
         ended = [job for job in snapshot.cluster.jobs if job.terminal or (job is snapshot.job and state.terminal)]
-        ours = [job for job in snapshot.cluster.jobs if not job.kept_by and job not in ended]
-        with progress_note("waiting for its pods to go"):
+        ours = [job for job in snapshot.cluster.jobs if not job.gitops_tool and job not in ended]
+        with progress_note("waiting until its pods are gone"):
             gone = delete_jobs(access.cluster, ours, left)
         if not gone:
             name = access.run.name
-            raise GaveUpError(f"{name} has ended ({reason}), but its pods are still there; they go by themselves")
+            raise GaveUpError(f"{name} has ended ({reason}), but its pods still exist; they will end by themselves")
         deleted = bool(snapshot.job and snapshot.job in ours)
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
     checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
     on_cluster = snapshot.job is not None
-    how = "submit it again, and it goes on" if deleted else resume_hint(access.arguments, on_cluster)
+    how = "submit it again to continue" if deleted else how_to_resume(access.arguments, on_cluster)
     return state, f"{saved}; {how}"
 
 
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
-    """Delete RayJobs, and wait until they and their clusters' pods are gone; returns whether they are.
+    """Delete RayJobs, and return True once they and their clusters' pods are gone, or False after `seconds`.
 
-    Pods on nodes that do not answer are waited for only with `frozen`: what they still do changes no run.
+    Pods on nodes that do not answer are ignored, because they can no longer change a run, unless `frozen` is True.
     """
     for job in jobs:
         cluster.delete_job(job)
     deadline = time.monotonic() + seconds
-    own = [job for job in jobs if not job.borrows_cluster]  # a cluster of somebody else stays
+    own = [job for job in jobs if not job.borrows_cluster]  # borrowed clusters stay
 
     while True:
         left = [pod for pod in cluster.list_pods(own) if frozen or not pod.overdue(time.time())]
@@ -93,4 +94,4 @@ def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, froze
             return True
         if time.monotonic() > deadline:
             return False
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)

@@ -1,4 +1,4 @@
-"""What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
+"""Parses RayJobs, pods and events from the API server into the fields that the verbs need. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,50 +7,33 @@ from typing import Any, NamedTuple
 
 from sunspot.errors import FAILED_FOR_GOOD
 from sunspot.formatting import as_time
-from sunspot.submitter.findings import Diagnosis
 from sunspot.submitter.manifest.shape import SLOT
 
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """Values of `jobDeploymentStatus` after which the operator only cleans up."""
 
-KEEPERS = {
+GITOPS_TOOLS = {
     "argocd-controller": "Argo CD",
     "argocd-application-controller": "Argo CD",
     "kustomize-controller": "Flux",
 }
-"""What keeps objects as a repository has them (GitOps), by the name under which it manages their fields."""
-
-PUSH_IMAGE = "push the image, or correct --image and the pull secret"
-
-CREATE_MISSING = "create what is missing, in the namespace of the run"
-
-CANNOT_START = {
-    "InvalidImageName": (Diagnosis.IMAGE, "correct --image"),
-    "ErrImageNeverPull": (Diagnosis.IMAGE, "load the image onto the nodes, or let it be pulled"),
-    "CreateContainerConfigError": (Diagnosis.MISSING, CREATE_MISSING),
-    "RunContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
-    "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
-    "CrashLoopBackOff": (Diagnosis.CONTAINER, "`kubectl logs --previous` of this pod says why"),
-}
-"""Why a container cannot start, and what to do about it, by the kubelet's reason."""
+"""GitOps tools, by the field manager's name under which each applies objects from a repository."""
 
 MAX_MESSAGE = 600
-"""Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
-
-NOISE = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
-"""Warnings about pods that the pod's own status explains better."""
+"""Largest number of characters of the operator's message that is kept. The message quotes up to 20,000 characters of a
+failed driver's output, whose end contains the error."""
 
 
 @dataclass(frozen=True)
 class JobView:
-    """One RayJob. Times are in seconds since the epoch."""
+    """A RayJob. Times are in seconds since the epoch."""
 
     raw: dict[str, Any]
-    "The object as the API server gave it."
+    "The object from the API server."
     name: str
     uid: str
     version: str
-    "Changes with every change of the object; empty in a dry run of its creation."
+    "The resource version, which changes with every change of the object; empty in a dry run of its creation."
     created: float
     try_began: float
     deleting: bool
@@ -58,27 +41,27 @@ class JobView:
     job_status: str
     deployment_status: str
     failure: str
-    "The operator's word for why it failed, such as AppFailed."
+    "The operator's reason for a failure, such as AppFailed."
     message: str
-    "The operator's; of a driver's output that it quotes, the error at the end."
+    "The operator's message; if it quotes a driver's output, only the error at the end."
     failed: int
-    "Tries that failed."
+    "Number of tries that failed."
     tries: int
-    "Tries in all."
+    "Largest number of tries."
     cluster: str
-    "The RayCluster of the current try; empty before there is one."
+    "Name of the current try's RayCluster; empty before it exists."
     queue: str
-    "The Kueue queue that admits it, if any."
+    "Name of the Kueue queue that admits the RayJob; empty without a queue."
     training_groups: tuple[str, ...]
-    "Names of the groups of training pods, first choice first."
+    "Names of the worker groups that train, first choice first."
     least_workers: int
-    "Training pods that it starts with."
+    "Number of training pods at the start."
     kubernetes: str = ""
-    "Identity of the Kubernetes cluster that it is in (`owner.cluster_identity`); empty if not known."
+    "Identity of the Kubernetes cluster (`owner.cluster_identity`); empty if it is not known."
 
     @property
     def borrows_cluster(self) -> bool:
-        """Whether it runs in a RayCluster that is not its own."""
+        """True if the RayJob runs in a RayCluster that it did not create."""
         return bool(self.spec.get("clusterSelector"))
 
     @property
@@ -87,90 +70,83 @@ class JobView:
 
     @property
     def failed_for_good(self) -> bool:
-        """Return True if the driver ended the job for good, because no other try can succeed (`SunspotError.final`)."""
-        said = (self.raw.get("status") or {}).get("message", "")
-        return self.job_status == "STOPPED" and said.startswith(FAILED_FOR_GOOD)
+        """True if the driver ended the job for good, because no other try can succeed (`SunspotError.final`)."""
+        message = (self.raw.get("status") or {}).get("message", "")
+        return self.job_status == "STOPPED" and message.startswith(FAILED_FOR_GOOD)
 
     @property
     def live(self) -> bool:
-        """Whether the operator still works on it."""
+        """True if the operator still works on the RayJob."""
         return not self.terminal and not self.deleting
 
     @property
-    def kept_by(self) -> str:
-        """What puts it back when it is deleted: Argo CD or Flux; empty: nothing."""
+    def gitops_tool(self) -> str:
+        """Name of the tool that would recreate the RayJob if it were deleted: Argo CD or Flux; empty without one."""
         managers = [entry.get("manager") for entry in self.raw["metadata"].get("managedFields") or ()]
-        return next((KEEPERS[manager] for manager in managers if manager in KEEPERS), "")
-
-
-class PodProblem(NamedTuple):
-    """What keeps a pod from running."""
-
-    kind: Diagnosis
-    said: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.said}; {self.fix}" if self.fix else self.said
+        return next((GITOPS_TOOLS[manager] for manager in managers if manager in GITOPS_TOOLS), "")
 
 
 OVERDUE_S = 30
-"""A pod that is still there so long after its grace period is on a node that does not answer."""
+"""Seconds for which a pod may outlive its grace period. After that, its node counts as unresponsive."""
 
 
 @dataclass(frozen=True)
 class PodView:
-    """One pod of a run."""
+    """A pod of a run."""
 
     name: str
     uid: str
     head: bool
     group: str
     cluster: str
-    "The RayCluster it belongs to."
+    "Name of the pod's RayCluster."
     node: str
     ready: bool
     deleted_by: float
-    "When its grace period ends, in seconds since the epoch; 0: nobody deletes it."
+    "End of the grace period, in seconds since the epoch; 0 if the pod is not being deleted."
     restarts: int
-    problem: PodProblem | None
-    "Why it cannot run; None if it runs, or may still start."
     out_of_memory: bool
-    "Whether one of its containers last ended for that; it may run again."
+    "True if a container last ended because it ran out of memory. The container may be running again."
+    images: frozenset[tuple[str, str]] = frozenset()
+    "Images that the node has pulled for the pod, each by its name in the spec and its digest."
     spec: Mapping[str, Any] = field(default_factory=dict)
-    "The spec in the API server, with the additions of admission controllers."
+    "Spec from the API server, with the additions of admission controllers."
+    status: dict[str, Any] = field(default_factory=dict)
+    "Status from the API server."
+    lost: str = ""
+    "Description of the fault if the pod's node is gone or not ready (`mark_lost_pods`); otherwise empty."
 
     @property
     def deleting(self) -> bool:
-        """Whether it was told to go."""
+        """True if somebody has deleted the pod."""
         return bool(self.deleted_by)
 
     def overdue(self, now: float) -> bool:
-        """Whether it should have gone: it stays until its node comes back or is removed."""
+        """Return True if the pod should be gone by now. It stays until its node comes back or is removed."""
         return self.deleting and now > self.deleted_by + OVERDUE_S
 
 
 class WarningEvent(NamedTuple):
-    """An event of type Warning."""
+    """A Kubernetes event of type Warning."""
 
     object: str
-    "Name of the pod, RayCluster or RayJob it is about."
+    "Name of the pod, RayCluster or RayJob that the event is about."
     reason: str
     message: str
     time: float
-    "When it was last seen, in seconds since the epoch."
+    "Time of the last occurrence, in seconds since the epoch."
 
 
 Pods = Sequence[PodView]
 
 Nodes = Sequence[Mapping[str, Any]]
-"""Nodes in the form of the API server."""
+"""Node objects from the API server."""
 
 Warnings = Sequence[WarningEvent]
 
 
 def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
-    """Parse a RayJob from the API server. `kubernetes` is the identity of its cluster."""
+    """Parse a RayJob from the API server. `kubernetes` is the identity of the Kubernetes cluster."""
     metadata = raw["metadata"]
     spec = raw.get("spec") or {}
     status = raw.get("status") or {}
@@ -189,7 +165,7 @@ def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
         job_status=status.get("jobStatus", ""),
         deployment_status=status.get("jobDeploymentStatus", ""),
         failure=status.get("reason", ""),
-        message=_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-MAX_MESSAGE:],
+        message=one_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-MAX_MESSAGE:],
         failed=int(status.get("failed") or 0),
         tries=int(spec.get("backoffLimit") or 0) + 1,
         cluster=status.get("rayClusterName", ""),
@@ -201,7 +177,7 @@ def job_view(raw: dict[str, Any], kubernetes: str = "") -> JobView:
 
 
 def pod_view(raw: dict[str, Any]) -> PodView:
-    """Read a pod as the API server gives it."""
+    """Parse a pod from the API server."""
     metadata = raw["metadata"]
     status = raw.get("status") or {}
     labels = metadata.get("labels", {})
@@ -217,21 +193,30 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         ready=ready and status.get("phase") == "Running",
         deleted_by=parse_time(metadata.get("deletionTimestamp")) or 0.0,
         restarts=sum(container.get("restartCount", 0) for container in containers),
-        problem=None if ready else next(_pod_problems(raw), None),
         out_of_memory="OOMKilled" in [c.get("lastState", {}).get("terminated", {}).get("reason") for c in containers],
+        images=frozenset(_pulled_images(raw)),
         spec=raw.get("spec") or {},
+        status=status,
     )
 
 
+def _pulled_images(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    named = {each.get("name"): each.get("image", "") for each in raw.get("spec", {}).get("containers", ())}
+    for container in (raw.get("status") or {}).get("containerStatuses") or ():
+        digest = container.get("imageID", "").rpartition("@")[2]
+        if digest and container["name"] in named:
+            yield named[container["name"]], digest
+
+
 def is_ready(node: Mapping[str, Any]) -> bool:
-    """Return True if the node's kubelet reports, and reports that the node is ready."""
+    """Return True if the node's kubelet has recently reported that the node is ready."""
     return _ready_condition(node).get("status") == "True"
 
 
 def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
-    """Mark pods as not ready if their nodes are gone or not ready, because Kubernetes calls them Running for a while.
+    """Mark pods as not ready if their nodes are gone or not ready. Kubernetes calls such pods Running for a while.
 
-    `nodes` are all nodes of the cluster, or none if they are not known.
+    `nodes` are all nodes of the cluster. If they are unknown, pass an empty sequence, and no pod is marked.
     """
     by_name = {node["metadata"]["name"]: node for node in nodes}
 
@@ -239,12 +224,11 @@ def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
         node = by_name.get(pod.node)
         if not nodes or not pod.node or pod.deleting or (node and is_ready(node)):
             return pod
-        said = f"its node {pod.node} no longer exists"
+        lost = f"its node {pod.node} no longer exists"
         if node:
             changed = parse_time(_ready_condition(node).get("lastTransitionTime"))
-            said = f"its node {pod.node} is not ready" + (f" since {as_time(changed)}" if changed else "")
-        fix = "another pod replaces it when there is a node for it"
-        return replace(pod, ready=False, problem=PodProblem(Diagnosis.NODES, said, fix))
+            lost = f"its node {pod.node} is not ready" + (f" since {as_time(changed)}" if changed else "")
+        return replace(pod, ready=False, lost=lost)
 
     return tuple(map(mark, pods))
 
@@ -254,59 +238,22 @@ def _ready_condition(node: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((each for each in conditions if each["type"] == "Ready"), {})
 
 
-def _pod_problems(raw: dict[str, Any]) -> Iterator[PodProblem]:
-    status = raw.get("status") or {}
-    for condition in status.get("conditions") or ():
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            said = _line(condition.get("message", ""))
-            if condition.get("reason") == "SchedulingGated":
-                yield PodProblem(Diagnosis.QUEUE, f"held back by its queue ({said})")
-            else:
-                said = said.partition(". ")[0]  # what follows is about preemption
-                yield PodProblem(
-                    Diagnosis.NO_NODE,
-                    f"no node takes it ({said})",
-                    "unless an autoscaler brings one, add such a node, or correct the profile's selectors, tolerations "
-                    "and resources",
-                )
-    for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
-        name = container["name"]
-        waiting = container.get("state", {}).get("waiting") or {}
-        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
-        reason = waiting.get("reason", "")
-        if ended.get("reason") == "OOMKilled":
-            said = f"container {name} ran out of memory (OOMKilled)"
-            yield PodProblem(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
-        elif reason in ("ErrImagePull", "ImagePullBackOff"):
-            # The kubelet reports the failure and the wait in turn: one sentence for both.
-            said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
-            said = f"image {container.get('image', '')} cannot be pulled: {said}"
-            yield PodProblem(Diagnosis.IMAGE, said, PUSH_IMAGE)
-        elif reason in CANNOT_START:
-            kind, fix = CANNOT_START[reason]
-            yield PodProblem(kind, f"{reason}: {_line(waiting.get('message', ''))}", fix)
-        elif container.get("state", {}).get("terminated", {}).get("exitCode"):
-            said = f"container {name} ended with {ended['exitCode']}: {_line(ended.get('message', ''))}"
-            yield PodProblem(Diagnosis.CONTAINER, said)
-    if status.get("phase") == "Failed":
-        yield PodProblem(Diagnosis.POD, f"{status.get('reason', 'Failed')}: {_line(status.get('message', ''))}")
-
-
 def warning_event(raw: dict[str, Any]) -> WarningEvent:
-    """Read an event as the API server gives it."""
+    """Parse an event from the API server."""
     seen = (raw.get("series") or {}).get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
     return WarningEvent(
         raw.get("involvedObject", {}).get("name", ""),
         raw.get("reason", ""),
-        _line(raw.get("message", "")),
+        one_line(raw.get("message", "")),
         parse_time(seen or raw["metadata"].get("creationTimestamp")) or 0.0,
     )
 
 
 def parse_time(text: str | None) -> float | None:
-    """Kubernetes' RFC 3339 as seconds since the epoch."""
+    """Convert one of Kubernetes' RFC 3339 times to seconds since the epoch. Returns None for an empty text or None."""
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
-def _line(text: str, ends: str = ".:; ") -> str:
+def one_line(text: str, ends: str = ".:; ") -> str:
+    """Return a text as one line, without the characters in `ends` at its end."""
     return " ".join(text.split()).rstrip(ends)

@@ -1,7 +1,7 @@
-"""Waits for runs: for one to its end, or for all of a namespace; starts one again whose head the operator has given up.
+"""Waits for the end of one run, or for all runs of a namespace. Restarts runs whose head the operator has given up.
 
-KubeRay replaces a head whose pod has gone. If no head answers for too long, as its node is frozen or a new one finds no
-node, the RayJob is Failed, and `backoffLimit` does not apply. Nothing is wrong with the run then.
+KubeRay replaces a head whose pod has gone. If no head answers for too long, because its node is frozen or no node takes
+a new head, the RayJob fails, and `backoffLimit` does not apply. The run itself is then intact.
 """
 
 import threading
@@ -20,7 +20,7 @@ from sunspot.submitter.cluster.api import ROLE, Cluster, UnreachableError
 from sunspot.submitter.cluster.applied import applied_manifest
 from sunspot.submitter.cluster.observation import (
     MAX_OUTAGE_S,
-    ClusterPart,
+    ClusterSnapshot,
     OutageReporter,
     RunAccess,
     RunSnapshot,
@@ -31,7 +31,7 @@ from sunspot.submitter.cluster.observation import (
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER
-from sunspot.submitter.cluster.stopping import LOOK_EVERY_S
+from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -40,30 +40,29 @@ from sunspot.submitter.runs import named_run
 
 MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 
-STARTED_AGAIN = f"{NO_ANSWER}; the run is started again"
+STARTED_AGAIN = f"{NO_ANSWER}; the run is restarted"
 
-PUT_BACK_WITHIN_S = 900.0
-"""How long Argo CD or Flux may take to put a RayJob back: in k8s/gitops/flux.yaml, Flux looks every 10 minutes."""
+RECREATED_WITHIN_S = 900.0
+"""Seconds in which Argo CD or Flux must recreate a RayJob. In k8s/gitops/flux.yaml, Flux checks every 10 minutes."""
 
 RECONCILE_EVERY_S = 60.0
-"""Between two looks at all RayJobs: before it gives up a head, the operator itself waits for minutes."""
+"""Seconds between two checks of all RayJobs. The operator itself waits for minutes before it gives up a head."""
 
 
 class Restart(NamedTuple):
-    """A RayJob that failed, and is to start again."""
+    """A failed RayJob that must be replaced."""
 
     job: JobView
     manifest: dict[str, Any] | None
-    "What is applied in its place; None: what keeps it from a repository puts it back (`JobView.kept_by`)."
+    "Manifest to apply in its place; None if a GitOps tool recreates the RayJob (`JobView.gitops_tool`)."
 
 
 def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) -> RunState:
-    """Follow the run to its end; the job goes on whatever happens to this command.
+    """Follow the run until it has succeeded or was stopped, and return that state.
 
-    A run that ends because the operator gave up its head is started again. Returns whether the run succeeded or was
-    stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when it is being deleted, `NotFoundError`
-    when there is no such run, `GaveUpError` after `timeout` seconds, and `ClusterError` when the API server stays out
-    of reach.
+    The job does not depend on this command. If the run ends because the operator gave up its head, it is restarted.
+    Raises `SunspotError` if the run failed or is lost, `ConflictError` if it is being deleted, `NotFoundError` if it
+    does not exist, `GaveUpError` after `timeout` seconds, and `ClusterError` if the API server stays unreachable.
     """
     name, cluster = access.run.name, access.cluster
     restarts = HeadRestarts(access.run)
@@ -91,7 +90,10 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
 
 
 def _follow(access: RunAccess, began: float, timeout: float | None, show: ProgressLines) -> RunSnapshot:
-    """Show every change until the run has ended, but an end because its head was given up, which may be none."""
+    """Show every change until the run has ended, and return the last snapshot.
+
+    An end because the head was given up is not shown, because the run may be restarted.
+    """
     outage = OutageReporter()
     again = access.arguments
     try:
@@ -101,49 +103,49 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
                 outage.note(snapshot)
             if not head_given_up(snapshot):
                 show(snapshot, state, reason)
-            # As long as the cluster does not answer, a failure may be followed by another try.
+            # While the cluster does not answer, another try may follow a failure.
             sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (access.cluster and snapshot.cluster.trouble)
             if state.terminal and sure:
                 return snapshot
             if timeout is not None and time.monotonic() - began > timeout:
                 still = f"{access.run.name} is {state} after {timeout:g} s: {reason}"
-                raise GaveUpError(f"{still}. It goes on; `sunspot wait {again}` comes back to it")
+                raise GaveUpError(f"{still}. The run continues; `sunspot wait {again}` follows it again")
     except KeyboardInterrupt:
         show.close()
-        warn(f"\nthe run goes on; `sunspot wait {again}` comes back to it, `sunspot stop {again}` ends it")
+        warn(f"\nthe run continues; `sunspot wait {again}` follows it again, and `sunspot stop {again}` ends it")
         raise
     raise AssertionError("following never ends by itself")
 
 
 def head_given_up(snapshot: RunSnapshot) -> bool:
-    """Whether the run has failed only because the operator gave up its head."""
+    """Return True if the run has failed only because the operator gave up its head."""
     return bool(snapshot.job and snapshot.job.failure == HEAD_GIVEN_UP and snapshot.state()[0] is RunState.FAILED)
 
 
 class HeadRestarts:
-    """Counts the restarts of a run whose head was given up.
+    """Decides whether a run is restarted after its head was given up, and counts the restarts.
 
-    The operator's own limit lies between two of them. The driver counts them too, as it is the same job that starts.
+    The driver counts them too, because the same job starts again.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._checkpoint: str | None = None
         self._count = 0
-        "Restarts since that checkpoint was new."
+        "Number of restarts since that checkpoint was new."
 
     def next(self, snapshot: RunSnapshot) -> Restart | None:
-        """Return what is to start again; None when the run ended otherwise, was stopped, or is not ours to start.
+        """Return the restart that the run needs; None if it ended in another way or was stopped.
 
-        Ours are the RayJobs that `sunspot submit` applied or that GitOps keeps from a repository. Raises `SunspotError`
-        after as many restarts in a row without a new checkpoint as a job may have starts of its driver, and
-        `ClusterError` if the RayJob's annotation does not hold its manifest.
+        Only RayJobs that `sunspot submit` or a GitOps tool applied are restarted. Raises `SunspotError` after
+        `max_driver_starts` restarts without a new checkpoint, and `ClusterError` if the RayJob's annotation does not
+        contain its manifest.
         """
         job, stored = snapshot.job, snapshot.storage
         if not job or not head_given_up(snapshot) or stored.stop_wanted or stored.trouble:
             return None
-        manifest = None if job.kept_by else applied_manifest(job, self._run.name)
-        if not manifest and not job.kept_by:
+        manifest = None if job.gitops_tool else applied_manifest(job, self._run.name)
+        if not manifest and not job.gitops_tool:
             return None
         checkpoint = stored.status.checkpoint if stored.status else None
         if checkpoint != self._checkpoint:
@@ -152,48 +154,54 @@ class HeadRestarts:
         if self._count >= int(most):
             raise SunspotError(
                 f"{self._run.name} failed: its head was given up again after {plural(self._count, 'restart')} without "
-                f"a new checkpoint; look at the nodes it was on. {MAX_STARTS} allows more"
+                f"a new checkpoint; check the nodes it was on, or raise {MAX_STARTS}"
             )
         self._count += 1
         return Restart(job, manifest)
 
 
 def start_again(access: RunAccess, restart: Restart) -> None:
-    """Replace a failed RayJob by a new one of the same name, and so of the same owner in storage.
+    """Replace a failed RayJob with a new one of the same name, which is the same owner in storage.
 
-    Its old pods may take their time: one on a frozen node goes when the node comes back, and what it still does then
-    changes nothing of the run (run/attempts.py). Raises `ClusterError` or `GaveUpError` when the API server is out
-    of reach, or keeps the old one, for MAX_OUTAGE_S, and when nothing puts it back for PUT_BACK_WITHIN_S.
+    A pod on a frozen node stays until the node comes back. By then, it can no longer change the run (run/attempts.py).
+    Raises `ClusterError` or `GaveUpError` if the API server is unreachable or still has the old RayJob after
+    MAX_OUTAGE_S, or if no GitOps tool has recreated it after RECREATED_WITHIN_S.
     """
     cluster, job = access.require_cluster(), restart.job
-    deadline = time.monotonic() + (MAX_OUTAGE_S if restart.manifest else PUT_BACK_WITHIN_S)
+    deadline = time.monotonic() + (MAX_OUTAGE_S if restart.manifest else RECREATED_WITHIN_S)
     try:
-        with progress_note(f"starting {job.name} again"):
+        with progress_note(f"restarting {job.name}"):
             while trouble := _replace(cluster, restart):
                 if time.monotonic() > deadline:
                     raise trouble
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_EVERY_S)
     except KeyboardInterrupt:
-        again = f"{job.kept_by} puts it back" if job.kept_by else "if it is gone, submit the run again"
+        again = f"{job.gitops_tool} recreates it" if job.gitops_tool else "if it is gone, submit the run again"
         warn(f"\n{job.name} may be gone; {again}")
         raise
 
 
 def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
-    """Delete the RayJob, and create it or look whether it is back; returns what is in the way. Harmless to repeat."""
+    """Delete the RayJob, and apply it again or check that it was recreated. This may be repeated.
+
+    Returns an error if that is not done yet, else None.
+    """
     job = restart.job
     try:
         if restart.manifest and not cluster.allows("create", "ray.io", "rayjobs"):
-            told = f"{job.name} was submitted, and this user may not create it again"
-            raise ClusterError(f"{told}; have the Role {ROLE} of k8s/base bound to you, or somebody else `wait` for it")
+            fault = f"{job.name} was submitted, and this user may not create it again"
+            fix = f"ask for the Role {ROLE} of k8s/base, or let somebody else run `sunspot wait`"
+            raise ClusterError(f"{fault}; {fix}")
         cluster.delete_job(job)
         if cluster.has_job(job):
-            return GaveUpError(f"{job.name} is deleted and still there; does the operator run? Submit again then")
+            return GaveUpError(
+                f"{job.name} was deleted but still exists; check that the operator runs, then submit again"
+            )
         if restart.manifest:
             cluster.apply(restart.manifest)
         elif not cluster.find("job", job.name):
-            told = f"{job.name} was deleted to start again, and {job.kept_by} has not put it back"
-            return GaveUpError(f"{told}; sync it by hand, and see docs/gitops.md for how it does so by itself")
+            fault = f"{job.name} was deleted to start it again, and {job.gitops_tool} has not recreated it"
+            return GaveUpError(f"{fault}; sync it by hand, and see docs/gitops.md for automatic syncs")
     except UnreachableError as error:
         return error
     return None
@@ -203,51 +211,54 @@ def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
 
 
 class Reconciler:
-    """Looks after the newest RayJob of each run of a namespace, whoever applied it: starts it again, and annotates it.
+    """Restarts and annotates the newest RayJob of each run in a namespace, no matter who applied it.
 
-    The annotations say where the run stands, for Argo CD, dashboards and kubectl. It keeps nothing that a new start of
-    it would miss.
+    The annotations show the run's state and progress to Argo CD, dashboards and kubectl. A reconciler can be replaced
+    at any time, because it keeps no state that matters.
 
-    `show` is called with the name of a run, its state, and the reason for an end, whenever that changes.
+    `show` is called with the name of a run, its state, and the reason for an end, whenever one of them changes.
     """
 
     def __init__(self, cluster: Cluster, storage_path: str | None, show: Callable[[str, RunState, str], None]) -> None:
-        self._cluster, self._storage_path, self._show = cluster, storage_path, show
+        self._cluster = cluster
+        self._storage_path = storage_path
+        self._show = show
         self._outage = OutageReporter()
         self._runs: dict[tuple[str, str | None], tuple[RunAccess, HeadRestarts]] = {}
         self._states: dict[str, tuple[RunState, str]] = {}
         self._troubles: dict[str, str] = {}
         self._done: set[str] = set()
-        "The uids of RayJobs that have ended, or are being started again."
+        "The uids of RayJobs that have ended, or that are being restarted."
 
     def reconcile(self) -> None:
-        """Look at every run once. Raises `ClusterError` when the API server refuses to list RayJobs."""
+        """Check every run once. Raises `ClusterError` if the API server refuses to list RayJobs."""
         try:
             jobs = self._cluster.list_jobs()
         except UnreachableError as error:
-            self._outage.note(RunSnapshot(ClusterPart(trouble=str(error))))
+            self._outage.note(RunSnapshot(ClusterSnapshot(trouble=str(error))))
             return
         self._outage.note(RunSnapshot())
         newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
         map_parallel(lambda each: self._attend(*each), newest.items())
 
     def _attend(self, name: str, job: JobView) -> None:
-        """Look at one run. What is wrong with it or its storage is said once, and keeps no other from its turn."""
+        """Check one run. An error of the run or its storage is printed once, and does not affect other runs."""
         if job.uid in self._done:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterPart((job,)), read_storage(access.run, job))
+            snapshot = RunSnapshot(ClusterSnapshot((job,)), read_storage(access.run, job))
             if snapshot.storage.trouble:
                 raise StorageError(snapshot.storage.trouble)
             state, reason = snapshot.state()
-            if restart := restarts.next(snapshot):
+            restart = restarts.next(snapshot)
+            if restart:
                 self._done.add(job.uid)
-                self._say(name, RunState.RETRYING, STARTED_AGAIN)
-                # In a thread: Argo CD or Flux may take minutes, for which no other run waits.
+                self._show_once(name, RunState.RETRYING, STARTED_AGAIN)
+                # Argo CD or Flux may take minutes. No other run waits for them, because this happens in a thread.
                 threading.Thread(target=self._start_again, args=(access, restart), daemon=True).start()
                 return
-            self._say(name, state, reason if state.terminal else "")
+            self._show_once(name, state, reason if state.terminal else "")
             notes = annotations(state, snapshot.storage.status)
             if not notes.items() <= (job.raw["metadata"].get("annotations") or {}).items():
                 self._cluster.annotate(job, notes)
@@ -267,7 +278,7 @@ class Reconciler:
             self._runs[name, path] = access, HeadRestarts(access.run)
         return self._runs[name, path]
 
-    def _say(self, name: str, state: RunState, reason: str) -> None:
+    def _show_once(self, name: str, state: RunState, reason: str) -> None:
         if self._states.get(name) != (state, reason):
             self._states[name] = (state, reason)
             self._show(name, state, reason)
@@ -278,11 +289,14 @@ class Reconciler:
         except SunspotError as error:
             warn(f"{access.run.name}: {error}")
             if isinstance(error, UnreachableError):
-                self._done.discard(restart.job.uid)  # the next look tries it again
+                self._done.discard(restart.job.uid)  # the next check tries again
 
 
 def annotations(state: RunState, status: Status | None) -> dict[str, str]:
-    """Return what a RayJob is annotated with; of its checkpoint the time, as an age grows while nobody writes it."""
+    """Return the annotations of a RayJob with the run's state, progress and newest checkpoint.
+
+    They contain the checkpoint's time instead of its age, because nobody would update an age.
+    """
     notes = {"state": str(state)}
     if status:
         notes |= {"step": str(status.step), "total-steps": str(status.total_steps)}

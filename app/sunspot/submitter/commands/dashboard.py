@@ -18,7 +18,7 @@ from sunspot.submitter.printing import print_json_line, print_text, progress_not
 PORT = 8265
 """Ray's default, on the head."""
 
-LOOK_EVERY_S = 3.0
+POLL_EVERY_S = 3.0
 """How soon the loss of the head is noticed."""
 
 
@@ -94,7 +94,7 @@ def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:
     name = head["metadata"]["name"]
     away = False
     while True:
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
         try:
             now = cluster.find("pod", name)
         except UnreachableError as error:

@@ -13,7 +13,7 @@ from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.cluster.start import render_for_cluster, render_with_code
 from sunspot.submitter.commands.arguments import add_cluster, run_target
 from sunspot.submitter.doctor.cluster_checks import check_cluster
-from sunspot.submitter.doctor.diagnose import Report, examine
+from sunspot.submitter.doctor.diagnose import Examination, examine
 from sunspot.submitter.doctor.machine_checks import check_training_here
 from sunspot.submitter.doctor.probe_pods import try_from_pods
 from sunspot.submitter.manifest.render import JobRequest
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
         raise ClusterError(f"{access.run.name} trains in a cluster that was not examined; its first finding says why")
 
 
-def _print_report(name: str, report: Report, stacks: bool) -> None:
+def _print_report(name: str, report: Examination, stacks: bool) -> None:
     """Print the findings, those that explain most first; with `stacks`, whole stacks and tracebacks below."""
     print_text(f"{name}: {report.state}")
     for number, finding in enumerate(report.findings, 1):

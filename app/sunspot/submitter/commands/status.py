@@ -10,7 +10,7 @@ from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
 from sunspot.submitter.cluster.records import gather, summarize
-from sunspot.submitter.cluster.state import asked_workers
+from sunspot.submitter.cluster.state import parse_workers
 from sunspot.submitter.commands.arguments import add_run_and_cluster, run_target
 from sunspot.submitter.printing import clear_screen, print_json, print_json_line, print_text, warn
 
@@ -67,7 +67,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
     if record["attempt"]:
         workers = record["workers_running"]
-        asked = asked_workers(record["workers_wanted"] or "")
+        asked = parse_workers(record["workers_wanted"] or "")
         train = f", {plural(workers, 'worker')} train{'s' * (workers == 1)}" if workers else ""
         if workers and asked and workers < asked.most:
             train = f", {workers} of {asked} workers train"

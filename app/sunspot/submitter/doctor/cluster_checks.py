@@ -1,4 +1,4 @@
-"""What a run needs of a cluster, and what it should have: every check is independent of the others."""
+"""Checks that a cluster has what a run needs. Every check is independent of the others."""
 
 import re
 from collections import Counter
@@ -22,7 +22,6 @@ from sunspot.submitter.cluster.preflight import (
     list_if_allowed,
 )
 from sunspot.submitter.cluster.views import pod_view
-from sunspot.submitter.doctor.identity_path import check_identity
 from sunspot.submitter.doctor.schedulable_nodes import find_room
 from sunspot.submitter.manifest.gpu_nodes import WHOLE, find_split_nodes
 from sunspot.submitter.manifest.pods import pod_groups
@@ -33,21 +32,21 @@ from sunspot.submitter.manifest.requirements import pod_templates
 from sunspot.submitter.manifest.yaml_files import read_documents
 
 OPERATOR = "app.kubernetes.io/component=kuberay-operator"
-"""The label of the operator's pods, by which k8s/base lets them in."""
+"""Label of the operator's pods. The network policy of k8s/base admits pods with this label."""
 
 MIN_OPERATOR = (1, 7)
 
 STATUS_TIMEOUT, DEFAULT_STATUS_TIMEOUT_S = "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", 300
-"""The operator's variable for how long a head may not answer, and what holds without it (`utils/constant.go`)."""
+"""Name and default of the operator's variable for how long a head may be unresponsive (`utils/constant.go`)."""
 
 SHARED_POLICY = "within-clusters"
-"""The policy of k8s/base without which runs are apart."""
+"""Network policy of k8s/base that lets runs reach each other."""
 
 LEVEL = "pod-security.kubernetes.io/enforce"
 
 
 def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Make every check of the cluster for a run like `rendered`; only the first when the API server does not answer."""
+    """Yield every check of the cluster for a run like `rendered`, or only one if the API server does not answer."""
     try:
         version = (cluster.find("version") or {}).get("gitVersion", "of an unknown version")
         yield Check("API server", Result.OK, f"{cluster.server} is Kubernetes {version}")
@@ -57,14 +56,13 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     manifest = rendered.manifest
     knows = "the API server knows RayJobs and RayClusters (ray.io/v1)"
     rights = f"all that the commands need in namespace {cluster.namespace}"
-    checks = {  # none of them begins before its turn
+    checks = {  # generators, so each check begins in its turn
         "KubeRay": _or_ok(find_missing_resources(cluster), "KubeRay", knows),
         "KubeRay operator": _check_operator(cluster, manifest),
         "namespace": _check_namespace(cluster),
         "permissions": _or_ok(find_missing_rights(cluster), "permissions", rights),
         "objects": _check_references(cluster, manifest),
         "k8s/base": _check_base(cluster, manifest),
-        "identity": check_identity(cluster, rendered),
         "manifest": _check_manifest(cluster, manifest),
         "nodes": _check_nodes(cluster, manifest),
         "queue": _check_queue(cluster, manifest),
@@ -77,14 +75,14 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             if error.status != 403:
                 yield failure(name, error)
                 continue
-            yield Check(name, Result.WARNING, "this user may not see that", str(error))
+            yield Check(name, Result.WARNING, "this user may not see this", str(error))
         except UnreachableError as error:
             yield failure(name, error)
             return
 
 
 def _or_ok(problems: Iterable[Check], name: str, good: str) -> Iterator[Check]:
-    """Yield the problems, or a check that says what is good."""
+    """Yield the problems or, if there are none, a successful check with the text `good`."""
     yield from list(problems) or [Check(name, Result.OK, good)]
 
 
@@ -96,11 +94,11 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
         seen = f"no pod labelled {OPERATOR} runs in any namespace"
         if pods:
             seen = f"{plural(len(pods), 'pod')} labelled {OPERATOR}, none of them ready"
-        fix = "install it, or see why it does not run: without it, a run waits forever"
+        fix = "install it, or find out why it does not run; without it, a run waits forever"
         hidden = _is_on_gke(cluster)
         if hidden:
-            fix = "see whether the cluster has GKE's Ray operator add-on, whose pods are hidden; otherwise install it"
-        let_in = "; one with other labels has to be let in by k8s/base/network.yaml"
+            fix = "check that the cluster has GKE's Ray operator add-on, whose pods are hidden, or install the operator"
+        let_in = "; an operator with other labels must be admitted in k8s/base/network.yaml"
         yield Check(name, Result.WARNING if hidden else Result.FAILED, seen, fix + let_in)
         return
     container = running[0]["spec"]["containers"][0]
@@ -108,29 +106,29 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
     where = f"{image} in namespace {running[0]['metadata'].get('namespace', '')}"
     found = re.search(r":v?(\d+)\.(\d+)", image)
     if found and (int(found[1]), int(found[2])) < MIN_OPERATOR:
-        yield Check(name, Result.WARNING, where, "upgrade it: what is rendered is for 1.7 or later")
+        yield Check(name, Result.WARNING, where, "upgrade it, because rendered manifests need 1.7 or later")
     else:
         yield Check(name, Result.OK, where)
     yield _check_status_timeout(container, manifest)
 
 
 def _is_on_gke(cluster: Cluster) -> bool:
-    """Return True if the nodes show that the cluster is GKE; False if this user may not list them."""
+    """Return True if the nodes show that the cluster is GKE, or False if this user may not list them."""
     nodes = list_if_allowed(cluster, "nodes") or ()
     return any(node.get("spec", {}).get("providerID", "").startswith("gce://") for node in nodes)
 
 
 def _check_status_timeout(operator: dict[str, Any], manifest: dict[str, Any]) -> Check:
-    """Whether a lost head has the time that the profile gives a new one: after it, no retry is left."""
+    """Check that the operator waits for a lost head as long as the profile lets a new head take."""
     name = "time for a new head"
-    said = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
-    limit_s = int(said) if said.isdecimal() and int(said) else DEFAULT_STATUS_TIMEOUT_S
+    value = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
+    limit_s = int(value) if value.isdecimal() and int(value) else DEFAULT_STATUS_TIMEOUT_S
     needed_s = manifest["spec"]["preRunningDeadlineSeconds"]
-    seen = f"KubeRay gives up a run whose head has not answered for {limit_s} s, for good"
+    seen = f"KubeRay gives up a run for good if its head has not answered for {limit_s} s"
     if limit_s >= needed_s:
         return Check(name, Result.OK, seen)
     seen += f"; with its node and image, a new head may take {needed_s} s (preRunningDeadlineSeconds)"
-    fix = f"give the operator's container {STATUS_TIMEOUT}={needed_s}; else only `sunspot wait` starts such a run again"
+    fix = f"give the operator's container {STATUS_TIMEOUT}={needed_s}, or only `sunspot wait` restarts such a run"
     return Check(name, Result.WARNING, seen, fix)
 
 
@@ -140,76 +138,78 @@ def _check_namespace(cluster: Cluster) -> Iterator[Check]:
         yield from find_missing_namespace(cluster)
         return
     level = there["metadata"].get("labels", {}).get(LEVEL, "privileged")
-    seen = f"{cluster.namespace} is held to the Pod Security Standard {level}"
+    seen = f"{cluster.namespace} enforces the Pod Security Standard {level}"
     if level == "restricted":
         yield Check("namespace", Result.OK, seen)
     else:
-        fix = f"runs need no more than restricted: label it {LEVEL}=restricted, as k8s/base does"
+        fix = f"runs need no more than restricted; label it {LEVEL}=restricted, as k8s/base does"
         yield Check("namespace", Result.WARNING, seen, fix)
 
 
 def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check the objects that pods cannot start without."""
+    """Check the objects that pods need to start."""
     for kind, name in sorted(set(find_references(manifest))):
-        yield from _or_ok(find_missing_object(cluster, kind, name), f"{kind} {name}", "is there")
+        yield from _or_ok(find_missing_object(cluster, kind, name), f"{kind} {name}", "exists")
 
 
 def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check the objects that protect runs, without which pods start all the same."""
+    """Check the objects that protect runs. Pods start without them, too."""
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
     if manifest["spec"]["rayClusterSpec"].get("networkPolicy"):
         objects = [item for item in objects if item["metadata"]["name"] != SHARED_POLICY]
         if cluster.exists("NetworkPolicy", SHARED_POLICY):
-            seen = f"{SHARED_POLICY} lets all runs here reach each other, whatever the policy of each run says"
-            yield Check("NetworkPolicy", Result.WARNING, seen, "take it away: k8s/runs-apart")
+            seen = f"{SHARED_POLICY} lets all runs here reach each other, despite the policy of each run"
+            yield Check("NetworkPolicy", Result.WARNING, seen, "remove it by applying k8s/runs-apart")
     for kind in ("NetworkPolicy", "PodDisruptionBudget"):
         names = [item["metadata"]["name"] for item in objects if item["kind"] == kind]
         there = {name: cluster.exists(kind, name) for name in names}
         missing = ", ".join(name for name in names if there[name] is False)
         hidden = ", ".join(name for name in names if there[name] is None)
         if missing:
-            seen = f"not in {cluster.namespace} of what k8s/base has: {missing}"
-            yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` makes it")
+            seen = f"missing in {cluster.namespace}, although k8s/base has it: {missing}"
+            yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` creates it")
         elif hidden:
-            yield Check(kind, Result.WARNING, f"this user may not see {hidden}", "have somebody look who may")
+            yield Check(kind, Result.WARNING, f"this user may not see {hidden}", "ask somebody who may see it")
         else:
-            yield Check(kind, Result.OK, f"as k8s/base has it: {', '.join(names)}")
+            yield Check(kind, Result.OK, f"as in k8s/base: {', '.join(names)}")
 
 
 def _check_manifest(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check by a dry run: fields that an older KubeRay lacks, limits, other admission."""
+    """Check by a dry run that the API server accepts the RayJob and its pods."""
     try:
         expected = cluster.apply(manifest, dry_run=True)
         yield from find_queue_problem(expected)
-        quotas = list(find_quota_problems(cluster, manifest))  # yielded by the check of quotas
+        quotas = list(find_quota_problems(cluster, manifest))  # `_check_quota` yields these
         yield from (each for each in find_pod_problems(cluster, manifest, quotas) if each.result is Result.FAILED)
-        yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
+        yield Check(
+            "manifest", Result.OK, "the API server would accept a RayJob of this profile (tried without effect)"
+        )
     except RefusedError as error:
         if error.status == 404:
-            return  # KubeRay or the namespace is missing: reported already
+            return  # KubeRay or the namespace is missing, which other checks report
         yield failure("manifest", ClusterError(explain_refusal(error)))
 
 
-def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Each group's name, its initial number of pods, and their spec."""
+def list_groups(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
+    """Return each group's name, initial number of pods, and pod spec."""
     pods = {name: int(group.get("replicas", 1)) for name, group in pod_groups(manifest["spec"]).items()}
     return [(name, pods[name], template["spec"]) for name, template in pod_templates(manifest).items()]
 
 
 def _check_nodes(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     nodes = cluster.list_all("nodes")
-    for name, wanted, pod in groups_of(manifest):
+    for name, wanted, pod in list_groups(manifest):
         rooms = [find_room(pod, node) for node in nodes]
         room, matching = sum(pods for pods, _ in rooms), sum(pods > 0 for pods, _ in rooms)
         others = "; ".join(f"{number} {why}" for why, number in Counter(why for _, why in rooms if why).most_common())
         seen = f"{matching} of {plural(len(nodes), 'node')} match{'es' if matching == 1 else ''}"
-        seen += f", with room for {room} such pods were they empty, and {wanted} wanted"
-        seen += f" (the others: {others})" if others else ""
+        seen += f", with room for {room} such pods if they were empty; {wanted} wanted"
+        seen += f" (other nodes: {others})" if others else ""
         if room >= wanted:
             yield Check(f"nodes for {name}", Result.OK, seen)
         else:
-            fix = "unless an autoscaler brings such nodes, add them, or correct selectors and resources in the profile"
+            fix = "unless an autoscaler adds such nodes, add them, or correct selectors and resources in the profile"
             yield Check(f"nodes for {name}", Result.WARNING, seen, fix)
 
     def count(pod: Mapping[str, Any]) -> int:
@@ -228,14 +228,14 @@ def _check_queue(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     queue = cluster.find("LocalQueue", name) or cluster.find("older LocalQueue", name)
     if queue is None:
         seen = f"there is no LocalQueue {name} in namespace {cluster.namespace}, or no Kueue"
-        yield Check("queue", Result.FAILED, seen, "create it, correct --queue or the profile, or leave it out")
+        yield Check("queue", Result.FAILED, seen, "create it, or correct or remove --queue or the profile's queue")
         return
     active = {c["type"]: c for c in queue.get("status", {}).get("conditions", ())}.get("Active", {})
     if active.get("status") == "False":
         seen = f"LocalQueue {name} admits nothing: {active.get('message', '')}"
-        yield Check("queue", Result.FAILED, seen, "create or mend its ClusterQueue")
+        yield Check("queue", Result.FAILED, seen, "create or correct its ClusterQueue")
     else:
-        yield Check("queue", Result.OK, f"LocalQueue {name} is there")
+        yield Check("queue", Result.OK, f"LocalQueue {name} exists")
 
 
 def _check_quota(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:

@@ -1,27 +1,30 @@
-"""Finds out why a run is pending, slow, stuck, growing in memory or failed, and how to fix it."""
+"""Examines a run that is pending, slow, stuck, growing in memory or failed, and finds fixes."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from sunspot.errors import StorageError
+from sunspot.errors import DivergedError, StorageError
 from sunspot.run.attempts import lineage
-from sunspot.run.failures import read_failures
+from sunspot.run.failures import Failure, read_failures
 from sunspot.run.history import newest_rank_records
+from sunspot.run.incidents import Cause
+from sunspot.run.overview import RunView
 from sunspot.run.owner import Owner
 from sunspot.run.requests import list_submissions
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.pod_problems import find_problems
 from sunspot.submitter.cluster.records import gather
+from sunspot.submitter.cluster.state import JobSnapshot
 from sunspot.submitter.doctor.failed_tries import find_failed_tries, find_storage_trouble, find_unrecorded_end
 from sunspot.submitter.doctor.fewer_workers import find_fewer_workers
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training.case import Case
-from sunspot.submitter.doctor.training.costs import figures, find_losses, find_memory_growth, find_slow
-from sunspot.submitter.doctor.training.diverged import find_not_finite, is_end_by_nan
+from sunspot.submitter.doctor.training.costs import find_losses, find_memory_growth, find_slow, summarize_figures
+from sunspot.submitter.doctor.training.diverged import find_not_finite
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
-from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory, is_end_by_memory
+from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
 from sunspot.submitter.doctor.training.saving import find_storage
-from sunspot.submitter.doctor.unschedulable import waits_for_node
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
 CHECKS = (
@@ -35,86 +38,99 @@ CHECKS = (
     find_storage,
     find_losses,
 )
-"""What explains the state of a run that has begun; each finds nothing when nothing seems wrong."""
+"""Checks of a run that has begun. A check yields no finding if nothing seems wrong."""
 
 EXPLAINED_BY_PODS = (RunState.PENDING, RunState.STARTING, RunState.SILENT)
-"""States that storage alone does not explain."""
+"""States of a run that storage alone does not explain."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """The findings, and what could not be examined."""
+class Examination:
+    """The result of examining a run: its state and the findings."""
 
     state: RunState
     reason: str
     findings: list[Finding]
     unseen: list[str]
+    "Descriptions of the parts that could not be examined, with the reasons."
     cluster_trouble: str = ""
-    "Why the cluster was not examined, if only the cluster can show what the run does now."
+    "Error of the cluster, if only the cluster can show what the run does now; otherwise empty."
 
     def record(self) -> dict[str, Any]:
-        """Return it as a JSON document has it."""
+        """Return the keys of the JSON document."""
         findings = [finding.record() for finding in self.findings]
         return {"state": self.state.value, "reason": self.reason, "findings": findings, "unseen": self.unseen}
 
 
-def examine(access: RunAccess) -> Report:
-    """Examine a run from cluster and storage, as far as they answer; raises like `gather`."""
-    run = access.run
+def examine(access: RunAccess) -> Examination:
+    """Examine a run in cluster and storage, as far as they answer. Raises the same errors as `gather`."""
     snapshot, view = gather(access)
-    if snapshot.in_cluster and any(waits_for_node(pod) for pod in snapshot.in_cluster.own_pods):
+    if snapshot.job_snapshot and _waits_for_node(snapshot.job_snapshot):
         snapshot = access.with_nodes(snapshot)
     state, reason = snapshot.state()
-    findings = []
-    unseen = _unseen(access, snapshot)
+    findings: list[Finding] = []
+    unseen = _list_unseen(access, snapshot)
     cluster_trouble = snapshot.cluster.trouble
     if cluster_trouble and not _needs_cluster(access, snapshot, state):
         cluster_trouble = ""
     if cluster_trouble:
         advice = "renew the credentials, or reach the API server, and ask again; the other findings are from storage"
         findings.append(Finding(Diagnosis.UNSEEN, Severity.ERROR, cluster_trouble, advice, cost=1.0))
-    if snapshot.in_cluster:
-        findings += find_pending(snapshot.in_cluster, state)
+    if snapshot.job_snapshot:
+        findings += find_pending(snapshot.job_snapshot, state)
     if snapshot.cluster.gone and state is RunState.STOPPING:
-        advice = "if that was not intended, submit it again when they have ended: it goes on from the last checkpoint"
+        advice = "if nobody wanted that, submit it again after they have ended: it continues from the last checkpoint"
         findings.append(Finding(Diagnosis.LOST, Severity.ERROR, reason, advice, cost=0.9))
     if view:
-        failures = []
-        try:
-            failures = read_failures(run)
-        except StorageError as error:
-            unseen.append(f"the errors of its processes: {error}")
-        windows = newest_rank_records(run, lineage(view.attempts))
-        local = snapshot.storage.outside_clusters and not snapshot.job
-        case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
-        of_training = [finding for check in CHECKS for finding in check(case)]
-        if any(finding.finding is Diagnosis.NOT_FINITE for finding in of_training):
-            of_training = [finding for finding in of_training if not is_end_by_nan(finding)]
-        if any(finding.finding is Diagnosis.OUT_OF_MEMORY for finding in of_training):
-            of_training = [finding for finding in of_training if not is_end_by_memory(finding)]
-        findings += [finding for finding in of_training if not _explained(finding, findings)]
-        seen = snapshot.in_cluster
-        fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
-        findings += fewer
-        good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
-        if good and state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
-            evidence, details = figures(case)
-            findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
+        findings = _examine_training(_make_case(access, snapshot, view, unseen), snapshot, findings)
     else:
-        findings += [end for end in find_unrecorded_end(state, reason) if not _explained(end, findings)]
+        findings += [end for end in find_unrecorded_end(state, reason) if not _is_explained(end, findings)]
         findings += [find_storage_trouble(snapshot)] if snapshot.storage.trouble else []
     if not any(finding.finding is Diagnosis.FAILED for finding in findings):
         findings += find_failed_tries(snapshot, state)
     if not findings:
         kind = Diagnosis.STOPPED if state is RunState.STOPPING else Diagnosis.STARTING
         findings.append(Finding(kind, Severity.NOTE, reason, "wait, and ask again"))
-    return Report(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
+    return Examination(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
+
+
+def _make_case(access: RunAccess, snapshot: RunSnapshot, view: RunView, unseen: list[str]) -> Case:
+    """Collect everything that the checks need. If the recorded errors cannot be read, a text is added to `unseen`."""
+    failures: list[Failure] = []
+    try:
+        failures = read_failures(access.run)
+    except StorageError as error:
+        unseen.append(f"the errors of its processes: {error}")
+    state, reason = snapshot.state()
+    windows = newest_rank_records(access.run, lineage(view.attempts))
+    local = snapshot.storage.outside_clusters and not snapshot.job
+    return Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time, local)
+
+
+def _examine_training(case: Case, snapshot: RunSnapshot, findings: list[Finding]) -> list[Finding]:
+    """Return the given findings and those about the training, except findings that another finding explains."""
+    findings = findings + [finding for check in CHECKS for finding in check(case)]
+    findings = [finding for finding in findings if not _is_explained(finding, findings)]
+    seen = snapshot.job_snapshot
+    fewer = list(find_fewer_workers(case, seen if seen and not seen.unseen_pods else None))
+    findings += fewer
+    good = not fewer and all(finding.severity is Severity.NOTE for finding in findings)
+    if good and case.state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
+        evidence, details = summarize_figures(case)
+        findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
+    return findings
+
+
+def _waits_for_node(seen: JobSnapshot) -> bool:
+    problems = find_problems(seen.job, seen.own_pods, ())
+    return any(problem.kind is Diagnosis.NO_NODE for problem in problems)
 
 
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
-    """Return True if, according to storage, a RayJob trains the run, or will, and its pods may explain the state.
+    """Return True if the pods of a RayJob may explain the state of the run.
 
-    If no cluster was to be asked, storage alone explains a run that trains.
+    This is the case if, according to storage, a RayJob trains the run or will train it. But if there is no cluster to
+    ask, storage alone explains a run that trains.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)
@@ -122,8 +138,8 @@ def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) ->
     return bool(in_cluster) and (lives if access.cluster else state in EXPLAINED_BY_PODS)
 
 
-def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
-    """List what could not be examined, and why."""
+def _list_unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
+    """Return descriptions of the parts that could not be examined, with the reasons."""
     texts = []
     if snapshot.cluster.trouble:
         texts.append(f"the cluster: {snapshot.cluster.trouble}")
@@ -134,11 +150,17 @@ def _unseen(access: RunAccess, snapshot: RunSnapshot) -> list[str]:
         texts.append(f"pods and their events: the run has no RayJob{asked}{last}")
     texts += [f"its {what}: {refusal}" for what, refusal in snapshot.cluster.hidden.items()]
     if snapshot.storage.trouble:
-        texts.append(f"what the run left in storage: {snapshot.storage.trouble}")
+        texts.append(f"the run's files in storage: {snapshot.storage.trouble}")
     return texts
 
 
-def _explained(finding: Finding, findings: list[Finding]) -> bool:
-    """Whether the cluster's findings explain the end better than the run's own state does."""
-    ends = (Diagnosis.DEADLINE, Diagnosis.REFUSED)
-    return finding.finding is Diagnosis.FAILED and not finding.traces and any(f.finding in ends for f in findings)
+def _is_explained(finding: Finding, findings: list[Finding]) -> bool:
+    """Return True for the failure of a run if another finding names its cause."""
+    if finding.finding is not Diagnosis.FAILED:
+        return False
+    found = {other.finding for other in findings}
+    if Diagnosis.NOT_FINITE in found and finding.details.get("type") == DivergedError.__name__:
+        return True
+    if Diagnosis.OUT_OF_MEMORY in found and f"{Cause.OUT_OF_MEMORY}: " in finding.evidence:
+        return True
+    return not finding.traces and not found.isdisjoint((Diagnosis.DEADLINE, Diagnosis.REFUSED))

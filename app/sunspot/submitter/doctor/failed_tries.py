@@ -1,4 +1,4 @@
-"""RayJobs and tries of them that failed without a word in storage, and storage that cannot be read."""
+"""Finds failed tries and ends of a RayJob that storage does not record, and storage that cannot be read."""
 
 from collections.abc import Iterator
 
@@ -9,39 +9,43 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 
 def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Finding]:
-    """Find failed tries of a live RayJob until the next try begins to train."""
+    """Yield a finding about the failed tries of a live RayJob, unless a later try already trains."""
     job = snapshot.job
     if not job or not job.failed or state is not RunState.RETRYING:
         return
     evidence = describe_failed_tries(job, snapshot.storage)
     details = {"failed": job.failed, "tries": job.tries, "message": job.message or None}
-    advice, cost = "mend what it names, and submit again; the next try would fail in the same way", 1.0
+    advice = "fix what the message names, and submit again; the next try would fail in the same way"
+    cost = 1.0
     if ": " not in evidence:
-        cost = 0.0  # what keeps the present pods from running explains more
-        seen = f"kubectl get rayjob {job.name} --watch -o jsonpath='{{.status.message}}'"
+        cost = 0.0  # the problems of the present pods explain more
+        watch = f"kubectl get rayjob {job.name} --watch -o jsonpath='{{.status.message}}'"
         advice = (
-            f"the operator forgets why a try failed once the next one begins; {seen} prints it when that fails. Before "
-            "it can write, a driver reads its settings and reaches its storage: `sunspot doctor --from-pods` tries that"
+            f"the operator forgets why a try failed once the next one begins; {watch} prints the reason when that one "
+            "fails. Before it writes anything, a driver reads its settings and connects to its storage, and `sunspot "
+            "doctor --from-pods` tries that"
         )
     yield Finding(Diagnosis.FAILED, Severity.ERROR, evidence, advice, details, cost)
 
 
 def find_unrecorded_end(state: RunState, reason: str) -> Iterator[Finding]:
-    """Find the end of a run of which nothing can be read in storage, by what the cluster says."""
+    """Find the end of a run from the cluster alone, because nothing of the run can be read in storage."""
     if state is RunState.FAILED:
-        yield Finding(Diagnosis.FAILED, Severity.ERROR, reason, "mend what it names, and submit again", cost=1.0)
+        yield Finding(
+            Diagnosis.FAILED, Severity.ERROR, reason, "fix what the message names, and submit again", cost=1.0
+        )
     elif state is RunState.LOST:
         yield Finding(Diagnosis.LOST, Severity.ERROR, reason, "submit it again", cost=0.9)
     elif state is RunState.STOPPED:
-        yield Finding(Diagnosis.STOPPED, Severity.NOTE, reason, "submit it again to let it go on")
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, reason, "submit it again to continue")
 
 
 def find_storage_trouble(snapshot: RunSnapshot) -> Finding:
-    """Return the finding that this user cannot read the run's storage."""
+    """Return a finding about storage that this user cannot read."""
     job, stored = snapshot.job, snapshot.storage
     severity, advice = Severity.ERROR, "check the storage server and the network, then ask again"
     if stored.refused:
-        advice = "let this user read it, or ask from where it can be read: nothing else shows the run's progress"
+        advice = "let this user read it, or run the command as a user who can; only storage shows the run's progress"
     elif job and job.live and job.job_status == "RUNNING":
         severity = Severity.WARNING
         advice = f"{explain_trouble(job, stored)}; check the storage server and the network"

@@ -1,12 +1,13 @@
-"""Finds runs that train with fewer workers than requested: since when, and what they wait for. Pure."""
+"""Finds runs that train with fewer workers than requested, and what they wait for. Pure."""
 
 from collections.abc import Iterator
 
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.state import WARNING_FRESH_S, JobInCluster, asked_workers, pod_problem, refused_pod
+from sunspot.submitter.cluster.pod_problems import find_problem, find_refusal
+from sunspot.submitter.cluster.state import JobSnapshot, parse_workers
 from sunspot.submitter.doctor.training.case import Case
-from sunspot.submitter.doctor.training.costs import figures
+from sunspot.submitter.doctor.training.costs import summarize_figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 from sunspot.submitter.manifest.requirements import pod_sets
 
@@ -14,24 +15,25 @@ MAX_NAMED = 3
 """Largest number of causes that a finding names."""
 
 
-def find_fewer_workers(case: Case, seen: JobInCluster | None) -> Iterator[Finding]:
-    """Find whether a run trains with fewer workers than requested; `seen` is None without a cluster."""
-    status, asked = case.view.status, asked_workers(case.setting("num_workers"))
-    if case.state is not RunState.RUNNING or not (status and asked and 0 < status.world_size < asked.most):
+def find_fewer_workers(case: Case, seen: JobSnapshot | None) -> Iterator[Finding]:
+    """Yield a finding if a run trains with fewer workers than requested. `seen` is None without a cluster."""
+    status = case.view.status
+    requested = parse_workers(case.setting("num_workers"))
+    if case.state is not RunState.RUNNING or not (status and requested and 0 < status.world_size < requested.most):
         return
-    since = _find_beginning(case, asked.most)
+    since = _find_beginning(case, requested.most)
     unseen = "room on this machine" if case.local else "not known, because no cluster shows its pods"
     waits_for = _find_missing(seen) if seen else unseen
-    figures_, details = figures(case)
+    figures, details = summarize_figures(case)
     when = f" since {as_time(since)}, for {in_words(case.now - since)}" if since else ""
-    evidence = f"{status.world_size} of {asked} workers train{when}; waits for: {waits_for}; {figures_}"
+    evidence = f"{status.world_size} of {requested} workers train{when}; waits for: {waits_for}; {figures}"
     advice = "nothing, unless you need the others now: they join as soon as they can"
-    details |= {"workers": status.world_size, "workers_wanted": str(asked), "since": since, "waits_for": waits_for}
+    details |= {"workers": status.world_size, "workers_wanted": str(requested), "since": since, "waits_for": waits_for}
     yield Finding(Diagnosis.FEWER_WORKERS, Severity.NOTE, evidence, advice, details)
 
 
 def _find_beginning(case: Case, wanted: int) -> float | None:
-    """Return since when fewer than `wanted` workers train, in seconds since the epoch; None if it is not known."""
+    """Return the time since when fewer than `wanted` workers train, in seconds since the epoch, or None if unknown."""
     since = None
     for attempt in reversed(case.view.attempts):
         if attempt.metadata.world_size >= wanted:
@@ -40,22 +42,21 @@ def _find_beginning(case: Case, wanted: int) -> float | None:
     return since
 
 
-def _find_missing(seen: JobInCluster) -> str:
-    """Describe what a run waits for until all of its workers train."""
+def _find_missing(seen: JobSnapshot) -> str:
+    """Return what a run waits for until all of its workers train."""
     job = seen.job
-    fresh = [event for event in seen.warnings if seen.now - event.time < WARNING_FRESH_S]
     workers = [pod for pod in seen.own_pods if not pod.head and pod.group in job.training_groups]
     causes = []
     for pod in workers:
-        why = pod_problem(pod, fresh)
-        if why or not pod.ready:
-            causes.append(f"pod {pod.name} ({why.said if why else 'it starts'})")
+        problem = find_problem(pod, seen.fresh_warnings)
+        if problem or not pod.ready:
+            causes.append(f"pod {pod.name} ({problem.evidence if problem else 'it is starting'})")
     wanted = pod_sets(job.raw)["workers"].most if not job.borrows_cluster else 0
     if len(workers) < wanted:
-        refused = refused_pod(job, fresh)
-        why_not = refused.message if refused else "the cluster has not been asked for them, or has not made them yet"
+        refusal = find_refusal(job, seen.fresh_warnings, job.training_groups[0])
+        why_not = refusal.evidence if refusal else "the cluster was not asked for them, or has not created them yet"
         causes.append(f"{plural(wanted - len(workers), 'more worker pod')} ({why_not})")
     if not causes:
-        return "the workers in running pods to join"
+        return "the workers in running pods, which have not joined yet"
     more = f" and {len(causes) - MAX_NAMED} more" if len(causes) > MAX_NAMED else ""
     return ", ".join(causes[:MAX_NAMED]) + more

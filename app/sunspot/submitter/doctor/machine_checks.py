@@ -12,7 +12,7 @@ def check_training_here() -> Iterator[Check]:
     """Check that the packages for training are installed."""
     missing = find_missing_packages()
     if missing:
-        yield Check("training here", Result.FAILED, f"without {' and '.join(missing)}", how_to_install("train"))
+        yield Check("training here", Result.FAILED, f"{' and '.join(missing)} not installed", how_to_install("train"))
     else:
         seen = f"torch {version('torch')} and Ray {version('ray')}; `sunspot check` tries a task"
         yield Check("training here", Result.OK, seen)

@@ -1,28 +1,25 @@
-"""Why a run's pods do not all run, or its RayJob does not start, from what Kubernetes reports. Pure."""
+"""Finds why a run's RayJob does not start, or why its pods do not run, from what Kubernetes reports. Pure."""
 
 from collections.abc import Iterator
 
 from sunspot.formatting import in_words
 from sunspot.run.status import RunState
+from sunspot.submitter.cluster.pod_problems import (
+    CREATE_MISSING,
+    HEAD,
+    PodProblem,
+    find_past_problems,
+    find_problems,
+)
 from sunspot.submitter.cluster.state import (
     CLOCK_SKEW_S,
     FAILURES,
     OPERATOR_OVERDUE_S,
     WARNING_FRESH_S,
-    JobInCluster,
-    count_workers,
+    JobSnapshot,
     explain_pods,
-    pod_problem,
-    refused_pod,
 )
-from sunspot.submitter.cluster.views import (
-    CREATE_MISSING,
-    PUSH_IMAGE,
-    JobView,
-    PodProblem,
-    WarningEvent,
-    Warnings,
-)
+from sunspot.submitter.cluster.views import JobView, Pods, Warnings
 from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, name_pods
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 from sunspot.submitter.manifest.pods import pod_groups
@@ -30,24 +27,24 @@ from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, parse_exceeded
 from sunspot.submitter.manifest.requirements import pod_templates
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
-"""States in which missing pods keep the whole run from training."""
+"""States in which missing pods keep a run from training at all."""
 
 DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
     "DeadlineExceeded": ("activeDeadlineSeconds", "active_deadline_s"),
 }
-"""The operator's reasons that are time limits, each with its field in a RayJob and its key in a profile."""
+"""Time limits that make a RayJob fail, by the operator's reason: the field in the RayJob, and the key in a profile."""
 
 
-def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
-    """Find what keeps a run's newest RayJob from having all its pods; empty when it has them or needs none.
+def find_pending(seen: JobSnapshot, state: RunState) -> list[Finding]:
+    """Find what keeps a run's newest RayJob from starting, or its pods from running.
 
-    Pods that are not known are left out.
+    Returns an empty list if nothing does. If this user may not list the pods, only the RayJob is examined.
     """
     job = seen.job
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator refuses the manifest of {job.name}: {job.message}"
-        advice = "correct what it names, and submit again"
+        advice = "correct what the message names, and submit again"
         return [Finding(Diagnosis.REFUSED, Severity.ERROR, evidence, advice, {"job": job.name})]
     late = job.failure if job.deployment_status == "Failed" else ""
     if job.terminal and late not in DEADLINES:
@@ -56,7 +53,7 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, seen.now)
-        # For pods that are gone, the last warnings say what was wrong. Warnings of earlier tries do not count.
+        # For pods that are gone, the last warnings tell the problem. Warnings of earlier tries do not count.
         since = max(seen.now - WARNING_FRESH_S, job.try_began - CLOCK_SKEW_S)
         recent = [event for event in seen.warnings if late or event.time > since]
         found += [] if seen.unseen_pods else _explain_pods(seen, recent, severity)
@@ -67,86 +64,85 @@ def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
 
 def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
     if not job.deployment_status and not job.terminal and now - job.created > OPERATOR_OVERDUE_S:
-        evidence = f"no operator has looked at {job.name} for {in_words(now - job.created)}"
+        evidence = f"no operator has handled {job.name} for {in_words(now - job.created)}"
         shows = "kubectl get pods -A -l app.kubernetes.io/name=kuberay-operator"
         advice = f"check that the KubeRay operator runs and watches this namespace: {shows}"
         yield Finding(Diagnosis.NO_OPERATOR, Severity.ERROR, evidence, advice, {"job": job.name})
     if job.deployment_status in ("Suspending", "Suspended"):
         evidence = f"suspend is true in the spec of {job.name}"
-        advice = "whoever set it has to take it back"
+        advice = "ask the person or tool that set it to unset it"
         if job.queue:
             evidence = f"{job.name} is suspended: the queue {job.queue} has not admitted it"
-            less = "lower SUNSPOT_NUM_WORKERS, end other runs of the queue, or have its quota raised"
-            advice = f"kubectl describe workload says what it waits for; {less}"
+            less = "lower SUNSPOT_NUM_WORKERS, end other runs of the queue, or ask for a larger quota"
+            advice = f"kubectl describe workload shows what it waits for; {less}"
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 
 
-def _explain_pods(seen: JobInCluster, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
-    job, mine = seen.job, seen.own_pods
-    wanted, _ = count_workers(seen)
-    has_head = any(pod.head for pod in mine)
-    for pod in mine:
-        if pod.ready and pod.out_of_memory:
-            limit = _memory_limit(job, "head" if pod.head else pod.group)
-            evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled{limit}), and was started again"
-            advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
-            details = {"group": "head" if pod.head else pod.group, "pods": [pod.name], "restarts": pod.restarts}
-            yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0)
-    missing = not has_head or sum(pod.group in job.training_groups for pod in mine) < wanted
-    refused = refused_pod(job, warnings) if missing else None
-    if refused:
-        yield _refused(job, refused, "worker" if has_head else "head", severity)
-    problems: dict[tuple[str, PodProblem], list[str]] = {}
-    for pod in mine:
-        if why := pod_problem(pod, warnings):
-            problems.setdefault(("head" if pod.head else pod.group, why), []).append(pod.name)
-    if not mine and not refused:
-        told: set[tuple[str, Diagnosis]] = set()
-        for event in warnings:  # newest first
-            why = _last_problem(event)
-            if why and (event.object, why.kind) not in told:
-                told.add((event.object, why.kind))
-                group = "head" if "-head" in event.object else next(iter(job.training_groups), "")
-                problems.setdefault((group, why), []).append(event.object)
-    unplaced: dict[str, dict[PodProblem, list[str]]] = {}
-    for (group, why), names in problems.items():
-        if why.kind is Diagnosis.NO_NODE:
-            unplaced.setdefault(group, {})[why] = names
+def _explain_pods(seen: JobSnapshot, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
+    job = seen.job
+    pods = seen.own_pods
+    yield from _find_restarts(job, pods)
+    yield from _find_mixed_images(pods)
+    problems = find_problems(job, pods, warnings) or ([] if pods else find_past_problems(job, warnings))
+    alike: dict[tuple[str, Diagnosis, str, str], list[PodProblem]] = {}
+    unplaced: dict[str, list[PodProblem]] = {}
+    for problem in problems:
+        if problem.prevents_creation:
+            yield _explain_refusal(job, problem, severity)
+        elif problem.kind is Diagnosis.NO_NODE:
+            unplaced.setdefault(problem.group, []).append(problem)
         else:
-            advice = why.fix or "kubectl describe pod says more"
-            details = {"group": group, "pods": names}
-            yield Finding(why.kind, severity, f"{name_pods(names)}: {why.said}", advice, details)
+            alike.setdefault((problem.group, problem.kind, problem.evidence, problem.fix), []).append(problem)
+    for (group, kind, evidence, fix), same in alike.items():
+        names = [problem.pod for problem in same]
+        advice = fix or "kubectl describe pod shows more"
+        yield Finding(kind, severity, f"{name_pods(names)}: {evidence}", advice, {"group": group, "pods": names})
     templates = pod_templates(job.raw)
-    for group, said in unplaced.items():
-        one = next((pod for pod in mine if pod.name in next(iter(said.values()))), None)
-        spec = one.spec if one and one.spec.get("containers") else templates.get(group, {}).get("spec", {})
-        yield from explain_unplaced(UnplacedPods(group, said, spec), seen.nodes, severity)
+    for group, found in unplaced.items():
+        pod = next((pod for pod in pods if pod.name == found[0].pod), None)
+        spec = pod.spec if pod and pod.spec.get("containers") else templates.get(group, {}).get("spec", {})
+        yield from explain_unplaced(UnplacedPods(group, found, spec), seen.nodes, severity)
+
+
+def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
+    """Find pods that run again after a container ran out of memory."""
+    for pod in pods:
+        if pod.ready and pod.out_of_memory:
+            group = HEAD if pod.head else pod.group
+            limit = _memory_limit(job, group)
+            evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled{limit}) and was restarted"
+            advice = f"raise {'head' if pod.head else 'worker'}.memory in the profile"
+            details = {"group": group, "pods": [pod.name], "restarts": pod.restarts}
+            yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details, cost=1.0)
+
+
+def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
+    """Find tags that were pushed again during the run, so that its pods run different programs."""
+    digests: dict[str, dict[str, list[str]]] = {}
+    for pod in pods:
+        for image, digest in sorted(pod.images):
+            digests.setdefault(image, {}).setdefault(digest, []).append(pod.name)
+    for image, pulled in digests.items():
+        if len(pulled) > 1:
+            of_each = ", ".join(f"{digest} in {name_pods(names)}" for digest, names in pulled.items())
+            evidence = f"the pods run different images that were pulled as {image}: {of_each}"
+            advice = "stop the run, give each image a tag of its own or name its digest (--image), and submit again"
+            yield Finding(Diagnosis.IMAGE, Severity.WARNING, evidence, advice, {"image": image, "digests": pulled})
 
 
 def _memory_limit(job: JobView, group: str) -> str:
-    """Return `, limit 3Gi` for the pods of a group; empty if they have no limit."""
+    """Return `, limit 3Gi` for the pods of a group, or "" if they have no limit."""
     spec = pod_groups(job.spec).get(group, {}).get("template", {}).get("spec", {})
     containers = spec.get("containers") or [{}]
     limit = containers[0].get("resources", {}).get("limits", {}).get("memory")
     return f", limit {limit}" if limit else ""
 
 
-def _last_problem(event: WarningEvent) -> PodProblem | None:
-    """Find the problem of a pod that is gone, from a warning about it."""
-    if event.reason == "FailedScheduling":
-        return PodProblem(Diagnosis.NO_NODE, event.message)
-    if event.reason == "Failed" and "pull" in event.message:
-        return PodProblem(Diagnosis.IMAGE, event.message, PUSH_IMAGE)
-    if event.reason in ("FailedMount", "Failed") and "not found" in event.message:
-        return PodProblem(Diagnosis.MISSING, event.message, CREATE_MISSING)
-    return None
-
-
-def _refused(job: JobView, event: WarningEvent, which: str, severity: Severity) -> Finding:
-    evidence = f"a {which} pod cannot be made: {event.message}"
-    exceeded = parse_exceeded(event.message)
+def _explain_refusal(job: JobView, problem: PodProblem, severity: Severity) -> Finding:
+    evidence = f"a {'head' if problem.group == HEAD else 'worker'} pod cannot be created: {problem.evidence}"
+    exceeded = parse_exceeded(problem.evidence)
     if exceeded:
-        raised = f"have the ResourceQuota {exceeded.name} raised"
+        raised = f"ask for a larger ResourceQuota {exceeded.name}"
         advice = f"end other runs of the namespace (`sunspot list`), {ASK_FOR_LESS}, or {raised}"
         if exceeded.never_fits(job.raw):
             evidence += "; the run alone needs more than that quota allows"
@@ -154,23 +150,23 @@ def _refused(job: JobView, event: WarningEvent, which: str, severity: Severity) 
         names = {"requested": exceeded.requested, "used": exceeded.used, "limited": exceeded.limited}
         details = {"quota": exceeded.name, **names}
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
-    if "not found" in event.message:
+    if "not found" in problem.evidence:
         return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
-    advice = "a policy of the namespace refuses it; correct what it names, or have the policy changed"
-    return Finding(Diagnosis.REFUSED, severity, evidence, advice)
+    advice = "a policy of the namespace refuses it; correct what it names, or ask for another policy"
+    return Finding(problem.kind, severity, evidence, advice)
 
 
 def _deadline(job: JobView, reason: str) -> Finding:
     field, key = DEADLINES[reason]
     limit = job.spec.get(field, "?")
     evidence = FAILURES[reason].format(active=limit, start=limit).partition(";")[0]
-    advice = f"raise {key} in the profile, and submit again to go on from the last checkpoint"
+    advice = f"raise {key} in the profile, and submit again to continue from the last checkpoint"
     if reason == "PreRunningDeadlineExceeded":
-        advice = f"mend what kept its pods from running, or raise {key} in the profile; then submit again"
+        advice = f"fix what kept its pods from running, or raise {key} in the profile; then submit again"
     return Finding(Diagnosis.DEADLINE, Severity.ERROR, evidence, advice, {"limit_s": limit, "job": job.name}, cost=1.0)
 
 
-def _starting(seen: JobInCluster) -> Finding:
+def _starting(seen: JobSnapshot) -> Finding:
     job = seen.job
     waited = seen.now - job.try_began
     evidence = f"{explain_pods(seen)}; nothing is wrong after {in_words(waited)}"

@@ -1,6 +1,7 @@
-"""Tests storage, GPUs and network in pods like a run's head and workers: same nodes, service account, Secret, policies.
+"""Tests storage, GPUs and network in pods that resemble a run's head and workers.
 
-They are always deleted, have no run label, and end by themselves if nobody is left to delete them.
+The pods use the same nodes, service account, Secret and policies as the run would. They have no run label. They are
+always deleted, and end by themselves if this process cannot delete them.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from sunspot.errors import ClusterError
 from sunspot.formatting import in_words
 from sunspot.storage.prove import Check, Result
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.pod_problems import find_problem
 from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.doctor.cluster_checks import SHARED_POLICY
 from sunspot.submitter.manifest.pods import RUN_LABEL, head_group, worker_group
@@ -24,24 +26,31 @@ from sunspot.submitter.manifest.shape import SLOT
 from sunspot.submitter.printing import warn
 
 LABEL = "sunspot/doctor"
+"""Label of the pods. Its value differs for heads and workers, and for each call."""
 
 WITHIN_S = 900.0
-"""A cloud takes minutes to add a node, a node to pull an image, and worker pods wait for each other."""
+"""Seconds in which the pods must end. A cloud takes minutes to add a node, and a node to pull an image."""
 
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 
 MESSAGE = "/dev/termination-log"
-"""The container's output in its pod's status, up to 4096 bytes."""
+"""Path of the file whose content Kubernetes copies into the pod's status, up to 4096 bytes."""
 
-MAX_SAID = 400
+MAX_OUTPUT = 400
+"""Largest number of characters of a failed container's output in a check."""
 
 
 def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Make every check of storage from a head's pod, then from one or two workers'. Raises nothing but interrupts."""
-    manifest, mark = rendered.manifest, uuid.uuid4().hex[:8]
+    """Yield the checks of storage, GPUs and network from a head's pod and from one or two workers' pods.
+
+    An error of the cluster is yielded as a failed check.
+    """
+    manifest = rendered.manifest
+    mark = uuid.uuid4().hex[:8]
     created: list[dict[str, Any]] = []
     try:
-        kinds, untried = ["head", "worker"], ""
+        kinds = ["head", "worker"]
+        untried = ""
         workers, needed = worker_group(manifest), rendered.settings.num_workers.least
         if needed > int(workers["resources"][SLOT]) and workers["maxReplicas"] > 1:
             untried = why_untried(cluster, manifest)
@@ -68,21 +77,21 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             try:
                 cluster.delete_pod(pod_view(pod), 1)
             except ClusterError as error:
-                warn(f"pod {pod['metadata']['name']} is left, and ends by itself; delete it: {error}")
+                warn(f"pod {pod['metadata']['name']} could not be deleted, and ends by itself: {error}")
 
 
 def why_untried(cluster: Cluster, manifest: dict[str, Any]) -> str:
-    """Say why two pods of no run could not use the network as its workers do; empty if they can."""
+    """Return why these pods could not use the network like a run's workers, or "" if they can."""
     if len(worker_group(manifest)["template"]["spec"]["containers"]) > 1:
-        return "these pods have none of the sidecars that workers have"
+        return "these pods lack the sidecars of workers"
     denied, shared = (cluster.exists("NetworkPolicy", name) for name in ("deny-by-default", SHARED_POLICY))
     if manifest["spec"]["rayClusterSpec"].get("networkPolicy") or (denied and shared is False):
-        return "policies let pods reach only those of their own run"
+        return "policies only let pods reach pods of their own run"
     return ""
 
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
-    """Make a pod like the run's head or training workers that tests storage and GPUs instead of running Ray."""
+    """Return a pod like the run's head or training workers, which tests storage and GPUs instead of running Ray."""
     role = kind.split()[-1]
     group = head_group(manifest) if role == "head" else worker_group(manifest)
     template = copy.deepcopy(group["template"])
@@ -94,7 +103,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
     if role == "worker":
         _spread(spec, {"matchLabels": {LABEL: labels[LABEL]}})
     container = spec["containers"][0]
-    spec["containers"] = [container]  # others would keep the pod from ending
+    spec["containers"] = [container]  # other containers would keep the pod from ending
     gpus = int(group.get("resources", {}).get("GPU", 0))
     container |= {
         "command": ["python", "-m", "sunspot.train.pod_probe", "--gpus", str(gpus), "--output", MESSAGE],
@@ -105,7 +114,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
 
 
 def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
-    """Place a worker with those `alike`, not with the run's: in their zone, and on another node if there is one."""
+    """Schedule a worker into the zone of the pods that `alike` selects, but onto another node if possible."""
     spec.pop("topologySpreadConstraints", None)
     affinity = spec.setdefault("affinity", {})
     for rule in chain(*affinity.get("podAffinity", {}).values()):
@@ -116,7 +125,7 @@ def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """Wait for the pods to end; returns them as they are then, or after WITHIN_S. None: gone."""
+    """Wait for the pods to end, for at most WITHIN_S, and return them by name. A pod that is gone is None."""
     deadline = time.monotonic() + WITHIN_S
     warned = ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
@@ -126,40 +135,42 @@ def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] |
         living = [pod for pod in latest.values() if pod and not has_ended(pod)]
         if not living or time.monotonic() > deadline:
             return latest
-        trouble = "; ".join(f"{pod['metadata']['name']}: {why}" for pod in living if (why := pod_view(pod).problem))
+        trouble = "; ".join(
+            f"{pod['metadata']['name']}: {why}" for pod in living if (why := find_problem(pod_view(pod)))
+        )
         if trouble and trouble != warned:
             warn(trouble)
             warned = trouble
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
 
 
 def has_ended(pod: dict[str, Any]) -> bool:
-    """Whether it has ended, for better or worse."""
+    """Return True if a pod has ended, successfully or not."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
-    """Read the checks of a pod that has ended, or why there are none."""
+    """Yield the checks that a pod has made, or a failed check that explains why it made none."""
     name = f"from a {kind} pod"
     if pod is None:
-        yield Check(name, Result.FAILED, "the pod was gone before it had said anything", "try again")
+        yield Check(name, Result.FAILED, "the pod was gone before it reported anything", "try again")
         return
     node = pod["spec"].get("nodeName", "")
     statuses = {status["name"]: status for status in pod.get("status", {}).get("containerStatuses") or ()}
-    container = statuses.get("ray", {})  # a sidecar of the cluster's own may be beside it
+    container = statuses.get("ray", {})  # the cluster may have added a sidecar
     ended = container.get("state", {}).get("terminated") or {}
-    said = str(ended.get("message", ""))
+    output = str(ended.get("message", ""))
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        for record in json.loads(said):
+        for record in json.loads(output):
             check = Check(**{**record, "result": Result(record["result"])})
             yield Check(f"{name}: {check.check}", check.result, f"on {node}: {check.seen}", check.fix)
         return
-    trouble = pod_view(pod).problem
+    trouble = find_problem(pod_view(pod))
     if trouble:
         yield Check(name, Result.FAILED, f"the pod did not run: {trouble}")
     elif not has_ended(pod):
-        yield Check(name, Result.FAILED, f"the pod had not ended after {in_words(WITHIN_S)}", "see its events")
+        yield Check(name, Result.FAILED, f"the pod had not ended after {in_words(WITHIN_S)}", "look at its events")
     else:
-        last = " ".join(said.split())[-MAX_SAID:]
-        fix = "the image must be of this version of Sunspot, or made from one that is"
+        last = " ".join(output.split())[-MAX_OUTPUT:]
+        fix = "use an image of this version of Sunspot, or one built from it"
         yield Check(name, Result.FAILED, f"on {node}: ended with {ended.get('exitCode')}: {last}", fix)

@@ -1,6 +1,6 @@
-"""Which nodes would take the pods of a run, by labels, taints and size. Pure.
+"""Finds nodes that would take the pods of a run, by labels, taints and size. Pure.
 
-Pods that run there already are ignored: they may end, and not everybody may see other users' pods.
+Pods that already run there are ignored, because they may end, and because not every user may see the pods of others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,10 +12,10 @@ from sunspot.submitter.manifest.quantities import parse_quantity
 from sunspot.submitter.manifest.requirements import requests_of
 
 CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
-"""Taints of nodes that never take runs."""
+"""Taints of control plane nodes, which never take the pods of runs."""
 
-STATE_OF_NODE = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
-"""Prefixes of taints that describe a node's state, against which a toleration does not help."""
+NODE_STATE_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
+"""Prefixes of taints that describe a node's state. A toleration does not help against them."""
 
 
 class Obstacle(NamedTuple):
@@ -23,7 +23,7 @@ class Obstacle(NamedTuple):
 
     kind: Diagnosis
     what: str
-    "The taint as `KEY` or `KEY=VALUE`, the resource of which the node has too little, or a description."
+    "The taint as `KEY` or `KEY=VALUE`, the name of the resource that the node lacks, or a description."
 
     def __str__(self) -> str:
         if self.kind is Diagnosis.TAINT:
@@ -32,7 +32,7 @@ class Obstacle(NamedTuple):
 
 
 def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str]:
-    """Find how many pods with this spec a node takes when it is empty; if none, also why."""
+    """Return how many pods with this spec an empty node takes, and the reason if it takes none."""
     obstacle = next(find_obstacles(pod, node), None)
     if obstacle:
         return 0, str(obstacle)
@@ -42,7 +42,7 @@ def find_room(pod: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[int, str
 
 
 def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Obstacle]:
-    """Find all obstacles for pods with this spec on a node: its state, its labels, its taints, its size."""
+    """Yield the obstacles for pods with this spec on a node: its state, its labels, its taints and its size."""
     spec = node.get("spec", {})
     labels = node["metadata"].get("labels", {})
     if not is_ready(node):
@@ -69,8 +69,8 @@ def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[
 
 
 def kind_of_taint(key: str) -> Diagnosis:
-    """Return NODES for a taint that describes a node's state, else TAINT."""
-    return Diagnosis.NODES if key.startswith(STATE_OF_NODE) else Diagnosis.TAINT
+    """Return NODES for a taint that describes a node's state, and TAINT for any other."""
+    return Diagnosis.NODES if key.startswith(NODE_STATE_TAINTS) else Diagnosis.TAINT
 
 
 def _allocatable(node: Mapping[str, Any]) -> dict[str, float]:
@@ -78,7 +78,7 @@ def _allocatable(node: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _holds_all(term: Mapping[str, Any], node: Mapping[str, Any]) -> bool:
-    """Return True if a node meets a term of a node affinity. A term without conditions is met by no node."""
+    """Return True if a node meets a term of a node affinity. No node meets a term without conditions."""
     of_labels, of_fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
     metadata = node["metadata"]
     holds = [_holds(each, metadata.get("labels", {})) for each in of_labels]

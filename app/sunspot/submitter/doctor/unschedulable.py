@@ -1,8 +1,8 @@
-"""Explains why no node takes a pod, from the scheduler's message and, if they may be listed, the nodes. Pure.
+"""Explains why no node takes a pod, from the scheduler's message and, if this user may list them, the nodes. Pure.
 
-The scheduler names for each node the first filter that fails: a node's taints, then its labels, then its free
-resources, then volumes and other pods. So a node with a taint may lack the labels, too, and a node that is short of
-resources has the labels. Since Kubernetes 1.34, the scheduler does not say which taints it means.
+For each node, the scheduler names the first filter that fails: a node's taints, then its labels, then its free
+resources, then volumes and other pods. So a node with a taint may also lack the labels, but a node that lacks resources
+has the labels. Since Kubernetes 1.34, the scheduler does not name the taints.
 """
 
 import re
@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sunspot.formatting import plural
-from sunspot.submitter.cluster.views import Nodes, PodProblem, PodView
+from sunspot.submitter.cluster.pod_problems import PodProblem
+from sunspot.submitter.cluster.views import Nodes
 from sunspot.submitter.doctor.schedulable_nodes import CONTROL_PLANE, Obstacle, find_obstacles, kind_of_taint
 from sunspot.submitter.findings import UNSCHEDULABLE, Diagnosis, Finding, Severity
 
 ONLY_THE_SCHEDULER_KNOWS = (Diagnosis.VOLUME, Diagnosis.AFFINITY)
-"""Reasons that are not in a node."""
+"""Reasons that a node object does not show."""
 
 MAX_OTHERS = 3
 """Largest number of further obstacles on the same nodes that a finding names."""
@@ -27,11 +28,11 @@ class Refusal(NamedTuple):
     kind: Diagnosis
     nodes: int
     what: str
-    "The resource, the taint, or the scheduler's words."
+    "Name of the resource, the taint, or the scheduler's own description."
     others: tuple[str, ...] = ()
-    "Further obstacles on the same nodes, which take the pod only if all are removed."
+    "Further obstacles on the same nodes. These nodes take the pod only if all obstacles are removed."
     when_empty: bool = False
-    "Whether the nodes lack the resource even without any pods."
+    "True if the nodes lack the resource even without any pods."
 
     @property
     def is_unnamed_taint(self) -> bool:
@@ -42,13 +43,13 @@ class UnplacedPods(NamedTuple):
     """Pods of one group that no node takes."""
 
     group: str
-    said: Mapping[PodProblem, Sequence[str]]
-    "The scheduler's messages, each with the names of its pods."
+    problems: Sequence[PodProblem]
+    "The scheduler's message about each of the pods."
     spec: Mapping[str, Any]
 
     @property
     def section(self) -> str:
-        """The section of a profile that describes these pods."""
+        """Section of a profile that describes these pods."""
         return {"head": "head", "data": "data_workers"}.get(self.group, "worker")
 
     def __str__(self) -> str:
@@ -56,32 +57,31 @@ class UnplacedPods(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of all these pods."""
-        return list(dict.fromkeys(name for names in self.said.values() for name in names))
+        """Names of the pods, without duplicates."""
+        return list(dict.fromkeys(problem.pod for problem in self.problems))
 
 
 def explain_unplaced(pods: UnplacedPods, nodes: Nodes, severity: Severity) -> Iterator[Finding]:
-    """Explain why no node takes some pods. Each reason is given once, and the one whose fix lets them run comes first.
+    """Yield a finding for each reason why no node takes some pods. The most useful reason comes first.
 
-    `nodes` are all nodes of the cluster, or none if they may not be listed.
+    `nodes` are all nodes of the cluster, or an empty sequence if this user may not list them.
     """
-    merged: dict[tuple[Diagnosis, str], tuple[Refusal, dict[PodProblem, Sequence[str]]]] = {}
-    for problem, names in pods.said.items():
-        refusals = find_refusals(problem.said, pods.spec, nodes)
+    alike: dict[tuple[str, str], list[PodProblem]] = {}
+    for problem in pods.problems:
+        alike.setdefault((problem.evidence, problem.fix), []).append(problem)
+    merged: dict[tuple[Diagnosis, str], tuple[Refusal, list[PodProblem]]] = {}
+    for (message, fix), problems in alike.items():
+        refusals = find_refusals(message, pods.spec, nodes)
         if not refusals:
-            advice = problem.fix or "kubectl describe pod says more"
-            details = {"group": pods.group, "pods": list(names)}
-            yield Finding(problem.kind, severity, f"{name_pods(names)}: {problem.said}", advice, details)
+            names = [problem.pod for problem in problems]
+            details = {"group": pods.group, "pods": names}
+            advice = fix or "kubectl describe pod shows more"
+            yield Finding(Diagnosis.NO_NODE, severity, f"{name_pods(names)}: {message}", advice, details)
         for refusal in refusals:
-            _, said = merged.setdefault((refusal.kind, refusal.what), (refusal, {}))
-            said[problem] = names
-    for refusal, said in sorted(merged.values(), key=lambda each: each[0].is_unnamed_taint):
-        yield _describe(pods._replace(said=said), refusal, severity, len(merged) == 1)
-
-
-def waits_for_node(pod: PodView) -> bool:
-    """Return True if no node takes the pod."""
-    return bool(pod.problem and pod.problem.kind is Diagnosis.NO_NODE)
+            _, refused = merged.setdefault((refusal.kind, refusal.what), (refusal, []))
+            refused += problems
+    for refusal, problems in sorted(merged.values(), key=lambda each: each[0].is_unnamed_taint):
+        yield _describe(pods._replace(problems=problems), refusal, severity, len(merged) == 1)
 
 
 def name_pods(names: Sequence[str]) -> str:
@@ -90,32 +90,32 @@ def name_pods(names: Sequence[str]) -> str:
 
 
 def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Refusal]:
-    """Find why nodes do not take a pod. The first refusal is the one whose fix lets the pod run.
+    """Return the reasons why nodes do not take a pod, the most useful one first.
 
-    `message` is the scheduler's. `nodes` are all nodes, or none if they may not be listed.
+    `message` is the scheduler's. `nodes` are all nodes, or an empty sequence if this user may not list them.
     """
+    parsed = parse_refusals(message)
     if not nodes:
-        return parse_refusals(message)
-    said = parse_refusals(message)
+        return parsed
     found = [list(find_obstacles(pod, node)) for node in nodes]
     usual = [obstacles for obstacles in found if obstacles and not any(map(_is_control_plane, obstacles))]
     if all(found):
         return _nearest(usual or found)
-    # A node without an obstacle is refused for a reason that only the scheduler knows: other pods, or a volume.
+    # If a node has no obstacle, only the scheduler knows why it does not take the pod: other pods, or a volume.
     hidden = [
-        _without_empty(each, found) for each in said if each.kind in (Diagnosis.RESOURCES, *ONLY_THE_SCHEDULER_KNOWS)
+        _without_empty(each, found) for each in parsed if each.kind in (Diagnosis.RESOURCES, *ONLY_THE_SCHEDULER_KNOWS)
     ]
-    return [*hidden, *_nearest([obstacles for obstacles in usual if len(obstacles) == 1])] if hidden else said
+    return [*hidden, *_nearest([obstacles for obstacles in usual if len(obstacles) == 1])] if hidden else parsed
 
 
 def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:
-    """Return the refusal without the nodes that lack the resource even when they are empty."""
+    """Return the refusal without the nodes that would lack the resource even without pods."""
     lack = sum(any(each.what in (refusal.what, f"without {refusal.what}") for each in obstacles) for obstacles in found)
     return refusal._replace(nodes=max(1, refusal.nodes - lack))
 
 
 def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
-    """Return the obstacles of the nodes with the fewest of them."""
+    """Return the obstacles on the nodes that have the fewest obstacles."""
     fewest = min(map(len, found), default=0)
     nearest = [obstacles for obstacles in found if len(obstacles) == fewest]
     refusals = []
@@ -123,7 +123,7 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
         having = [obstacles for obstacles in nearest if obstacle in obstacles]
         others = dict.fromkeys(str(each) for obstacles in having for each in obstacles if each != obstacle)
         refusals.append(Refusal(obstacle.kind, len(having), obstacle.what, tuple(others)[:MAX_OTHERS], True))
-    # Labels come last: if a node with the labels has another obstacle, the labels are right.
+    # Labels come last. If a node with the labels has another obstacle, the labels are right.
     order = (Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NODES, Diagnosis.NO_NODE)
     return sorted(refusals, key=lambda refusal: (order.index(refusal.kind), -refusal.nodes))
 
@@ -131,16 +131,16 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
 def parse_refusals(message: str) -> list[Refusal]:
     """Parse why nodes do not take a pod from the scheduler's message, the most useful reason first.
 
-    Nodes short of resources match otherwise, so they come first, unless GPU nodes are tainted and only the others lack
-    GPUs. A taint without a name comes last, because it is usually the control plane's. Control planes count only if
-    there is no other reason.
+    Nodes that lack resources match in every other way, so they come first. There is one exception: if the GPU nodes
+    have a taint, only other nodes lack GPUs, and the taint comes first. A taint without a name comes last, because it
+    is usually the control plane's. Control planes count only if there is no other reason.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     total = re.search(r"0/(\d+) nodes", message)
     found: list[Refusal] = []
     for part in re.split(r", (?=\d+ )", text):
         number, _, words = part.partition(" ")
-        if not number.isdigit():  # of the pod, and so of all nodes
+        if not number.isdigit():  # a reason that applies to all nodes
             number, words = total[1] if total else "0", part
         found += [Refusal(kind, int(number), what) for kind, what in _read_reason(words) if part]
     others = [refusal for refusal in found if refusal.what not in CONTROL_PLANE]
@@ -181,7 +181,7 @@ def _is_control_plane(obstacle: Obstacle) -> bool:
 
 
 def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: bool) -> Finding:
-    """Return the finding for one refusal; `alone` is True if these pods have no other."""
+    """Return the finding for a refusal. `alone` is True if the pods have no other refusal."""
     nodes = plural(refusal.nodes, "node")
     details: dict[str, Any] = {"group": pods.group, "pods": pods.names, "nodes": refusal.nodes}
     explain = {
@@ -201,7 +201,7 @@ def _describe(pods: UnplacedPods, refusal: Refusal, severity: Severity, alone: b
 
 
 Explanation = tuple[str, str, dict[str, Any]]
-"""Evidence, advice and details of a finding."""
+"""Type of the evidence, the advice and the details of a finding."""
 
 
 def _explain_resources(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
@@ -210,9 +210,9 @@ def _explain_resources(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Expl
     figure = f" ({refusal.what} {asked})" if asked else ""
     key = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral_storage"}.get(refusal.what, "gpus")
     evidence = f"{nodes} otherwise suitable: too little {refusal.what} left for {pods}{figure}"
-    advice = f"lower {pods.section}.{key} in the profile, end what else runs there, or add nodes with more"
+    advice = f"lower {pods.section}.{key} in the profile, end other pods there, or add nodes with more"
     if refusal.what == "pods":
-        advice = "end what else runs there, or add nodes: these have as many pods as they may"
+        advice = "end other pods there, or add nodes, because these have their largest number of pods"
     elif refusal.when_empty:
         evidence = f"{nodes} too small for {pods}, even without other pods: too little {refusal.what}{figure}"
         advice = f"lower {pods.section}.{key} in the profile, or add larger nodes"
@@ -224,14 +224,14 @@ def _explain_taint(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanat
     named = f"the taint {refusal.what}" if key else "a taint that is not tolerated"
     evidence = f"{nodes} with {named}, which keeps {pods} away"
     toleration = f"{pods.section}.tolerations: [{{key: {key or 'KEY'}, operator: Exists}}]"
-    advice = f"if it may run there, tolerate it in the profile ({toleration}); or add nodes without the taint"
+    advice = f"if the run may use them, tolerate the taint in the profile ({toleration}); or add nodes without it"
     if not key:
         advice += "; kubectl describe nodes shows the taints"
     return evidence, advice, {"taint": key or None, "value": value or None}
 
 
 def _explain_nodes(pods: UnplacedPods, refusal: Refusal, nodes: str) -> Explanation:
-    evidence = f"{nodes} now closed to new pods ({refusal.what}), and no other node for {pods}"
+    evidence = f"{nodes} closed to new pods ({refusal.what}), and no other node for {pods}"
     return evidence, "kubectl get nodes shows them; bring them back (kubectl uncordon), or add nodes", {}
 
 
@@ -252,14 +252,14 @@ def _explain_labels(pods: UnplacedPods, refusal: Refusal, which: str) -> Explana
     if refusal.what.startswith("without "):
         ask = f"{pods} ask{'s' * (len(pods.names) == 1)} for"
         evidence = f"{which} {refusal.what.removeprefix('without ')}, which {ask}"
-        plugin = "see whether the device plugin runs on nodes that should offer it"
+        plugin = "check that the device plugin runs on the nodes that should offer it"
         return evidence, f"add nodes with it, or {plugin} (kubectl describe nodes)", {"selector": dict(selector)}
     wants = ", ".join(f"{name}={value}" for name, value in selector.items()) or _affinity(pods.spec)
     select = f"{pods} select{'s' * (len(pods.names) == 1)}"
     evidence = f"{which} what {select} ({wants or 'see its spec'}): {plural(refusal.nodes, 'node')} {refusal.what}"
     keys = f"{pods.section}.node_selector"
     keys += ", worker.gpu_selector and spot" if pods.section == "worker" else " and spot"
-    advice = f"correct {keys} in the profile, or label nodes so (kubectl get nodes --show-labels)"
+    advice = f"correct {keys} in the profile, or label the nodes (kubectl get nodes --show-labels)"
     return evidence, advice, {"selector": dict(selector)}
 
 

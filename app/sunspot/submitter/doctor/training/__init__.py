@@ -1,1 +1,1 @@
-"""Why a run that has begun is slow, stuck, climbing in memory or failed: from what it left in storage. Pure."""
+"""Explains why a run that has begun is slow, stuck, growing in memory or failed, from its files in storage. Pure."""

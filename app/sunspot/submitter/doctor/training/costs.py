@@ -1,4 +1,4 @@
-"""What a run spends too much of: time, on a CPU quota, one rank, its rows or its incidents, and memory."""
+"""Finds what costs a run time, such as a CPU quota, a slow rank, its rows or its incidents, and growing memory."""
 
 import statistics
 from collections import Counter
@@ -13,28 +13,33 @@ from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 RECENT_S = 300.0
-"""Seconds of history that tell whether a run is slow now."""
+"""Seconds of the metric history that show whether a run is slow now."""
 
-DATA_SHARE = 0.3
-"""Share of the step time all ranks wait for rows, below which faster reading would not be noticed."""
+MAX_DATA_WAIT = 0.3
+"""Fraction of the step time for which all ranks may wait for rows. Below it, faster reading would hardly be noticed."""
 
-LAG_RATIO, LAG_SHARE, MIN_LAG_S = 1.3, 0.1, 0.002
-"""A straggler's own part takes this many times as long as the others', costs this share of the step, and more seconds
-than two processes on one machine take from each other by chance."""
+LAG_RATIO = 1.3
+"""Least ratio between a straggler's own time in a step (`RankThroughput.own`) and that of the other ranks."""
 
-STEADY = 0.75
-"""Share of the windows in which the same rank is the slowest: a bad minute does not make a straggler."""
+LAG_FRACTION = 0.1
+"""Least fraction of a step that a straggler costs."""
 
-THROTTLED_SHARE = 0.25
-"""Share of the quota's periods that are throttled, as in Kubernetes' usual alert (CPUThrottlingHigh)."""
+MIN_LAG_S = 0.002
+"""Least seconds of a step that a straggler costs. Two processes on one machine delay each other by less."""
+
+STEADY_FRACTION = 0.75
+"""Least fraction of the windows in which a straggler is the slowest rank. A bad minute does not make a straggler."""
+
+THROTTLED_FRACTION = 0.25
+"""Least fraction of throttled quota periods to report, as in Kubernetes' usual alert (CPUThrottlingHigh)."""
 
 FIGURES = ("steps_s", "forward_s", "data_wait_s", "throttled_s", "throttled_share")
 
 MEMORY = {"resident_mib", "memory_left_mib", "gpu_memory_mib"}
-"""Figures of a rank; those of its memory may be null."""
+"""Figures of a rank's memory, which may be null."""
 
 LOW_GOODPUT = 0.8
-"""Below this, incidents cost more than a start does."""
+"""Goodput below which incidents cost more than an ordinary start."""
 
 PREVENTION = {
     Cause.HUNG: (
@@ -44,48 +49,52 @@ PREVENTION = {
     Cause.OUT_OF_MEMORY: "give the workers enough memory (worker.memory in the profile)",
     Cause.WORKER_FAILED: "fix the error that ends the workers",
 }
-"""Advice on incidents whose cause is in the run itself, not in its nodes."""
+"""Advice on incidents that the run itself causes, not its nodes."""
 
 MIN_WINDOWS = 8
-"""Fewest windows of the metric history to tell a climb from a warm-up: each half of them must climb."""
+"""Least number of metric windows that distinguishes growth from a warm-up. Memory must grow in each half of them."""
 
-MIN_GROWTH_MIB, MIN_GROWTH_SHARE = 64.0, 0.1
-"""Least growth that is a climb, in MiB and as a share of the process's memory: allocators, caches and evaluations vary
-by less."""
+MIN_GROWTH_MIB, MIN_GROWTH_FRACTION = 64.0, 0.1
+"""Least growth to report, in MiB and as a fraction of the process's memory. Allocators, caches and evaluations cause
+smaller changes."""
 
 MAX_POINTS = 60
-"""Windows of a long run that are compared: the slope takes all pairs."""
+"""Largest number of windows that are compared, because the slope is computed from all pairs."""
 
 
 @dataclass(frozen=True)
 class RankThroughput:
-    """The throughput of each rank of one attempt over its newest windows."""
+    """Throughput of each rank of an attempt over its newest windows."""
 
     windows: list[dict[str, Any]]
     attempt: int = 0
     waits: list[float] = field(default_factory=list)
-    "Seconds of a step that each rank waits for rows."
+    "Seconds of a step for which each rank waits for rows."
     forwards: list[float] = field(default_factory=list)
-    "Seconds in forward passes: with the waits, the part of a step in which no rank waits for another."
+    "Seconds of a step that each rank spends in forward passes."
     step_s: float = 0.0
-    "Seconds of a whole step, the same for all ranks."
+    "Seconds of a complete step, which is the same for all ranks."
 
     @property
     def own(self) -> list[float]:
+        """Seconds of a step that each rank spends on rows and forward passes, without waiting for other ranks."""
         return [wait + forward for wait, forward in zip(self.waits, self.forwards, strict=True)]
 
     @property
     def data_share(self) -> float:
-        """Share of the step time the ranks wait for rows."""
+        """Median fraction of the step time for which ranks wait for rows."""
         return statistics.median(self.waits) / self.step_s if self.step_s else 0.0
 
     def lag(self, rank: int) -> float:
-        """Seconds of a step by which a rank lags the others."""
+        """Return the seconds of a step by which a rank is slower than the others."""
         return self.own[rank] - statistics.median(own for other, own in enumerate(self.own) if other != rank)
 
 
 def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
-    """Measure the newest attempt over the last RECENT_S, without its first window, which includes the warm-up."""
+    """Measure the newest attempt over the last RECENT_S seconds, without its first window.
+
+    The first window is left out because it includes the warm-up.
+    """
     windows = rank_windows(records)[1:]
     windows = [window for window in windows if window["time"] > windows[-1]["time"] - RECENT_S]
     steps = sum(window["steps"] for window in windows)
@@ -101,14 +110,14 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Select the records with steps and figures of each rank, of the newest attempt and group that has any."""
+    """Return the records with steps and figures of each rank, from the newest attempt and group with such records."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     groups = [(window["attempt"], len(window["ranks"]["resident_mib"])) for window in windows]
     return [window for window, group in zip(windows, groups, strict=True) if group == groups[-1]]
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
-    """Whether all figures are known: of a process without a container's limits, say, some are not."""
+    """Return True if all figures are known. Outside a container with limits, some are unknown."""
     ranks = record["ranks"]
     return (
         all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
@@ -122,20 +131,20 @@ def in_ms(seconds: float) -> str:
 
 
 def find_slow(case: Case) -> Iterator[Finding]:
-    """Find what takes the time of the newest steps: the CPU quota, one rank, or reading rows."""
+    """Find what slows down the newest steps: the CPU quota, one rank, or reading rows."""
     speed = measure_throughput(case.windows)
     if not speed.windows:
         return
     yield from _throttled(case, speed)
     yield from _straggler(case, speed)
-    if speed.data_share >= DATA_SHARE:
+    if speed.data_share >= MAX_DATA_WAIT:
         wait_s = statistics.median(speed.waits)
         streamed = case.setting("loader") == "ray"
-        rows = "SUNSPOT_LOADER=torch, where the rows fit into memory" if streamed else "SUNSPOT_LOADER=ray"
+        rows = "SUNSPOT_LOADER=torch, if the rows fit into memory" if streamed else "SUNSPOT_LOADER=ray"
         of_step = f"{in_ms(wait_s)} of {in_ms(speed.step_s)}"
-        evidence = f"{speed.data_share:.0%} of the step time all ranks wait for rows: {of_step}"
-        cpus = "" if case.local else "more CPUs that read (data_workers, or worker.cpu in the profile), "
-        advice = f"{cpus}images stored as pixels and not as PNG or JPEG, or {rows}"
+        evidence = f"all ranks wait for rows for {speed.data_share:.0%} of the step time: {of_step}"
+        cpus = "" if case.local else "more CPUs for reading (data_workers, or worker.cpu in the profile), "
+        advice = f"use {cpus}images stored as pixels and not as PNG or JPEG, or {rows}"
         details = {"data_share": speed.data_share, "data_wait_s": wait_s, "step_s": speed.step_s}
         yield Finding(Diagnosis.DATA_BOUND, Severity.WARNING, evidence, advice, details, cost=speed.data_share)
 
@@ -145,16 +154,16 @@ def _throttled(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     for rank in range(len(speed.own)):
         held_s = sum(window["ranks"]["throttled_s"][rank] for window in speed.windows)
         share = sum(w["ranks"]["throttled_share"][rank] * w["seconds"] for w in speed.windows) / (seconds or 1)
-        if share < THROTTLED_SHARE:
+        if share < THROTTLED_FRACTION:
             continue
-        used_up = f"its processor quota was used up in {share:.0%} of the periods"
-        held = f"held it back for {held_s:.1f} s in {seconds:.0f} s"
-        evidence = f"{case.name(speed.attempt, rank)}: {used_up}, and {held}"
+        used_up = f"its CPU quota was exhausted in {share:.0%} of the periods"
+        held = f"delayed it by {held_s:.1f} s in {seconds:.0f} s"
+        evidence = f"{case.describe_rank(speed.attempt, rank)}: {used_up}, and {held}"
         limit = "the CPU limit (Sunspot's manifests set none: a LimitRange of the namespace may)"
-        advice = f"take away {limit}, or raise worker.cpu in the profile"
+        advice = f"remove {limit}, or raise worker.cpu in the profile"
         if case.local:
             advice = "raise the CPU limit of the container or service that this runs in"
-        details = {**case.place(speed.attempt, rank), "throttled_share": share, "throttled_s": held_s}
+        details = {**case.locate_rank(speed.attempt, rank), "throttled_share": share, "throttled_s": held_s}
         yield Finding(Diagnosis.THROTTLED, Severity.WARNING, evidence, advice, details, cost=share)
 
 
@@ -167,25 +176,34 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     slowest = [_slowest(window) == rank for window in speed.windows]
     if (
         lag < MIN_LAG_S
-        or lag < LAG_SHARE * speed.step_s
+        or lag < LAG_FRACTION * speed.step_s
         or speed.own[rank] < LAG_RATIO * others
-        or statistics.mean(slowest) < STEADY
+        or statistics.mean(slowest) < STEADY_FRACTION
     ):
         return
     others_wait = statistics.median(wait for other, wait in enumerate(speed.waits) if other != rank)
     reads = speed.waits[rank] - others_wait > lag / 2
-    part, mine, theirs = "forward pass", speed.forwards[rank], others - others_wait
-    replace = "see what else runs on that node, its clock and temperature, or replace it"
-    advice = f"{replace}; equal pods on unequal nodes do this too"
+    part = "forward pass"
+    seconds = speed.forwards[rank]
+    others_seconds = others - others_wait
+    replace = "check what else runs on that node, its clock and temperature, or replace it"
+    advice = f"{replace}; equal pods on unequal nodes have the same effect"
     if case.local:
-        advice = "see what else runs on this machine, whose cores the workers share"
+        advice = "check what else runs on this machine, whose cores the workers share"
     if reads:
-        part, mine, theirs = "rows", speed.waits[rank], others_wait
-        advice = "its rows come late: see what reads on its node, and the network to storage"
-    takes = f"{in_ms(mine)} for its {part} in a step of {in_ms(speed.step_s)}, the others {in_ms(theirs)}"
+        part = "rows"
+        seconds = speed.waits[rank]
+        others_seconds = others_wait
+        advice = "its rows come late; check what else reads on its node, and the network to storage"
+    takes = f"{in_ms(seconds)} for its {part} in a step of {in_ms(speed.step_s)}, the others {in_ms(others_seconds)}"
     steady = f"the slowest in {sum(slowest)} of {len(slowest)} windows"
-    evidence = f"{case.name(speed.attempt, rank)}: {takes}; {steady}"
-    details = {**case.place(speed.attempt, rank), "own_s": speed.own[rank], "others_s": others, "step_s": speed.step_s}
+    evidence = f"{case.describe_rank(speed.attempt, rank)}: {takes}; {steady}"
+    details = {
+        **case.locate_rank(speed.attempt, rank),
+        "own_s": speed.own[rank],
+        "others_s": others,
+        "step_s": speed.step_s,
+    }
     details["part"] = "data" if reads else "forward"
     yield Finding(Diagnosis.STRAGGLER, Severity.WARNING, evidence, advice, details, cost=lag / speed.step_s)
 
@@ -197,7 +215,7 @@ def _slowest(window: Mapping[str, Any]) -> int:
 
 
 def find_memory_growth(case: Case) -> Iterator[Finding]:
-    """Find ranks whose memory, or whose GPU's memory, keeps growing."""
+    """Find ranks whose memory or GPU memory keeps growing."""
     windows = rank_windows(case.windows)[1:]
     if len(windows) < MIN_WINDOWS:
         return
@@ -215,11 +233,11 @@ def find_memory_growth(case: Case) -> Iterator[Finding]:
                 continue
             first, last = sizes[rank][0], sizes[rank][-1]
             until_s = None if whose else _seconds_until_full(case, windows[-1], rates, rank)
-            limit = f"; at this rate the limit is met in {in_words(until_s)}" if until_s is not None else ""
-            grew = f"went from {first:.0f} to {last:.0f} MiB in {in_words(span_s)}"
+            limit = f"; at this rate it reaches the limit in {in_words(until_s)}" if until_s is not None else ""
+            grew = f"grew from {first:.0f} to {last:.0f} MiB in {in_words(span_s)}"
             pace = f"{rate * 60:.3g} MiB a minute, {rate * span_s / max(1, steps):.2g} MiB a step"
-            evidence = f"{case.name(attempt, rank)}{whose} {grew}, {pace}{limit}"
-            details = {**case.place(attempt, rank), "memory": memory, "from_mib": first, "to_mib": last}
+            evidence = f"{case.describe_rank(attempt, rank)}{whose} {grew}, {pace}{limit}"
+            details = {**case.locate_rank(attempt, rank), "memory": memory, "from_mib": first, "to_mib": last}
             details |= {"mib_per_s": rate, "limit_in_s": until_s}
             left_s = case.view.seconds_left
             ends = until_s is not None and left_s is not None and until_s < left_s
@@ -227,7 +245,10 @@ def find_memory_growth(case: Case) -> Iterator[Finding]:
 
 
 def _seconds_until_full(case: Case, window: Mapping[str, Any], rates: Sequence[float], rank: int) -> float | None:
-    """Tell when the machine of a rank, which all ranks there share, has no memory left; None: unknown."""
+    """Return the seconds until the machine of a rank has no memory left, or None if that is unknown.
+
+    All ranks on the machine share its memory.
+    """
     attempt = window["attempt"]
     host = case.host(attempt, rank)
     together = sum(rate for other, rate in enumerate(rates) if case.host(attempt, other) == host)
@@ -236,7 +257,10 @@ def _seconds_until_full(case: Case, window: Mapping[str, Any], rates: Sequence[f
 
 
 def growth_rate(times: Sequence[float], sizes: Sequence[float | None]) -> float:
-    """MiB per second by which a size climbs in both halves of its history; 0 when little or unknown."""
+    """Return the rate in MiB per second at which a size grows in both halves of its history.
+
+    Returns 0 if the growth is small or unknown.
+    """
     points = [(time, size) for time, size in zip(times, sizes, strict=True) if size is not None]
     points = points[:: max(1, len(points) // MAX_POINTS)]
     if len(points) < MIN_WINDOWS:
@@ -244,22 +268,22 @@ def growth_rate(times: Sequence[float], sizes: Sequence[float | None]) -> float:
     middle = len(points) // 2
     rate = min(slope(points[:middle]), slope(points[middle:]))
     grown = rate * (points[-1][0] - points[0][0])
-    return rate if grown >= max(MIN_GROWTH_MIB, MIN_GROWTH_SHARE * points[0][1]) else 0.0
+    return rate if grown >= max(MIN_GROWTH_MIB, MIN_GROWTH_FRACTION * points[0][1]) else 0.0
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Compute the median slope between all pairs of points (Theil-Sen), robust against single points."""
+    """Return the median slope between all pairs of points (Theil-Sen), which is robust against outliers."""
     slopes = [
         (later[1] - earlier[1]) / (later[0] - earlier[0])
-        for place, earlier in enumerate(points)
-        for later in points[place + 1 :]
+        for position, earlier in enumerate(points)
+        for later in points[position + 1 :]
         if later[0] > earlier[0]
     ]
     return statistics.median(slopes) if slopes else 0.0
 
 
 def find_losses(case: Case) -> Iterator[Finding]:
-    """Incidents that cost the run a lot, by cause."""
+    """Yield a finding if incidents cost the run much of its time."""
     share = case.view.goodput
     if share is None or share >= LOW_GOODPUT or not case.view.incidents:
         return
@@ -268,7 +292,7 @@ def find_losses(case: Case) -> Iterator[Finding]:
         lost[receipt.cause] += round(receipt.worker_seconds_lost)
     times = case.view.incidents_by_cause
     causes = ", ".join(f"{times[cause]} {cause} ({seconds} worker-seconds)" for cause, seconds in lost.most_common())
-    evidence = f"{share:.0%} of the worker-seconds were of use; lost by {causes}"
+    evidence = f"{share:.0%} of the worker-seconds were useful; lost to {causes}"
     replayed = case.view.steps_replayed
     [(costliest, _)] = lost.most_common(1)
     prevent = _prevent(costliest, replayed, case.local)
@@ -278,19 +302,20 @@ def find_losses(case: Case) -> Iterator[Finding]:
 
 
 def _prevent(cause: Cause, replayed: int, local: bool) -> str:
-    """Return what makes incidents with this cause fewer or cheaper; `replayed` steps were taken again."""
+    """Return advice that makes incidents with this cause rarer or cheaper. `replayed` is the number of repeated
+    steps."""
     if local and cause is Cause.OUT_OF_MEMORY:
         return "start fewer workers (SUNSPOT_NUM_WORKERS)"
     if cause in PREVENTION:
         return PREVENTION[cause]
     if replayed:
-        again = f"{plural(replayed, 'step')} taken again"
-        return f"{again}: more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST reduce that"
-    return "see what ended them" if local else "more stable nodes, or fewer that are reclaimed at once, help"
+        repeated = f"{plural(replayed, 'step')} repeated"
+        return f"{repeated}: more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST reduce that"
+    return "find out what ended them" if local else "use more stable nodes, or fewer that are reclaimed at once"
 
 
-def figures(case: Case) -> tuple[str, dict[str, Any]]:
-    """Return the figures that were examined, as a sentence and for programs."""
+def summarize_figures(case: Case) -> tuple[str, dict[str, Any]]:
+    """Return the examined figures as a text, and as details for the JSON document."""
     view = case.view
     speed = measure_throughput(case.windows)
     words = [f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else "")]
@@ -307,7 +332,7 @@ def figures(case: Case) -> tuple[str, dict[str, Any]]:
             words.append(f"{max(resident):.0f} MiB of memory at most")
             details["resident_mib"] = max(resident)
     else:
-        words.append("no window of the metric history after the first, so nothing of its speed and memory")
+        words.append("no metric window after the first, so its speed and memory are unknown")
     if view.checkpoint:
         words.append(f"a checkpoint of step {view.checkpoint.step}")
         details["checkpoint"] = view.checkpoint.name

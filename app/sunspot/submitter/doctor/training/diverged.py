@@ -1,21 +1,22 @@
-"""Finds runs whose loss or weights are not finite: since when, and which checkpoint to go back to."""
+"""Finds runs whose loss or weights are not finite, and the checkpoint to resume from."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from sunspot.errors import DivergedError
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
-MEND = "lower SUNSPOT_LEARNING_RATE, set SUNSPOT_CLIP_NORM, or check the rows of the steps before"
+FIX = "lower SUNSPOT_LEARNING_RATE, set SUNSPOT_CLIP_NORM, or check the rows of the steps before"
 
 
 def find_not_finite(case: Case) -> Iterator[Finding]:
-    """Find a loss that is not finite, or weights that are not."""
-    view, status = case.view, case.view.status
-    since, loss = status.nan_since if status else 0, view.loss
+    """Yield a finding if the loss or the weights are not finite."""
+    view = case.view
+    status = view.status
+    since = status.nan_since if status else 0
+    loss = view.loss
     broken = loss is not None and not math.isfinite(loss)
     if not since and not broken:
         return
@@ -27,14 +28,10 @@ def find_not_finite(case: Case) -> Iterator[Finding]:
     yield Finding(Diagnosis.NOT_FINITE, Severity.ERROR, evidence, _advise(case, good), details, cost=1.0)
 
 
-def is_end_by_nan(finding: Finding) -> bool:
-    """Return True for the failure of a run that ended because its loss or weights were not finite."""
-    return finding.finding is Diagnosis.FAILED and finding.details.get("type") == DivergedError.__name__
-
-
 def _advise(case: Case, good: Checkpoint | None) -> str:
-    """Return advice on the checkpoint to resume from, or on where to begin instead."""
-    limit, name = case.number("max_nan_windows"), case.view.run.name
+    """Return advice on how to resume from a `good` checkpoint, or how to begin a new run."""
+    limit = case.number("max_nan_windows")
+    name = case.view.run.name
     if case.state.terminal:
         first = ""
     elif limit:
@@ -46,9 +43,9 @@ def _advise(case: Case, good: Checkpoint | None) -> str:
     else:
         finite = f"a checkpoint with a finite loss, if `sunspot checkpoints ls {name}` shows one"
         then = f"begin a run of another name, with SUNSPOT_INIT_FROM set to model.pt of {finite}"
-    return f"{first}{MEND}, and {then}"
+    return f"{first}{FIX}, and {then}"
 
 
 def _is_good(checkpoint: Checkpoint) -> bool:
-    """Return True if weights and loss of a checkpoint are finite."""
+    """Return True if the weights and the loss of a checkpoint are finite."""
     return checkpoint.finite and math.isfinite(checkpoint.metrics.get("loss") or 0.0)

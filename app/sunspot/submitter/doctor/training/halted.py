@@ -1,4 +1,4 @@
-"""What ended a run or an attempt of it, or why one that should train takes no steps."""
+"""Finds what ended a run or one of its attempts, or why a run that should train takes no steps."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,51 +9,57 @@ from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, find_suspects, 
 from sunspot.run.overview import START_AGAIN
 from sunspot.run.owner import Owner
 from sunspot.run.status import RunState
-from sunspot.submitter.doctor.training.case import Case, advise_full, cut
+from sunspot.submitter.doctor.training.case import Case, abridge, advise_on_full_disk
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
-NO_STEP_S, FIRST_STEP_S, SLOW_STEPS = 60.0, 300.0, 10
-"""Seconds without a step or an evaluation before it is reported, and at least SLOW_STEPS step times; longer for the
-first step, which waits for compilation and for Ray Data's first rows."""
+NO_STEP_S = 60.0
+"""Seconds without a step or an evaluation before a stall is reported."""
+
+SLOW_STEPS = 10
+"""Number of step times without a step before a stall is reported."""
+
+FIRST_STEP_S = 300.0
+"""Seconds for the first step, which waits for compilation and for Ray Data's first rows."""
 
 
 def find_end(case: Case) -> Iterator[Finding]:
-    """Find what ended the run or an attempt of it: the first error, once for all ranks that raised it."""
+    """Find what ended the run or an attempt: its first error, reported once for all ranks that raised it."""
     began = case.view.status.began if case.view.status else 0.0
     recent = [failure for failure in case.failures if failure.time >= began and _counts(case, failure)]
     ended = case.state in (RunState.FAILED, RunState.LOST, RunState.RETRYING)
     if recent:
         yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
     elif case.state is RunState.FAILED:
-        advice = f"`sunspot logs {case.view.run.name}` and, of a worker, `--rank 0` have all that they printed"
+        advice = f"`sunspot logs {case.view.run.name}` prints the driver's output, and with `--rank 0` a worker's"
         if not case.view.attempts and not case.view.status:
-            advice = "it wrote nothing to storage; mend what it names, and submit again"
-        if full := advise_full(case, case.reason):
-            advice = f"{full}; then start the run again{_where_it_goes_on(case)}"
-        said = case.reason.partition("\n")[0]  # the lines below say what to type on the driver's machine
-        yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(said), advice, cost=1.0)
+            advice = "it wrote nothing to storage; fix what the message names, and submit again"
+        free_space = advise_on_full_disk(case, case.reason)
+        if free_space:
+            advice = f"{free_space}; then start the run again{_where_it_resumes(case)}"
+        evidence = abridge(case.reason.partition("\n")[0])  # later lines are for a user on the driver's machine
+        yield Finding(Diagnosis.FAILED, Severity.ERROR, evidence, advice, cost=1.0)
     if case.state is RunState.LOST:
         again = "repeat the command that started it" if case.local else "submit it again, or repeat the same command"
-        evidence, _, _ = case.reason.partition(f"; {START_AGAIN}")  # which is the advice
-        advice = f"{again}{_where_it_goes_on(case)}"
-        yield Finding(Diagnosis.LOST, Severity.ERROR, cut(evidence), advice, cost=0.9)
+        evidence = case.reason.partition(f"; {START_AGAIN}")[0]  # the advice contains the rest
+        advice = f"{again}{_where_it_resumes(case)}"
+        yield Finding(Diagnosis.LOST, Severity.ERROR, abridge(evidence), advice, cost=0.9)
     elif case.state is RunState.DELETING:
-        advice = f"`sunspot delete {case.view.run.name}` goes on with that"
-        yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+        advice = f"`sunspot delete {case.view.run.name}` completes the deletion"
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, abridge(case.reason), advice)
     elif case.state is RunState.STOPPED:
-        advice = f"`sunspot resume {case.view.run.name}` lets it go on"
-        if case.view.status and case.view.status.reason:  # a signal to its process has one, `sunspot stop` has not
-            advice = f"repeat the command that started it{_where_it_goes_on(case)}"
-        yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+        advice = f"`sunspot resume {case.view.run.name}` continues it"
+        if case.view.status and case.view.status.reason:  # a signal leaves a reason, `sunspot stop` does not
+            advice = f"repeat the command that started it{_where_it_resumes(case)}"
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, abridge(case.reason), advice)
 
 
-def _where_it_goes_on(case: Case) -> str:
-    """Return the end of advice to start again, about the checkpoint; empty for a run without one."""
-    return ": it goes on from the last checkpoint" if case.view.checkpoint else ""
+def _where_it_resumes(case: Case) -> str:
+    """Return the last part of advice to start a run again, or "" for a run without a checkpoint."""
+    return ": it continues from the last checkpoint" if case.view.checkpoint else ""
 
 
 def _counts(case: Case, failure: Failure) -> bool:
-    """Whether it is not of a superseded process, which may have failed late, when it came back."""
+    """Return False for a failure of a superseded process, which may have come back late."""
     owner = case.newest.driver if case.newest else ""
     attempt = next((attempt for attempt in case.view.attempts if attempt.number == failure.attempt), None)
     return attempt is None or attempt.driver == owner
@@ -69,13 +75,13 @@ def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> F
     place = f" in {first.function} at {first.file}:{first.line}" if first.file else ""
     again = f", in {plural(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
     more = f"; then {', '.join(f'{times} {kind}' for kind, times in others.items())}" if others else ""
-    evidence = f"{cut(first.summary)}{place}; {who}{again}, after step {first.step}{more}"
-    mend = advise_full(case, first.message) or "mend what it names"
-    advice = f"{mend}; then start the run again{_where_it_goes_on(case)}"
+    evidence = f"{abridge(first.summary)}{place}; {who}{again}, after step {first.step}{more}"
+    fix = advise_on_full_disk(case, first.message) or "fix what the message names"
+    advice = f"{fix}; then start the run again{_where_it_resumes(case)}"
     if "OutOfMemory" in first.type or "out of memory" in first.message:
-        advice = "lower SUNSPOT_MICRO_BATCH_SIZE, which leaves the result as it is, or give the workers more memory"
+        advice = "lower SUNSPOT_MICRO_BATCH_SIZE, which does not change the result, or give the workers more memory"
     elif severity is not Severity.ERROR:
-        advice = f"its workers were started again; {mend}, as SUNSPOT_MAX_FAILURES is counted down"
+        advice = f"its workers were restarted; {fix}, because each failure counts towards SUNSPOT_MAX_FAILURES"
     details = {
         "type": first.type,
         "message": first.message,
@@ -94,66 +100,72 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def find_hung(case: Case) -> Iterator[Finding]:
-    """Find ranks of the newest attempt with any that hung, or got no rows, until their watchdogs ended them."""
+    """Find ranks that hung or got no rows until their watchdogs ended them.
+
+    Only the newest attempt with such ranks is examined.
+    """
     hung = read_hangs(case.view.events)
     if not hung:
         return
     number = max(hang.attempt for hang in hung)
     its = sorted((hang for hang in hung if hang.attempt == number), key=lambda hang: hang.rank)
-    starting = any(hang.starting for hang in its)  # of the group after that attempt, whose hosts are not known
+    starting = any(hang.starting for hang in its)  # in the group after that attempt, whose hosts are unknown
     claimed = next((a.metadata.world_size for a in case.view.attempts if a.number == number), 0)
     of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = find_suspects(its, world)
     words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
-    said = [f"{case.name(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
+    calls = [f"{case.describe_rank(of, rank)}: {words.get(rank, NO_STACKS)}" for rank in blamed or words]
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
     others = f"; {_name_ranks(waiting)} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
-    kind = Diagnosis.NO_ROWS if waited_for_rows(its, world) else Diagnosis.HUNG
-    look = "look at that call: a read without a time limit, a lock, or a collective that not all ranks enter"
+    kind = Diagnosis.NO_ROWS if starved(its, world) else Diagnosis.HUNG
+    look = "look at that call: it may be a read without a time limit, a lock, or a collective that not all ranks enter"
     advice = BRING_ROWS if kind is Diagnosis.NO_ROWS else look
-    advice += "; its workers were started again" if again else ""
+    advice += "; its workers were restarted" if again else ""
     details = {
         "attempt": number,
         "step": its[0].step,
         "ranks": blamed or list(words),
-        "places": [case.place(of, rank) for rank in blamed or words],
+        "places": [case.locate_rank(of, rank) for rank in blamed or words],
         "calls": {str(rank): text for rank, text in words.items()},
     }
     traces = tuple(f"rank {hang.rank}: {hang.detail}\n{hang.stacks}" for hang in its)
     severity = Severity.WARNING if again or case.state is RunState.SUCCEEDED else Severity.ERROR
-    when = f"as the group after attempt {number} began" if starting else f"after step {its[0].step}"
-    evidence = f"{when}, {'; '.join(said)}{others}"
+    when = f"when the group after attempt {number} began" if starting else f"after step {its[0].step}"
+    evidence = f"{when}, {'; '.join(calls)}{others}"
     yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
 
 
 def _advise_silent(case: Case, owner: Owner) -> str:
-    """Return what to do about a run without a sign of life."""
-    onward = "it goes on from the last checkpoint"
+    """Return advice on a run that sends no heartbeats."""
+    resumes = "it continues from the last checkpoint. A process that comes back later can no longer change the run"
     if case.local:
         process = f"its process {owner.job} (machine and process id)"
-        away = f"{process} may be suspended or gone, or storage out of its reach: see `ps` there, and `sunspot logs`"
-        return f"{away}. If it stays so, end the process, and repeat the command that started it: {onward}"
-    away = "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`"
+        causes = f"{process} may be suspended or gone, or may not reach storage: check `ps` there, and `sunspot logs`"
+        return f"{causes}. If this lasts, end the process, and repeat the command that started it: {resumes}"
+    causes = "its node may be frozen or cut off, or may not reach storage: check kubectl get pods, and `sunspot logs`"
     job = f"its RayJob ({owner.describe()})" if owner.namespace else "its RayJob"
-    return f"{away}. If it stays so, delete {job}, and submit again: {onward}"
+    return f"{causes}. If this lasts, delete {job}, and submit again: {resumes}"
 
 
 def find_stall(case: Case) -> Iterator[Finding]:
-    """Find out why a run that should train is silent or takes no step."""
-    status, newest = case.view.status, case.newest
+    """Find out why a run that should train is silent or takes no steps."""
+    status = case.view.status
+    newest = case.newest
     if not status or case.state not in (RunState.RUNNING, RunState.STARTING, RunState.SILENT):
         return
     if case.state is RunState.SILENT:
-        advice = f"{_advise_silent(case, Owner.parse(status.owner))}, and what comes back late changes nothing"
+        advice = _advise_silent(case, Owner.parse(status.owner))
         details: dict[str, Any] = {"silent_s": round(case.now - status.seen)}
-        yield Finding(Diagnosis.SILENT, Severity.ERROR, cut(case.reason), advice, details, cost=0.8)
+        yield Finding(Diagnosis.SILENT, Severity.ERROR, abridge(case.reason), advice, details, cost=0.8)
         return
     if case.state is RunState.STARTING:
-        waited_s = case.now - max(status.heartbeat or 0.0, status.began or status.time)  # they may have trained before
-        severity, advice = Severity.NOTE, "wait: Ray places the workers, and these import and read"
+        # The workers may have trained before.
+        waited_s = case.now - max(status.heartbeat or 0.0, status.began or status.time)
+        severity, advice = Severity.NOTE, "wait: Ray places the workers, which then import the task and read the data"
         if waited_s > FIRST_STEP_S:
-            severity, room = Severity.WARNING, "this machine's cores and GPUs" if case.local else "the pods"
+            severity = Severity.WARNING
+            room = "this machine's cores and GPUs" if case.local else "the pods"
             advice = f"Ray finds no room for the workers: compare SUNSPOT_NUM_WORKERS with {room}"
         evidence = f"{case.reason}, for {in_words(waited_s)}"
         yield Finding(Diagnosis.STARTING, severity, evidence, advice, {"waited_s": round(waited_s)})
@@ -161,17 +173,18 @@ def find_stall(case: Case) -> Iterator[Finding]:
     if newest is None or status.attempt != newest.number:
         return
     heartbeat = status.heartbeat
-    still_s = case.now - status.seen + status.time - (heartbeat or newest.time)  # two clocks, each with itself
+    # The reader's clock and the run's may differ, so each difference is between times of one clock.
+    still_s = (case.now - status.seen) + (status.time - (heartbeat or newest.time))
     limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
     if still_s > limit_s:
         timeout_s = case.number("hang_timeout_s")
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
         evidence = f"no step for {in_words(still_s)}, after step {status.step} or a little later{usual}"
-        readers = "processes find no core" if case.local else "pods are gone or pending"
-        rows = f", or for Ray Data, whose reading {readers}" if case.setting("loader") == "ray" else ""
-        then = "SUNSPOT_HANG_TIMEOUT_S is 0, so nothing ends that; stop the run, and set it"
+        readers = "find no free core" if case.local else "are gone or pending"
+        rows = f", or for Ray Data, whose readers {readers}" if case.setting("loader") == "ray" else ""
+        then = "SUNSPOT_HANG_TIMEOUT_S is 0, so nothing ends it; stop the run, and set that"
         if timeout_s:
-            then = f"when none goes on for {timeout_s:.0f} s, all leave their stacks, and those that hang are replaced"
+            then = f"after {timeout_s:.0f} s without a step, all ranks record their stacks, and hung ranks are replaced"
             then += " (SUNSPOT_HANG_TIMEOUT_S)"
         advice = f"it may wait for storage{rows}; otherwise a rank hangs: {then}"
         details = {"still_s": round(still_s), "step": status.step, "hang_timeout_s": timeout_s}

@@ -1,0 +1,156 @@
+"""Finds what keeps the pods of a run from running. Pure.
+
+`sunspot status` prints the problem of the head, or the most common problem of the workers. `sunspot doctor` prints
+every problem with its fix.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sunspot.submitter.cluster.views import JobView, Pods, PodView, WarningEvent, Warnings, one_line
+from sunspot.submitter.findings import Diagnosis
+
+HEAD = "head"
+"""Group of the head's pod in a `PodProblem`."""
+
+ADD_NODE = (
+    "unless an autoscaler brings one, add such a node, or correct the profile's selectors, tolerations and resources"
+)
+
+PUSH_IMAGE = "push the image, or correct --image and the pull secret"
+
+CREATE_MISSING = "create what is missing, in the namespace of the run"
+
+CANNOT_START = {
+    "InvalidImageName": (Diagnosis.IMAGE, "correct --image"),
+    "ErrImageNeverPull": (Diagnosis.IMAGE, "load the image onto the nodes, or allow pulling it"),
+    "CreateContainerConfigError": (Diagnosis.MISSING, CREATE_MISSING),
+    "RunContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
+    "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
+    "CrashLoopBackOff": (Diagnosis.CONTAINER, "`kubectl logs --previous` of this pod says why"),
+}
+"""Kind and fix of each problem that the kubelet names as the reason why a container cannot start."""
+
+EXPLAINED_BY_STATUS = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
+"""Reasons of warnings about pods that the pod's own status explains better."""
+
+
+@dataclass(frozen=True)
+class PodProblem:
+    """A reason why a pod does not run."""
+
+    kind: Diagnosis
+    pod: str
+    "Name of the pod; empty if the pod cannot be created."
+    group: str
+    "Name of the pod's worker group, or HEAD."
+    evidence: str
+    fix: str = ""
+
+    @property
+    def prevents_creation(self) -> bool:
+        return not self.pod
+
+    def __str__(self) -> str:
+        return f"{self.evidence}; {self.fix}" if self.fix else self.evidence
+
+
+def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProblem]:
+    """Find what keeps the pods of a RayJob from running, in the order of `pods`.
+
+    If pods are missing, the last problem is the reason why they cannot be created, if a warning names one. `pods` are
+    those of the RayJob's current cluster, and `warnings` are sorted by time, the newest first.
+    """
+    problems = [problem for pod in pods if (problem := find_problem(pod, warnings))]
+    has_head = any(pod.head for pod in pods)
+    workers = [pod for pod in pods if pod.group in job.training_groups and not pod.head]
+    if not has_head or len(workers) < job.least_workers:
+        refusal = find_refusal(job, warnings, next(iter(job.training_groups), "") if has_head else HEAD)
+        problems += [refusal] if refusal else []
+    return problems
+
+
+def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
+    """Return what keeps a pod from running, from its status or a warning about it; None if nothing seems to."""
+    group = HEAD if pod.head else pod.group
+    if pod.lost:
+        fix = "another pod replaces it once a node has room for it"
+        return PodProblem(Diagnosis.NODES, pod.name, group, pod.lost, fix)
+    if pod.ready:
+        return None
+    for kind, evidence, fix in _read_status(pod.status):
+        return PodProblem(kind, pod.name, group, evidence, fix)
+    for event in warnings:
+        if event.object == pod.name and event.reason not in EXPLAINED_BY_STATUS:
+            kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
+            return PodProblem(kind, pod.name, group, f"{event.reason}: {event.message}")
+    return None
+
+
+def find_refusal(job: JobView, warnings: Warnings, group: str) -> PodProblem | None:
+    """Return the newest reason why pods of a RayJob cannot be created, such as a quota or a policy, or None."""
+    for event in warnings:
+        if event.object in (job.cluster, job.name) and event.reason.startswith("FailedToCreate"):
+            return PodProblem(Diagnosis.REFUSED, "", group, event.message)
+    return None
+
+
+def find_past_problems(job: JobView, warnings: Warnings) -> list[PodProblem]:
+    """Find what kept pods that are gone from running: the newest problem of each kind for each pod."""
+    problems: dict[tuple[str, Diagnosis], PodProblem] = {}
+    for event in warnings:
+        problem = _read_warning(event, HEAD if "-head" in event.object else next(iter(job.training_groups), ""))
+        if problem:
+            problems.setdefault((problem.pod, problem.kind), problem)
+    return list(problems.values())
+
+
+def _read_warning(event: WarningEvent, group: str) -> PodProblem | None:
+    if event.reason == "FailedScheduling":
+        return PodProblem(Diagnosis.NO_NODE, event.object, group, event.message)
+    if event.reason == "Failed" and "pull" in event.message:
+        return PodProblem(Diagnosis.IMAGE, event.object, group, event.message, PUSH_IMAGE)
+    if event.reason in ("FailedMount", "Failed") and "not found" in event.message:
+        return PodProblem(Diagnosis.MISSING, event.object, group, event.message, CREATE_MISSING)
+    return None
+
+
+def _read_status(status: dict[str, Any]) -> Iterator[tuple[Diagnosis, str, str]]:
+    """Yield kind, evidence and fix of each problem in a pod's status, the most basic problem first."""
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            message = one_line(condition.get("message", ""))
+            if condition.get("reason") == "SchedulingGated":
+                yield Diagnosis.QUEUE, f"held back by its queue ({message})", ""
+            else:
+                message = message.partition(". ")[0]  # what follows is about preemption
+                yield Diagnosis.NO_NODE, f"no node takes it ({message})", ADD_NODE
+    for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
+        yield from _read_container(container)
+    if status.get("phase") == "Failed":
+        yield Diagnosis.POD, f"{status.get('reason', 'Failed')}: {one_line(status.get('message', ''))}", ""
+
+
+def _read_container(container: dict[str, Any]) -> Iterator[tuple[Diagnosis, str, str]]:
+    name = container["name"]
+    state = container.get("state", {})
+    waiting = state.get("waiting") or {}
+    ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
+    reason = waiting.get("reason", "")
+    if ended.get("reason") == "OOMKilled":
+        yield (
+            Diagnosis.OUT_OF_MEMORY,
+            f"container {name} ran out of memory (OOMKilled)",
+            "raise its memory in the profile",
+        )
+    elif reason in ("ErrImagePull", "ImagePullBackOff"):
+        # The kubelet reports the failure and the wait in turn. The same text describes both.
+        why = one_line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
+        yield Diagnosis.IMAGE, f"image {container.get('image', '')} cannot be pulled: {why}", PUSH_IMAGE
+    elif reason in CANNOT_START:
+        kind, fix = CANNOT_START[reason]
+        yield kind, f"{reason}: {one_line(waiting.get('message', ''))}", fix
+    elif state.get("terminated", {}).get("exitCode"):
+        why = one_line(ended.get("message", ""))
+        yield Diagnosis.CONTAINER, f"container {name} ended with {ended['exitCode']}: {why}", ""
