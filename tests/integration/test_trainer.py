@@ -21,7 +21,7 @@ from sunspot.run.requests import StopRequest
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train import trainer
-from sunspot.train.join import WorkerConfig
+from sunspot.train.joining import WorkerConfig
 from tests.harness.control import LocalControl, worker_group
 
 

@@ -27,7 +27,7 @@ from sunspot.run import open_run
 from sunspot.run.attempts import IN_PLACE, Attempt, Metadata, checkpoint_name, claim
 from sunspot.run.failures import read_failures
 from sunspot.settings import Settings
-from sunspot.train import join, loop, replacement
+from sunspot.train import joining, loop, replacement
 from sunspot.train import survivor as survivors
 from sunspot.train.survivor import NoGroupError, Survivor
 from sunspot.train.worker import RegroupError
@@ -180,8 +180,8 @@ def test_only_a_group_of_another_driver_ends_the_run(driver: str, fatal: bool, t
     ours = Attempt(1, "job", None, 0, metadata=Metadata(driver="this"))
     claim(run, [], ours)
     claim(run, [ours], Attempt(2, "job", None, 0, metadata=Metadata(driver=driver)))
-    joined: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=SimpleNamespace(attempt=ours))
-    join.record_end(SupersededError("attempt 2 owns the run"), joined)
+    setup: Any = SimpleNamespace(run=run, control=control, place=WorkerPlace(), start=SimpleNamespace(attempt=ours))
+    joining.record_end(SupersededError("attempt 2 owns the run"), setup)
     assert bool(control.channel.group_end().fatal) is fatal
 
 
@@ -195,17 +195,17 @@ def test_a_replacement_tells_what_ends_the_run_if_nobody_is_left_that_trained(
     monkeypatch.setattr(survivor, "form", lambda: WorkerPlace(None, rank, 2, nodes=["node", "node"]))
     monkeypatch.setattr(survivor, "prepare", lambda build: None)
     for name in ("print_logs", "find_code", "enter_folder", "quiet_ray_train", "Watchdog", "listening_to_rounds"):
-        monkeypatch.setattr(join, name, MagicMock())
+        monkeypatch.setattr(joining, name, MagicMock())
     for name in ("open_memory", "round_products"):
-        monkeypatch.setattr(join, name, Mock(return_value=None))
-    monkeypatch.setattr(join.ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(join.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(join.torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(join, "agree_on_start", Mock(side_effect=DamageError("no checkpoint is whole")))
+        monkeypatch.setattr(joining, name, Mock(return_value=None))
+    monkeypatch.setattr(joining.ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(joining.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(joining.torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(joining, "agree_on_start", Mock(side_effect=DamageError("no checkpoint is whole")))
     config: Any = Mock(control=control, plan=plan_without_evaluation(Settings()))
     config.claimant = lambda: Mock(run=open_run(str(tmp_path), "run"))
-    with pytest.raises(DamageError), join.join_run(config, survivor):
-        pass
+    with pytest.raises(DamageError):
+        loop.train_in_group(config, survivor)
     assert bool(control.channel.group_end().fatal) is told
 
 

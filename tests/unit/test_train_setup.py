@@ -34,15 +34,16 @@ from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings
 from sunspot.storage.local import LocalStorage
-from sunspot.train import build, join
+from sunspot.train import build, joining, loop
 from sunspot.train.build import (
-    Joined,
+    WorkerSetup,
     leaves_out_evaluation,
     open_journals,
     record_left_out,
     refuse_small_micro_batches,
 )
-from sunspot.train.join import WorkerConfig, round_products
+from sunspot.train.joining import WorkerConfig, round_products
+from sunspot.train.loop import train_in_group
 from sunspot.train.probe import probe_here
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, RegroupError, Worker
 from tests.harness.control import LocalControl
@@ -120,8 +121,8 @@ def test_an_end_that_only_memory_has_is_evaluated_and_saved_again(
     start: Any = StartPoint(Attempt(2, "me", None, step))
     nothing: Any = None
     place = WorkerPlace(rank=1, nodes=["node", "node"])
-    joined = Joined(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
-    build.build_worker(joined, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
+    setup = WorkerSetup(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
+    build.build_worker(setup, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
     assert begun[0].evaluated is not again
 
 
@@ -135,10 +136,10 @@ def test_workers_whose_parameters_differ_go_back_to_a_copy_together(
     survivor, nothing = MagicMock(), cast(Any, None)
     plan: Any = SimpleNamespace(settings=Settings(), total_steps=10)
     start, place = StartPoint(Attempt(2, "me", None, 5)), WorkerPlace(MagicMock(), rank=1, nodes=["node", "node"])
-    joined = Joined(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing, survivor)
+    setup = WorkerSetup(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing, survivor)
     state = TrainingState(model={} if handed_over else None, tier=IN_PLACE)
     with pytest.raises(RegroupError):
-        build.build_worker(joined, state, Phases())
+        build.build_worker(setup, state, Phases())
     survivor.forget.assert_called_once_with()
     assert survivor.keep.call_count == handed_over
 
@@ -234,22 +235,22 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), before=(), nodes={0: "node"})
     nothing: Any = None
     place = WorkerPlace(device=torch.device("cuda"), nodes=["node"])
-    joined = Joined(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
-    build.build_worker(joined, TrainingState(), Phases())
+    setup = WorkerSetup(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
+    build.build_worker(setup, TrainingState(), Phases())
     assert paused == dict.fromkeys(slow, True)
     assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
-    """What `join_run` gets, without Ray and a group."""
+    """Return the configuration of a worker that joins the run without Ray and without a group."""
     names = ("quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
     for name in names:
-        monkeypatch.setattr(join, name, anything)
+        monkeypatch.setattr(joining, name, anything)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: SimpleNamespace(run=anything()))
-    monkeypatch.setattr(join, "first_incident", lambda _: Incident())
-    monkeypatch.setattr(join, "open_memory", lambda *_: None)
-    monkeypatch.setattr(join, "Watchdog", lambda *_: Watched())
+    monkeypatch.setattr(joining, "first_incident", lambda _: Incident())
+    monkeypatch.setattr(joining, "open_memory", lambda *_: None)
+    monkeypatch.setattr(joining, "Watchdog", lambda *_: Watched())
     monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: None)
     monkeypatch.setattr("torch.distributed.barrier", anything)
     monkeypatch.setattr("ray.train.get_context", anything)
@@ -273,12 +274,12 @@ def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
         seen.append(watched.entered and not watched.paused_now)
         return StartPoint(Attempt(1, "me", None, 0), copy=copy), None
 
-    monkeypatch.setattr(join, "agree_on_start", agree_on_start)
-    monkeypatch.setattr(join, "shipped_worker_output", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(join, "Watchdog", lambda *_: watched)
-    monkeypatch.setattr(join, "load_start", load_start)
-    with pytest.raises(SettingsError), join.join_run(config):
-        pytest.fail("it went on")
+    monkeypatch.setattr(joining, "agree_on_start", agree_on_start)
+    monkeypatch.setattr(joining, "shipped_worker_output", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(joining, "Watchdog", lambda *_: watched)
+    monkeypatch.setattr(joining, "load_start", load_start)
+    with pytest.raises(SettingsError):
+        train_in_group(config)
     assert seen == [True, True]
 
 
@@ -289,9 +290,9 @@ def test_the_driver_hears_what_a_worker_is_warned_of(
         logging.getLogger("sunspot.storage").warning("no answer from storage for 31 s")
         raise SettingsError("far enough")
 
-    monkeypatch.setattr(join, "agree_on_start", agree_on_start)
-    with pytest.raises(SettingsError), join.join_run(config):
-        pytest.fail("it went on")
+    monkeypatch.setattr(joining, "agree_on_start", agree_on_start)
+    with pytest.raises(SettingsError):
+        train_in_group(config)
     logging.getLogger("sunspot.storage").warning("after the run")
     assert config.control.ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
     assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, "and its own log has it"
@@ -328,30 +329,29 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
     run = Run(SlowStorage(tmp_path, 0.3), "run")
     journal, start = Journal(run, "metrics", 1), StartPoint(Attempt(1, "me", None, 0))
     reporter: Any = SimpleNamespace(drain=anything, publisher=Background(60, journal.flush), end=anything)
-    workers: list[Worker] = []
 
-    def make_this_worker(joined: Joined, *_: object) -> Worker:
-        workers.append(make_worker(10, None, reporter, joined.outputs))
-        return workers[0]
+    def make_this_worker(setup: WorkerSetup, *_: object) -> Worker:
+        return make_worker(10, None, reporter, setup.outputs)
 
-    monkeypatch.setattr(join, "build_worker", make_this_worker)
+    monkeypatch.setattr(joining, "build_worker", make_this_worker)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: Claimant(run, "me"))
     for name, value in [("agree_on_start", (start, None))]:
-        monkeypatch.setattr(join, name, lambda *_, value=value: value)
-    monkeypatch.setattr(join, "load_start", lambda *_: TrainingState())
+        monkeypatch.setattr(joining, name, lambda *_, value=value: value)
+    monkeypatch.setattr(joining, "load_start", lambda *_: TrainingState())
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
     stored: list[Any] = []
 
-    def train() -> None:
+    def train(worker: Worker) -> None:
         os.write(1, b"the last line\n")
         journal.append({"step": 7})
         try:
-            workers[0].restart_group()
+            worker.restart_group()
         finally:
             stored.extend([read_stream(run, rank_stream(1, 0)), read_journal(run, "metrics")])
 
-    with pytest.raises(GroupRestartError), join.join_run(config):
-        train()
+    monkeypatch.setattr(loop, "train", train)
+    with pytest.raises(GroupRestartError):
+        train_in_group(config)
     [text, metrics] = stored
     assert b"the last line\n" in text
     assert text.decode().endswith(f"{GroupRestartError()}\n")

@@ -25,7 +25,7 @@ A restart of all of them, from the notice to the first step of the new worker gr
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
  8. checkpoint.CheckpointManager.drain    waits for that commit, but no longer than a second before the deadline
  9. train.worker.Worker.restart_group     raises GroupRestartError and exits: the node is idle, and ends
-10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.join.join_run
+10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.joining.Joining
 11. claim.agree_on_start                  finds the newest state in memory or storage, and claims an attempt from it
 12. restore.load_start                    gives that state to every rank; train.loop.train_loop takes the first step
 13. receipts.make_receipt                 says what the restart cost (train.reporter.Reporter.took_step)

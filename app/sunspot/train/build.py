@@ -72,7 +72,7 @@ EVALUATION_TRIES = 3
 
 
 @dataclass(frozen=True)
-class Joined:
+class WorkerSetup:
     """A process that has claimed the run with its group, and what it holds of both."""
 
     plan: Plan
@@ -88,31 +88,31 @@ class Joined:
     "What this process brings with it."
 
 
-def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker:
+def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
     """Build the worker of a process that has joined the run; `phases` says when its group reached what so far."""
-    plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
+    plan, start, place, watchdog = setup.plan, setup.start, setup.place, setup.watchdog
     attempt = start.attempt
-    learner = joined.survivor.learner if joined.survivor else None
+    learner = setup.survivor.learner if setup.survivor else None
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
         if place.device.type == "cuda":  # on all workers, before any of them allocates
-            awaits = partial(await_device_memory, place.device, place.nodes[place.rank], joined.control)
+            awaits = partial(await_device_memory, place.device, place.nodes[place.rank], setup.control)
             run_on_all_ranks(place.group, awaits if learner is None else lambda: None)
-        if joined.survivor and learner:
+        if setup.survivor and learner:
             learner.move(place)
             if state.model is not None:
                 load_weights(learner.model, state.model, str(attempt.starts_from))
                 load_rest(state, learner.model, learner.optimizer)
-                joined.survivor.keep(attempt, state)
+                setup.survivor.keep(attempt, state)
         else:
             learner = build_learner(plan, place, attempt, state, make_loader)
-    survivor, in_place = joined.survivor, state.tier == IN_PLACE
+    survivor, in_place = setup.survivor, state.tier == IN_PLACE
     if survivor and in_place and place.group and not same_parameters(learner.model, place.group):
         if place.rank == 0:
             text = "the workers' parameters differ, as on processors of different kinds; all go back to the newest copy"
-            joined.control.tell(ControlChannel.log, f"step {attempt.step}: {text}")
+            setup.control.tell(ControlChannel.log, f"step {attempt.step}: {text}")
         survivor.forget()
         raise RegroupError
-    journals = open_journals(joined.run, start) if place.rank == 0 else None
+    journals = open_journals(setup.run, start) if place.rank == 0 else None
     evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
     left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
     if journals:
@@ -124,11 +124,11 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         if not start.before or start.before[-1].driver != attempt.driver:  # the driver has not been told yet
             with watchdog.paused():
                 for line in describe_rates(learner):
-                    joined.control.tell(ControlChannel.log, f"  {line}")
-    saved, windows, memory = learner.saved(), state.ledger, joined.memory
+                    setup.control.tell(ControlChannel.log, f"  {line}")
+    saved, windows, memory = learner.saved(), state.ledger, setup.memory
     with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():  # parts have a group of theirs
         checkpoints = CheckpointManager(
-            joined.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
+            setup.run, attempt, plan, saved, place=place, memory=memory, windows=windows, journals=journals
         )
     if survivor:
         status = start.past.status
@@ -137,7 +137,7 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
     reporter, gauges = None, None
     if journals:
         phases = Phases(**phases, loaded=time.time())
-        reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
+        reporter = Reporter(setup.run, plan, start, state, setup.control, journals, checkpoints, phases)
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
     beginning = Beginning(
@@ -150,8 +150,8 @@ def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker
         is_closed=survivor.is_closed if survivor else None,
         examined=state.tier not in AHEAD_OF_STORAGE,
     )
-    commands = CommandPoller(joined.control, survivor.regroups if survivor else lambda: False)
-    return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)
+    commands = CommandPoller(setup.control, survivor.regroups if survivor else lambda: False)
+    return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, setup.outputs)
 
 
 # -------------------------------------------------------------------------------------------------------- the learner

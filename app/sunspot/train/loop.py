@@ -3,7 +3,7 @@
 from contextlib import closing
 
 from sunspot.data.source import Batch
-from sunspot.train.join import WorkerConfig, join_run
+from sunspot.train.joining import Joining, WorkerConfig
 from sunspot.train.replacement import end_replacement
 from sunspot.train.run import TrainingRun
 from sunspot.train.survivor import Survivor
@@ -41,11 +41,15 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
 
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
     """Train in one worker group, to the end of the run or of the group."""
-    with join_run(config, survivor) as worker:
-        if worker:
-            train(worker)
-            with worker.watchdog.paused():
-                worker.checkpoints.close(finished=True)
+    with Joining(config, survivor) as joining:
+        place = joining.form()
+        setup = joining.claim(place) if place else None
+        if setup:
+            with joining.recorded_errors(setup):
+                worker = joining.build(setup)
+                train(worker)
+                with worker.watchdog.paused():
+                    worker.checkpoints.close(finished=True)
         if survivor:
             survivor.end()
 

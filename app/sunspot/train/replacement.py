@@ -16,7 +16,7 @@ from sunspot.ray_internals.nodes import drain_nodes, head_nodes
 from sunspot.run import Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.failures import describe_failure, record_failure
-from sunspot.train.join import FAILURE_S, WorkerConfig
+from sunspot.train.joining import FAILURE_S, WorkerConfig
 
 TRIES_ON_NODE = 2
 """Number of replacements that may fail on one node before the node is left out."""

@@ -91,7 +91,7 @@ class Survivor:
         self.others_train = True
         "True if others trained when this process started, as far as is known."
         self.learner: Learner | None = None
-        self.memory: NodeMemory | None = None
+        self._memory: NodeMemory | None = None
         self.window: MetricWindow | None = None
         self.committer: CheckpointCommitter | None = None
         "The committer that began this process's newest commit, which may be under way."
@@ -128,6 +128,14 @@ class Survivor:
         limit = ended_after(hang_timeout_s + FIRST_STEP_S, until) if hang_timeout_s else nullcontext()
         with self.building(hang_timeout_s), limit:
             self.prepare(build)
+
+    def open_memory(self, location: str, first: bool) -> NodeMemory:
+        """Return the shared memory for this process's copies, which all of its groups use.
+
+        `first` is True on the first worker of each node, and counts only in this process's first group.
+        """
+        self._memory = self._memory or NodeMemory(location, told=first)
+        return self._memory
 
     def align(self, live: bool, build: Callable[[], Learner]) -> None:
         """Have all members of a group build what they train with together, or none: only a `live` state fits what any

@@ -60,7 +60,7 @@ from sunspot.settings import WorkerRange
 from sunspot.storage.limits import retry_storage
 from sunspot.tasks import load_task
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
-from sunspot.train.join import WorkerConfig
+from sunspot.train.joining import WorkerConfig
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes
 from sunspot.train.this_machine import refuse_lack
