@@ -88,7 +88,7 @@ def test_a_driver_leaves_how_it_ended(run: Run) -> None:
         assert state(run)[0] is RunState.STARTING
         outcome.finishing()
         assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and reports")
-        outcome.state = RunState.STOPPED
+        outcome.expect(RunState.STOPPED)
     assert state(run)[0] is RunState.STOPPED
     with pytest.raises(SunspotError, match="no luck"), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
         raise SunspotError("no luck")

@@ -94,7 +94,7 @@ def recorded_outcome(
             with suppress(StorageError):
                 with_deadline(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
         raise
-    status.end(status.state, status.reason)
+    status.end_as_expected()
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
@@ -150,10 +150,8 @@ class DriverStatusWriter:
         self._ended = False
         self._group_ended = ""
         "Why the newest worker group ended; empty while a group trains, or if the reason is not known."
-        self.state = RunState.SUCCEEDED
-        "How it ends, unless with an error; set by the caller."
-        self.reason = ""
-        "Why, if it does not end as usual; set by the caller."
+        self._outcome = RunState.SUCCEEDED, ""
+        "State and reason of the run if no error ends the driver."
         self._writing = threading.Lock()  # so that no write in the background comes after the end
         write_status(run, begun)
 
@@ -201,6 +199,14 @@ class DriverStatusWriter:
         self.replace(
             state=RunState.FINISHING, reason="all steps are taken; the driver predicts and reports", world_size=0
         )
+
+    def expect(self, state: RunState, reason: str = "") -> None:
+        """Set the state, and the reason if it is unusual, in which the run ends unless an error ends the driver."""
+        self._outcome = state, reason
+
+    def end_as_expected(self) -> None:
+        """Write that the driver ended without an error."""
+        self.end(*self._outcome)
 
     def withdraw(self) -> None:
         """Leave the run where it stood before this start; raises `StorageError`."""

@@ -73,13 +73,14 @@ def train_run(
             try:
                 if may_train(claimant, limit_s, settings.job_id):
                     plan = plan_run(run, settings, identity)
-                    outcome.state = train(plan, claimant, origin, outcome, stop_request)
+                    state, reason = train(plan, claimant, origin, outcome, stop_request)
                 else:
-                    outcome.state = RunState.STOPPED
+                    state, reason = RunState.STOPPED, ""
+                outcome.expect(state, reason)
             except SunspotError as error:
                 error.final = error.final or has_failed_for_good(claimant)
                 raise
-    return outcome.state
+    return state
 
 
 class Origin(NamedTuple):
@@ -138,8 +139,11 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
 
 def train(
     plan: Plan, claimant: Claimant, origin: Origin, outcome: DriverStatusWriter, stop_request: StopRequest
-) -> RunState:
-    """Train to the end of the plan, and predict with the last checkpoint; `outcome` shows how that goes."""
+) -> tuple[RunState, str]:
+    """Train to the end of the plan, and predict with the last checkpoint, while `outcome` keeps the run's status.
+
+    Returns the state in which the run ends, and the reason if that is unusual.
+    """
     # Here, as torch and Ray take seconds to import.
     from sunspot.predict.for_report import save_exhibit, save_predictions
     from sunspot.ray_session import ray_session
@@ -147,18 +151,19 @@ def train(
 
     run, patience = claimant.run, plan.settings.early_stop_evaluations
 
-    def finish(checkpoint: Checkpoint) -> RunState:
+    def finish(checkpoint: Checkpoint) -> tuple[RunState, str]:
         if not checkpoint.completes(plan.total_steps, patience):
             how = how_to_resume(run.name, bool(plan.settings.job_id))
             print(f"  stopped by `sunspot stop` at step {checkpoint.step} of {plan.total_steps}; {how}")
-            return RunState.STOPPED
+            return RunState.STOPPED, ""
+        reason = ""
         if checkpoint.step < plan.total_steps:
-            outcome.reason = f"no improvement in {plural(patience, 'evaluation')}"
-            print(f"  stopped early at step {checkpoint.step} of {plan.total_steps}: {outcome.reason}")
+            reason = f"no improvement in {plural(patience, 'evaluation')}"
+            print(f"  stopped early at step {checkpoint.step} of {plan.total_steps}: {reason}")
         outcome.finishing()
         save_predictions(plan, run, checkpoint, claimant.driver)
         save_exhibit(plan, run, checkpoint, claimant.driver)
-        return RunState.SUCCEEDED
+        return RunState.SUCCEEDED, reason
 
     checkpoint = origin.checkpoint
     if checkpoint and checkpoint.completes(plan.total_steps, patience):
