@@ -29,7 +29,7 @@ from sunspot.run.checkpoints import (
 from sunspot.settings import Settings
 from sunspot.train.loop import train
 from sunspot.train.nan_watch import NanWatch, has_finite_weights
-from sunspot.train.worker import Beginning, Worker
+from sunspot.train.worker import GroupStart, Worker
 from tests.harness.loop import QuietWorker, join_run, keep_run, make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 from tests.harness.runs import begin, commit, start
@@ -286,7 +286,7 @@ def test_a_run_ends_and_starts_again_from_what_is_finite(diverging: dict[str, An
 
     STEP[:] = [0, 100]  # mended
     _, worker = join(group, "two", **diverging)
-    assert worker.beginning.step == 5
+    assert worker.group_start.step == 5
     train(worker)
     worker.checkpoints.close(finished=True)
     found, _ = find_newest_good(run, read_attempts(run))
@@ -300,9 +300,9 @@ def test_a_group_in_place_goes_on_looking_at_the_weights_after_the_first_step(gr
         nn.init.constant_(parameter, INF)
 
     def state_of_group(step: int) -> dict[str, Any]:
-        beginning = Beginning(step, True, {}, in_place=True, examined=False)
+        group_start = GroupStart(step, True, {}, in_place=True, weights_checked=False)
         idle: Any = None
-        return QuietWorker(built.learner, beginning, idle, idle, idle, idle, None, ExitStack())._nan_watch.state
+        return QuietWorker(built.learner, group_start, idle, idle, idle, idle, None, ExitStack())._nan_watch.state
 
     assert state_of_group(5) == {}
     assert state_of_group(0) == {"nan_accepted": 1}, "the task has made them so"

@@ -25,7 +25,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import gan, load_task
 from sunspot.tasks.defaults import Optimizers, fill_in
 from sunspot.train.loop import train
-from sunspot.train.worker import Beginning
+from sunspot.train.worker import GroupStart
 from tests.harness import REPOSITORY
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
 
@@ -207,7 +207,7 @@ def train(run):
     assert drawn.pop("end") == 2
     assert len({number for number, _ in drawn.values()}) == 4
     worker = make_worker(plan, group)
-    worker.beginning = Beginning(2, True, {})
+    worker.group_start = GroupStart(2, True, {})
     importlib.import_module(task).drawn.clear()
     train(worker)
     assert importlib.import_module(task).drawn[3] == drawn[3]

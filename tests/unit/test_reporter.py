@@ -37,7 +37,7 @@ from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
 from sunspot.train.reporter import Reporter
-from sunspot.train.worker import Beginning, Step, Worker
+from sunspot.train.worker import GroupStart, Step, Worker
 from tests.harness.control import LocalControl
 from tests.harness.runs import begin, consumed, record_audit, start
 
@@ -47,7 +47,7 @@ def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
     place = WorkerPlace(group)
     learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock(), model=torch.nn.Identity())
     checkpoints, commands, telemetry, reporter = own
-    begun = Beginning(0, True, {})
+    begun = GroupStart(0, True, {})
     return Worker(learner, begun, checkpoints, commands, MagicMock(), telemetry, reporter, ExitStack())
 
 

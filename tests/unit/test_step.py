@@ -35,7 +35,7 @@ from sunspot.train.learner import Learner
 from sunspot.train.loop import take_step, train
 from sunspot.train.randomness import seed_generators
 from sunspot.train.run import TrainingRun
-from sunspot.train.worker import Beginning, RegroupError, Step, Worker
+from sunspot.train.worker import GroupStart, RegroupError, Step, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
@@ -195,7 +195,7 @@ class Recorded(Worker):
         loss = learner.task.loss
         learner.task.loss = lambda *given: self.calls.append("evaluates") or loss(*given)
         reporter: Any = MagicMock(due=lambda: False)
-        begun = Beginning(25, evaluated, before or {}, await_sums=lambda: None)
+        begun = GroupStart(25, evaluated, before or {}, await_sums=lambda: None)
         ignored = MagicMock()
         super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
 
@@ -269,13 +269,13 @@ def test_an_evaluation_is_made_up_once(
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
     learner = evaluating(group, 1)
     worker = Recorded(learner, command)
-    assert not worker.make_up_evaluation()
+    assert not worker.repeat_evaluation()
     assert not worker.calls
     worker = Recorded(learner, command, evaluated=False)
-    assert worker.make_up_evaluation() == command.stop
+    assert worker.repeat_evaluation() == command.stop
     assert [*dict.fromkeys(worker.calls)] == ["evaluates", *done]
     assert ("test_loss" in worker.records[-1]) == (command == Command())
-    assert not worker.make_up_evaluation()
+    assert not worker.repeat_evaluation()
 
 
 @pytest.mark.parametrize(("order", "ends"), [("min", [False, False, False, True]), ("max", [False, True])])

@@ -151,7 +151,7 @@ def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Pa
 
     def act(group: Any) -> int:
         worker = make_worker(plan_without_evaluation(Settings(max_steps=8)), group)
-        worker.beginning = replace(worker.beginning, is_closed=lambda: worker.step == 3)
+        worker.group_start = replace(worker.group_start, is_closed=lambda: worker.step == 3)
         with pytest.raises(RegroupError):
             loop.train(worker)
         return worker.step
@@ -160,7 +160,7 @@ def test_a_worker_alone_in_its_group_stops_when_the_group_is_closed(tmp_path: Pa
 
 
 def test_an_evaluation_stops_when_the_group_is_closed() -> None:
-    worker = SimpleNamespace(beginning=SimpleNamespace(is_closed=lambda: True))
+    worker = SimpleNamespace(group_start=SimpleNamespace(is_closed=lambda: True))
     worker._leave_closed_group = lambda: survivors.Worker._leave_closed_group(worker)  # type: ignore[arg-type]
     with pytest.raises(RegroupError):
         survivors.Worker._heartbeat(worker, True)  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ def test_a_process_that_is_always_taken_for_lost_gives_up() -> None:
         survivor.leave(RegroupError())
     with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*for lost"):
         survivor.form()
-    survivor._worker = Mock(step=5, beginning=Mock(step=4))
+    survivor._worker = Mock(step=5, group_start=Mock(step=4))
     survivor.leave(RegroupError())
     assert not survivor._failed_groups, "a step was taken"
 

@@ -45,7 +45,7 @@ from sunspot.train.build import (
 from sunspot.train.joining import WorkerConfig, round_products
 from sunspot.train.loop import train_in_group
 from sunspot.train.probe import probe_here
-from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, RegroupError, Worker
+from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, GroupStart, RegroupError, Worker
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
@@ -113,7 +113,7 @@ def test_an_end_that_only_memory_has_is_evaluated_and_saved_again(
     tier: str, step: int, stale: int, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As its commit was lost, and no step follows."""
-    begun: list[Beginning] = []
+    begun: list[GroupStart] = []
     for name in ("CheckpointManager", "Telemetry", "CommandPoller", "await_device_memory", "build_learner"):
         monkeypatch.setattr(build, name, MagicMock())
     monkeypatch.setattr(build, "Worker", lambda _, beginning, *others: begun.append(beginning))
@@ -318,7 +318,7 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
     plan = SimpleNamespace(settings=Settings(notice_s=60), steps=Steps(8, 2))
     learner: Any = SimpleNamespace(place=place, plan=plan, model=torch.nn.Identity())
     watchdog: Any = Watched()
-    begun = Beginning(0, True, {})
+    begun = GroupStart(0, True, {})
     return Worker(learner, begun, MagicMock(), commands, watchdog, MagicMock(), reporter, outputs)
 
 

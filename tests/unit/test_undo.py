@@ -15,7 +15,7 @@ from sunspot.settings import Settings
 from sunspot.train.learner import Learner
 from sunspot.train.loop import train
 from sunspot.train.undo import StepUndo
-from sunspot.train.worker import Beginning
+from sunspot.train.worker import GroupStart
 from tests.harness.loop import QuietWorker, make_worker, plan_without_evaluation
 from tests.tasks import early_changes
 
@@ -37,8 +37,8 @@ def outliving(learner: Learner, step: int) -> QuietWorker:
         name_at=lambda step: f"step {step}",
     )
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), nothing))
-    beginning = Beginning(step, True, {}, await_sums=nothing, in_place=step > 0)
-    return QuietWorker(learner, beginning, checkpoints, idle, idle, idle, None, ExitStack())
+    group_start = GroupStart(step, True, {}, await_sums=nothing, in_place=step > 0)
+    return QuietWorker(learner, group_start, checkpoints, idle, idle, idle, None, ExitStack())
 
 
 def learner_of(way: str, group: dist.ProcessGroup) -> Learner:

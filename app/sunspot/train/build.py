@@ -57,7 +57,7 @@ from sunspot.train.learner import Learner, Loader
 from sunspot.train.learning_rates import LearningRates
 from sunspot.train.reporter import Reporter
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import Beginning, RegroupError, Worker
+from sunspot.train.worker import GroupStart, RegroupError, Worker
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         reporter = Reporter(setup.run, plan, start, state, setup.control, journals, checkpoints, phases)
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    beginning = Beginning(
+    group_start = GroupStart(
         attempt.step,
         evaluated or left_out,
         state.metrics,
@@ -148,10 +148,10 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
         in_place=in_place,
         window=survivor.window if survivor else None,
         is_closed=survivor.is_closed if survivor else None,
-        examined=state.tier not in AHEAD_OF_STORAGE,
+        weights_checked=state.tier not in AHEAD_OF_STORAGE,
     )
     commands = CommandPoller(setup.control, survivor.regroups if survivor else lambda: False)
-    return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, setup.outputs)
+    return Worker(learner, group_start, checkpoints, commands, watchdog, telemetry, reporter, setup.outputs)
 
 
 # -------------------------------------------------------------------------------------------------------- the learner

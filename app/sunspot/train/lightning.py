@@ -24,10 +24,10 @@ BETWEEN_STEPS = (
 
 def train(worker: Worker) -> None:
     """Do what `sunspot.train.loop.train` does, by Lightning's Trainer."""
-    learner, step = worker.learner, worker.beginning.step
+    learner, step = worker.learner, worker.group_start.step
     task, module = cast(LightningTask, learner.task), cast(LightningModule, learner.model)
     task.begin_schedule(module, learner.optimizer, step)
-    if worker.make_up_evaluation():
+    if worker.repeat_evaluation():
         return
 
     run = LightningRun(worker)
@@ -75,7 +75,7 @@ class LightningRun(LibraryRun):
     def step(self) -> None:
         super().step()
         if self._hooks_between_steps:
-            self._worker.checkpoints.wait_for_copy()
+            self._worker.wait_for_copy()
 
 
 class RowWeightedDDPStrategy(RayDDPStrategy):
@@ -136,7 +136,7 @@ class StepCallback(Callback):
         self._run, self._task = run, task
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._run.parameters_change()
+        self._run.before_change()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._task.advance_schedule(pl_module, self._run.position + 1)

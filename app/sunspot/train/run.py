@@ -41,7 +41,7 @@ class TrainingRun:
         self.rank, self.world_size, self.device = learner.place.rank, learner.place.world_size, learner.place.device
         self._hooks: list[RemovableHandle] = []
         self.model, self.optimizer = self.prepare_model(), learner.optimizer
-        self.position = worker.beginning.step
+        self.position = worker.group_start.step
         self.stopped = False
         self.weight = 0.0
         self.pass_rows = 0
@@ -58,9 +58,9 @@ class TrainingRun:
         """Return the model to train with, and have its optimizers say when they are about to change it."""
         # A loss may end this, and what then is left in the optimizers would stay for the next group.
         worker = self._worker
-        model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.beginning.in_place)
+        model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.group_start.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):
-            self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.parameters_change(each)))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda each, *_: self.before_change(each)))
         return model
 
     @property
@@ -74,7 +74,7 @@ class TrainingRun:
 
     def batches(self) -> Iterator[Batch]:
         steps = self._learner.plan.steps
-        self.stopped = self._worker.make_up_evaluation()
+        self.stopped = self._worker.repeat_evaluation()
         while self.position < self.total_steps and not self.stopped:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
@@ -183,13 +183,13 @@ class TrainingRun:
         complete_gradients(self.model)
         clip_gradients(self.model if model is None else model, self.settings.clip_norm)
 
-    def parameters_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Wait until the previous step's state is copied. Call this before parameters change.
+    def before_change(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Complete the gradients, and block until parameters may change (`Worker.wait_before_change`).
 
-        `optimizer` is the one that is about to take its step, if any.
+        `optimizer` is the optimizer that is about to take its step, if there is one.
         """
         complete_gradients(self.model)
-        self._worker.begin_change(optimizer)
+        self._worker.wait_before_change(optimizer)
         if self._open:
             self._rates = self._learning_rates()
             self._open.learning_rate = self._rates[0]

@@ -273,7 +273,7 @@ class Survivor:
 
     def leave(self, error: Exception) -> None:
         """Keep the state for the next group, and let go of the last one."""
-        if self._worker and self._worker.step > self._worker.beginning.step:
+        if self._worker and self._worker.step > self._worker.group_start.step:
             self._failed_groups.clear()
         elif self._client.connections > self._connections:
             limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"

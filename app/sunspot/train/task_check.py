@@ -52,7 +52,7 @@ from sunspot.train.build import build_learner, describe_rates
 from sunspot.train.evaluate import evaluation_mode
 from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
-from sunspot.train.worker import Beginning, Step, Worker
+from sunspot.train.worker import GroupStart, Step, Worker
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +227,8 @@ def build(rows: "FewRows", attempt: Attempt, state: TrainingState) -> "CheckedWo
     telemetry = Telemetry(plan.settings.run_name, 0, place.device, lambda: 0.0, None)
     commands: Any = SimpleNamespace(poll=Command)  # the driver asks nothing of a check
     watchdog = Watchdog(run, 0, 1, 0, lambda *_: None)
-    beginning = Beginning(attempt.step, True, {})
-    worker = CheckedWorker(learner, beginning, checkpoints, commands, watchdog, telemetry, None, ExitStack())
+    group_start = GroupStart(attempt.step, True, {})
+    worker = CheckedWorker(learner, group_start, checkpoints, commands, watchdog, telemetry, None, ExitStack())
     if not hasattr(learner.task, "begin_schedule"):  # Lightning computes gradients within its optimizer's step
         for optimizer in optimizers_in(learner.optimizer):
             optimizer.register_step_pre_hook(lambda each, *_: worker.note_step(each))

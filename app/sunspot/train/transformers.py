@@ -26,7 +26,7 @@ UNCOUNTED = -100
 
 def train(worker: Worker) -> None:
     """Do what `sunspot.train.loop.train` does, by the Trainer of the task."""
-    if worker.make_up_evaluation() or worker.beginning.step >= worker.learner.plan.total_steps:
+    if worker.repeat_evaluation() or worker.group_start.step >= worker.learner.plan.total_steps:
         return
     run = TrainerRun(worker)
     with closing(run):
@@ -131,7 +131,7 @@ class StepCallback(TrainerCallback):
         self._task.begin_schedule(objects["lr_scheduler"], self._run.position)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._run.parameters_change()
+        self._run.before_change()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.epoch = state.global_step / self._run.steps_per_epoch
