@@ -167,7 +167,8 @@ def run_trial(config: dict[str, Any], trials: Trials) -> None:
         ended = False
         while not ended:
             ended = training.done()  # checked first, so that its last records are reported
-            stop_request.marked = stop_request.marked or commands.poll().stop
+            if not stop_request.marked and commands.poll().stop:
+                stop_request.note_marker()
             with suppress(StorageError):  # tried again the next time
                 for result in history.new():
                     tune.report({ERROR: "", **result})
