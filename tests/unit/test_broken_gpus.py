@@ -13,7 +13,7 @@ import pytest
 from sunspot.elastic.failures import Suspects
 from sunspot.errors import SunspotError
 from sunspot.train import broken_gpus, probe
-from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
+from sunspot.train.broken_gpus import BrokenInTraining, RequiredResources, leave_out_at_start, new_nodes_checked
 from tests.harness.asked_nodes import FakeRay
 from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
@@ -58,7 +58,7 @@ def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
     broken: str, least: int, left_out: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.broken = broken
-    lines = leave_out_at_start(cluster.nodes, Needed({"GPU": 1.0}, least))
+    lines = leave_out_at_start(cluster.nodes, RequiredResources({"GPU": 1.0}, least))
     assert cluster.ray.arguments == {A: (8,), B: (2,)}, "the GPUs that each node promises"
     assert cluster.done == ([(left_out,)] if left_out else [])
     assert lines == ([f"node {left_out[:12]} left out: no driver"] if left_out else [])
@@ -80,7 +80,7 @@ def test_a_run_that_needs_the_nodes_does_not_begin(
 ) -> None:
     cluster.broken, cluster.ray.here = broken, head
     with pytest.raises(SunspotError, match=rf"of 2 nodes with GPUs cannot compute on them: .*: no driver; {why}"):
-        leave_out_at_start(cluster.nodes, Needed({"GPU": 1.0}, least))
+        leave_out_at_start(cluster.nodes, RequiredResources({"GPU": 1.0}, least))
     assert not cluster.done
 
 
@@ -90,7 +90,7 @@ def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTrain
         def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
             cluster.done.append((method.__name__,))
 
-    return BrokenInTraining(Control(), Needed({"GPU": 1.0}, 2), group_ends=True)
+    return BrokenInTraining(Control(), RequiredResources({"GPU": 1.0}, 2), group_ends=True)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
 
     cluster.broken = "b"
     joining, cluster.nodes = cluster.nodes[1:], cluster.nodes[:1]
-    with new_nodes_tried(control, cluster.nodes) as filtered:
+    with new_nodes_checked(control, cluster.nodes) as filtered:
         cluster.answer.clear()
         cluster.nodes += joining
         wait_until(lambda: cluster.ray.arguments)
@@ -180,6 +180,6 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
 def test_a_node_that_is_about_to_go_is_not_tried(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(broken_gpus, "draining_nodes", lambda: {B: None})
-    with new_nodes_tried(LocalControl(), []) as filtered:
+    with new_nodes_checked(LocalControl(), []) as filtered:
         wait_until(lambda: [node["NodeID"] for node in filtered(cluster.nodes)] == [A, C])
     assert set(cluster.ray.arguments) == {A}

@@ -52,9 +52,9 @@ def test_a_group_waits_until_the_old_ones_memory_is_back(gpu: Gpu, capsys: pytes
     assert 2.5 < waited_s < 3.5
     begin, end = capsys.readouterr().out.splitlines()
     assert begin.startswith(
-        "cuda:0: 20 GB of its memory are free, 79.5 GB were when the group before began; waiting up"
+        "cuda:0: 20 GB of its memory is free, 79.5 GB was free when the previous group began; waiting up"
     )
-    assert end == "cuda:0: 79.5 GB of its memory are free"
+    assert end == "cuda:0: 79.5 GB of its memory is free"
     assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a little more is no group's"
 
 

@@ -113,7 +113,7 @@ def test_a_check_fails_with_the_fix_apart(monkeypatch: pytest.MonkeyPatch) -> No
     ("gpus", "broken", "told"),
     [
         (8, {}, ""),
-        (7, {}, "8 GPUs are promised, and NVIDIA's driver finds 7"),
+        (7, {}, "8 GPUs promised, but NVIDIA's driver finds 7; see the node's device plugin"),
         (
             8,
             {5: ("cuDevicePrimaryCtxRetain", 999)},

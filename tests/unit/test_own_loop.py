@@ -307,7 +307,7 @@ BEGIN = "def train(run):\n    for batch in run.batches():\n        "
     ("text", "message"),
     [
         (BEGIN + "pass", "took a batch and did not call run.step"),
-        (BEGIN + "run.step()", "logged nothing of a batch"),
+        (BEGIN + "run.step()", "logged nothing for a batch"),
         (BEGIN + "run.log({'loss': run.model.state_dict()['0.bias']})", r"logged loss of shape \[8\]; .* 25 rows"),
         (BEGIN + "run.log({'loss': run.model[0].bias.sum()}); run.step(); run.step()", "called run.step.. twice"),
         (BEGIN + "run.log({'loss': run.model[0].bias.sum()}); run.step(); break", "returned at step 1 of 12"),

@@ -48,7 +48,7 @@ def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
         if number in (3, 4):
             raise ray.exceptions.GetTimeoutError("no answer")
         return (
-            "it reads something else than was written"
+            "it does not read what another node has written"
             if number < 20
             else f"run/probe-{uuid4().hex}: denied"
             if number > 39
@@ -59,7 +59,9 @@ def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
         probe_fakes(monkeypatch, tmp_path, 50, answer)
     text = str(refused.value)
     assert "28 of 50 other nodes cannot use it" in text
-    assert "000000000000, 000000000001, 000000000002 and 15 others: it reads something else than was written" in text
+    assert (
+        "000000000000, 000000000001, 000000000002 and 15 others: it does not read what another node has written" in text
+    )
     assert "000000000040, 000000000041, 000000000042 and 7 others: run/probe-...: denied" in text
     assert "SUNSPOT_STORAGE_PATH must be s3://..., gs://... or az://..., or a file system that all nodes share" in text
     assert "\n" not in text

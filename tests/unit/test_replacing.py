@@ -13,7 +13,7 @@ from sunspot.elastic.membership import Member, Membership
 from sunspot.ray_internals import controller
 from sunspot.ray_internals.controller import end_lost
 from sunspot.train import trainer
-from sunspot.train.trainer import left_alone
+from sunspot.train.trainer import only_driver_remains
 
 
 class Worker:
@@ -84,7 +84,7 @@ def test_a_worker_that_never_answers_is_waited_for_with_a_limit(known: bool, tim
 def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
+    monkeypatch.setattr(trainer, "MEMBERS_CHECK_EVERY_S", 0.01)
     membership = Membership(1)
     membership.enter(Member("first", "node"))
     membership.stand("first", 0.0)
@@ -93,14 +93,14 @@ def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_traine
     membership.enter(Member("hangs", "node"))
     membership.lose("first", 2.0)
     assert not membership.deserted
-    assert left_alone(Future(), membership, limit_s=0.1)
+    assert only_driver_remains(Future(), membership, limit_s=0.1)
 
 
 @pytest.mark.parametrize("membership", [None, Membership(2)], ids=["a group that ends as a whole", "survivors"])
 def test_a_stop_before_a_worker_trains_waits_for_none(
     membership: Membership | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "ALONE_CHECK_S", 0.01)
+    monkeypatch.setattr(trainer, "MEMBERS_CHECK_EVERY_S", 0.01)
     looks = iter([False, False, True])
-    assert left_alone(Future(), membership, lambda: next(looks))
+    assert only_driver_remains(Future(), membership, lambda: next(looks))
     assert list(looks) == []

@@ -137,7 +137,7 @@ def test_a_step_has_one_loss_and_a_failure_its_reason_wherever_they_are_shown(
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
     assert status.warning == "its workers were started again after worker failed (rank 0: KeyError: 'weights')"
-    assert control.heard("log").count("  between nodes, NCCL takes Socket") == 1
+    assert control.heard("log").count("  between nodes, NCCL uses Socket") == 1
 
 
 def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(

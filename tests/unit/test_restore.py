@@ -587,7 +587,7 @@ def test_a_loss_while_workers_make_way_is_a_loss() -> None:
 
 
 def test_a_save_that_does_not_fit_the_notice_is_warned_of() -> None:
-    assert "takes 30 s to commit, and a notice leaves 27 s" in warn_of_notice(30.0, 27)
+    assert "takes 30 s to commit, but a notice leaves 27 s" in warn_of_notice(30.0, 27)
     assert warn_of_notice(25.0, 27), "the notice has to travel first"
     for save_s, notice_s in [(10.0, 27), (None, 27), (30.0, 0)]:
         assert not warn_of_notice(save_s, notice_s)

@@ -29,21 +29,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"USE_GPU": "true"},
-            "SUNSPOT_USE_GPU=true: 2 workers of 1 GPU need 2, and this machine has 0 that torch sees; leave it at auto",
+            "SUNSPOT_USE_GPU=true: 2 workers of 1 GPU need 2, but this machine has 0 that torch sees; leave it at auto",
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 4}'},
-            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, and this machine has 2; lower it',
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 4}: 2 workers of 4 CPU need 8, but this machine has 2; lower it',
         ),
         (
             {"RESOURCES_PER_WORKER": '{"CPU": 2}'},
-            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, and this machine has 2; lower it, or '
+            'SUNSPOT_RESOURCES_PER_WORKER={"CPU": 2}: 2 workers of 2 CPU need 4, but this machine has 2; lower it, or '
             "set SUNSPOT_NUM_WORKERS to 1",
         ),
         (
             {"NUM_WORKERS": "64"},
             "SUNSPOT_NUM_WORKERS=64: 64 workers would be too many for this machine, with 2 cores and 30 GB of free "
-            "memory, of which a worker takes at least 300 MB; set it to 8 or less, or start them all the same with "
+            "memory, of which a worker takes at least 300 MB; set it to 8 or less, or start them anyway with "
             "SUNSPOT_ACCEPT=64-workers",
         ),
     ],
@@ -90,5 +90,5 @@ def test_a_machine_that_does_not_tell_its_memory_is_judged_by_its_cores(monkeypa
 def test_a_resource_that_ray_does_not_know_is_named() -> None:
     given = {"CPU": 1.0, "gpu": 1.0}
     settings = load_settings({"RESOURCES_PER_WORKER": '{"CPU": 1, "gpu": 1}'})
-    with pytest.raises(SettingsError, match=r'"gpu": 1\}: 2 workers of 1 gpu need 2, and this machine has 0; lower it'):
+    with pytest.raises(SettingsError, match=r'"gpu": 1\}: 2 workers of 1 gpu need 2, but this machine has 0; lower it'):
         refuse_lack(settings, given, {"CPU": 2.0, "GPU": 2.0})

@@ -1,4 +1,4 @@
-"""Makes a process a worker of the run: joins the group, claims the run with it, and records what ends the worker."""
+"""Makes a process a worker of the run: it joins a group, claims the run with that group, and builds what it trains."""
 
 import os
 import socket
@@ -48,13 +48,16 @@ from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.survivor import Survivor
 from sunspot.train.worker import RegroupError, Worker
 
-FAILURE_S, FATAL_S = 5.0, 60.0
-"""The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
+FAILURE_S = 5.0
+"""Most seconds that a failed worker waits for storage to take its traceback."""
+
+FATAL_S = 60.0
+"""Most seconds that a failed worker waits for storage to take an error that no retry can fix."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the driver gives each worker, to join the run."""
+    """The configuration with which the driver starts each worker."""
 
     plan: Plan
     owner: str
@@ -63,30 +66,30 @@ class WorkerConfig:
     threads: int
     collective_timeout_s: float
     membership: MembershipAddress | None = None
-    "Where workers that outlive each other form their groups; None: Ray Train forms them, and ends them together."
+    "Address at which surviving workers form their groups. None if Ray Train forms the groups and ends them together."
     folder: str = ""
-    "The driver's working directory, which relative paths in TASK_ARGS mean."
+    "Working directory of the driver, to which relative paths in TASK_ARGS refer."
 
     @property
     def limit_s(self) -> float:
-        """The longest wait in one collective: one that waits for storage in a step keeps the others waiting."""
+        """Most seconds to wait in one collective, while one of the workers may be waiting for storage."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
     @cached_property
     def run(self) -> Run:
-        """The run, with this process's connection to its storage, which serves all groups that it is in."""
+        """The run, with the connection to its storage that this process uses in all of its groups."""
         return open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
 
     def claimant(self) -> Claimant:
-        """Who claims the run for a group."""
+        """Return a new claimant of the run, for one group."""
         return Claimant(self.run, self.owner, self.driver)
 
 
 class Joining:
-    """The steps by which this process becomes a worker of the run: form a group, claim the run with it, and build.
+    """The three steps by which this process becomes a worker of the run: `form`, `claim` and `build`.
 
-    `loop.train_in_group` calls the three methods in this order. Every rank of the group does the same, because most of
-    what they do is a collective. The context ends when the process has left the group.
+    `loop.train_in_group` takes them in this order. Each step contains collectives, so every rank of the group must take
+    the same steps. The context ends when the process has left the group.
     """
 
     def __init__(self, config: WorkerConfig, survivor: Survivor | None = None) -> None:
@@ -110,10 +113,7 @@ class Joining:
     # ------------------------------------------------------------------------------------------------------------ form
 
     def form(self) -> WorkerPlace | None:
-        """Form the group with the other workers, and return this worker's place in it.
-
-        Returns None if no further group forms.
-        """
+        """Form a group with the other workers, and return this worker's place in it, or None if no group forms."""
         config, survivor = self._config, self._survivor
         set_up_process(config, survivor)
         if survivor is None:
@@ -128,7 +128,7 @@ class Joining:
             survivor.prepare_alone(self._prepare_learner, settings.hang_timeout_s)
         place = survivor.form()
         if place:
-            # Output of the previous attempt must not reach storage once another process owns the run.
+            # Otherwise the output of the previous attempt would arrive once another attempt owns the run.
             survivor.await_outputs()
             self._phases = Phases(formed=time.time())
         return place
@@ -139,7 +139,7 @@ class Joining:
     # ----------------------------------------------------------------------------------------------------------- claim
 
     def claim(self, place: WorkerPlace) -> WorkerSetup | None:
-        """Claim the run's next attempt with the other workers, from the newest state that any of them can reach.
+        """Claim the run's next attempt with the other workers, starting from the newest state that any of them has.
 
         Returns None if the run is no longer this job's to train. An error that no retry can fix is reported to the
         driver, so that the next worker group of this job ends at once.
@@ -152,7 +152,7 @@ class Joining:
         watchdog = self._watch(place)
         memory = open_memory(run, plan.settings, place, survivor)
         live = survivor.kept[0] if survivor and survivor.kept else None
-        dist.barrier(group=group)  # until every node is rid of what earlier processes left
+        dist.barrier(group=group)  # until each node has removed what earlier processes left
         try:
             start, self._found = agree_on_start(self._claimant, plan.settings, group, live)
         except SunspotError as error:
@@ -167,7 +167,7 @@ class Joining:
             memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
         if place.rank == 0:
             control.tell(ControlChannel.explain_start, first_incident(start))
-            if not start.live:  # otherwise others wait for this process, and the status already shows that they train
+            if not start.live:  # a live group waits for this process, and its status is shown already
                 show_claim(run, first_status(start, plan, control.try_ask(ControlChannel.incident)))
         outputs = self._contexts.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
@@ -177,7 +177,7 @@ class Joining:
         """Watch this process for hangs, and send its warnings to the driver, until it leaves the group."""
         control, survivor, limit_s = self._config.control, self._survivor, self._config.plan.settings.hang_timeout_s
 
-        def note_hang(hang: Hang, late: bool) -> None:  # those of all ranks together tell which rank is to blame
+        def note_hang(hang: Hang, late: bool) -> None:  # the hangs of all ranks together show which rank is to blame
             control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
 
         if survivor:
@@ -253,28 +253,33 @@ def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
 
 
 def ends_alone(survivor: Survivor | None, rank: int) -> bool:
-    """Return True if a process ends without ending its group, as a replacement that has not trained yet.
+    """Return True if the end of this process does not end its group, because it is a replacement that has not trained.
 
-    Rank 0 never does: the processes of the group before come first (`Membership`), so none of them is left to train.
+    Rank 0 always ends its group. The processes of the previous group get the lowest ranks (`Membership`), so if a
+    replacement has rank 0, no other process is left that could train.
     """
     return bool(survivor and survivor.replaces and rank)
 
 
 def tell_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
-    """Report an error that no retry can fix to the driver, unless others train without this process."""
+    """Report an error that no retry can fix to the driver, unless the other workers train without this process."""
     if not (survivor and survivor.replaces):
         control.try_ask(ControlChannel.set_fatal_error, error)
 
 
 def round_products(rounded: bool) -> None:
-    """Have a GPU round the factors of products of fp32 numbers (TF32) or not, of matrices and of convolutions."""
+    """Set whether a GPU rounds fp32 factors to TF32 in matrix products and convolutions."""
     torch.set_float32_matmul_precision("high" if rounded else "highest")
-    torch.backends.cudnn.allow_tf32 = rounded  # which torch has on, unlike that of matrices
+    torch.backends.cudnn.allow_tf32 = rounded  # torch's default is True for convolutions, and False for matrices
 
 
 def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Survivor | None) -> NodeMemory | None:
-    """Where this worker's copies outlive it: under DDP on one worker of each node, as each has the whole state."""
-    nodes, context = place.nodes, ray.train.get_context()
+    """Return the shared memory for this worker's copies, or None if this worker keeps no copies.
+
+    Under DDP every worker has the whole state, so only one worker of each node keeps copies.
+    """
+    nodes = place.nodes
+    context = ray.train.get_context()
     first = nodes.index(nodes[place.rank]) == place.rank if survivor else context.get_local_rank() == 0
     if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
         return None
@@ -284,11 +289,14 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
 def record_end(error: Exception, setup: WorkerSetup) -> None:
     """Record the error that ends this worker, unless another process owns the run.
 
-    One that no retry can fix goes to the control channel, as storage may be what failed, and to storage, for the job's
-    next driver.
+    An error that no retry can fix goes to the control channel, because storage itself may have failed, and also to
+    storage, where the job's next driver finds it.
     """
-    run, control, place = setup.run, setup.control, setup.place
-    fatal, attempt = find_in(error), setup.start.attempt
+    run = setup.run
+    control = setup.control
+    place = setup.place
+    attempt = setup.start.attempt
+    fatal = find_in(error)
     superseded = isinstance(fatal, SupersededError)
     by_next_group = False
     if superseded:
@@ -308,7 +316,7 @@ def record_end(error: Exception, setup: WorkerSetup) -> None:
                 record_error(run, attempt.number, fatal)
             record_failure(run, end.failure)
 
-    # The others wait for this worker's end, and not for storage, least of all when that is what failed.
+    # The other workers wait for this one to end, so it must not wait for storage for long.
     with suppress(TimeoutError):
         limit_s = FATAL_S if fatal and not isinstance(fatal, StorageError) else FAILURE_S
         start_thread(record, "record-end").result(limit_s)
