@@ -70,7 +70,7 @@ def test_a_driver_that_is_told_to_end_saves(
     output = process.communicate(timeout=150)[0]
     assert process.returncode == code, output
     assert said in output
-    assert "the same command goes on" in output
+    assert "the same command continues from there" in output
     terminated_at = newest(run).step
     assert terminated_at % 50, "it did not save when it was told to end"
     status = read_status(run)

@@ -87,7 +87,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], **driver: An
     [
         ({"cuda": "13.2"}, {}, "driver cannot be loaded (libcuda.so.1: cannot open"),
         ({"cuda": "13.2"}, {"cuda": 13000, "code": 100}, "finds no GPU (cuInit returned 100)"),
-        ({"cuda": "13.2"}, {"cuda": 12080}, "made for CUDA 12, torch 2.15.0 for 13: it needs driver 580 or later"),
+        (
+            {"cuda": "13.2"},
+            {"cuda": 12080},
+            "supports CUDA 12, but torch 2.15.0 is built for CUDA 13: it needs driver 580 or later",
+        ),
         ({"cuda": None}, {"cuda": 13000}, "a build without CUDA"),
         ({"cuda": "13.2"}, {"cuda": 13000}, ""),
         ({"cuda": "12.8"}, {"cuda": 13020}, ""),

@@ -323,7 +323,7 @@ def test_a_rate_that_depends_on_the_number_of_steps_is_reported() -> None:
 
     cycle = module_of(build_scheduler=lambda optimizer, _, total: PolynomialLR(optimizer, total))
     assert describe(cycle, 81) == (
-        "120 steps by SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS, 81 before: "
+        "SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give 120 steps, 81 before: "
         "the learning rate continues at 0.00667 instead of 0.000247"
     )
     assert not describe(cycle, 120)

@@ -145,7 +145,9 @@ class Joining:
         driver, so that the next worker group of this job ends at once.
         """
         config, survivor = self._config, self._survivor
-        plan, control, run = config.plan, config.control, self._claimant.run
+        plan = config.plan
+        control = config.control
+        run = self._claimant.run
         if control.ask(ControlChannel.group_end).fatal:
             return None
         group = cast(dist.ProcessGroup, place.group)
@@ -175,7 +177,9 @@ class Joining:
 
     def _watch(self, place: WorkerPlace) -> Watchdog:
         """Watch this process for hangs, and send its warnings to the driver, until it leaves the group."""
-        control, survivor, limit_s = self._config.control, self._survivor, self._config.plan.settings.hang_timeout_s
+        control = self._config.control
+        survivor = self._survivor
+        limit_s = self._config.plan.settings.hang_timeout_s
 
         def note_hang(hang: Hang, late: bool) -> None:  # the hangs of all ranks together show which rank is to blame
             control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
@@ -193,7 +197,9 @@ class Joining:
 
     def build(self, setup: WorkerSetup) -> Worker:
         """Load the state that the claimed attempt starts from, and build the worker that trains from it."""
-        survivor, start, place = setup.survivor, setup.start, setup.place
+        survivor = setup.survivor
+        start = setup.start
+        place = setup.place
         if survivor:
             with setup.watchdog.paused():
                 survivor.align(bool(start.live), self._prepare_learner)

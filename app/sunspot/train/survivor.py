@@ -305,5 +305,5 @@ class Survivor:
             wait([self._outputs], OUTPUTS_S)
 
     def end(self) -> None:
-        """Tell the decider that all members of the group end."""
+        """Announce to the decider that all members of the group end."""
         self._client.end()
