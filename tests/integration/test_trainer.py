@@ -1,4 +1,4 @@
-"""How one of Ray's trainers ends, as the driver hears of it."""
+"""The end of one of Ray's trainers, as the driver observes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.control import LocalControl, worker_group
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_lost_control_channel_does_not_hide_how_training_ended(
+def test_a_lost_control_channel_does_not_hide_the_error_of_the_training(
     gone: bool, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})
@@ -49,8 +49,8 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
         )
 
 
-def test_a_trainer_that_follows_another_knows_how_far_its_workers_were() -> None:
-    """Or the steps since the checkpoint from which it starts would count as never taken."""
+def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
+    """Otherwise the steps since its checkpoint would count as never taken."""
     before, after = LocalControl(), LocalControl()
     before.tell(ControlChannel.begin_group, worker_group(1, "a"))
     before.tell(ControlChannel.set_progress, Progress(step=7))

@@ -1,4 +1,4 @@
-"""Nodes whose GPUs cannot be used are left out, when a run starts and when one breaks in training."""
+"""Nodes with broken GPUs are left out, at the start of a run and when a GPU breaks during training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A, B, C = "a" * 56, "b" * 56, "c" * 56
 
 
 class Cluster:
-    """Nodes A of 8 GPUs, B of 2 and C of none; those in `broken` say that there is no driver."""
+    """A cluster of node A with 8 GPUs, B with 2 and C without. Nodes in `broken` have no GPU driver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken, self.done = "", list[tuple[str, ...]]()
@@ -54,7 +54,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     [("", 10, ""), ("a", 2, A)],
     ids=["none", "one, and the others do"],
 )
-def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
+def test_a_node_with_a_broken_gpu_is_left_out_if_the_others_suffice(
     broken: str, least: int, left_out: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.broken = broken
@@ -75,7 +75,7 @@ def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
     ],
     ids=["all", "too few others", "the head's"],
 )
-def test_a_run_that_needs_the_nodes_does_not_begin(
+def test_a_run_does_not_start_if_it_needs_a_node_with_a_broken_gpu(
     broken: str, head: str, least: int, why: str, cluster: Cluster
 ) -> None:
     cluster.broken, cluster.ray.here = broken, head
@@ -110,7 +110,7 @@ def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
     assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
 
 
-def test_a_node_that_is_left_out_does_not_hide_the_group_that_trains_on(
+def test_the_remaining_group_still_gets_notices_after_a_node_is_left_out(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """The supervisor passes notices only to the group that the control channel knows."""
@@ -124,7 +124,7 @@ def test_a_node_that_is_left_out_does_not_hide_the_group_that_trains_on(
     [({A: 710, B: 700}, {A, B}), ({C: None}, set()), ({"gone": None}, set()), ({}, set())],
     ids=["the program's error", "no GPU", "a lost node", "none"],
 )
-def test_a_gpu_that_answers_is_not_broken(
+def test_a_gpu_that_still_works_stays_in_use(
     codes: Suspects, asked: set[str], cluster: Cluster, training: BrokenInTraining
 ) -> None:
     assert not training(codes)
@@ -132,7 +132,7 @@ def test_a_gpu_that_answers_is_not_broken(
     assert not cluster.done
 
 
-def test_a_dead_gpu_that_the_run_needs_ends_it(cluster: Cluster, training: BrokenInTraining) -> None:
+def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: BrokenInTraining) -> None:
     cluster.broken = "ab"
     told = rf"a GPU broke: {A[:12]}, {B[:12]}: no driver; the other nodes have room for 0 of at least 2 workers"
     with pytest.raises(SunspotError, match=told):
@@ -140,17 +140,15 @@ def test_a_dead_gpu_that_the_run_needs_ends_it(cluster: Cluster, training: Broke
     assert not cluster.done
 
 
-def test_a_gpu_that_is_needed_and_had_no_error_or_answers_is_tried_again(
-    cluster: Cluster, training: BrokenInTraining
-) -> None:
-    """Then MAX_FAILURES bounds the tries."""
+def test_a_needed_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
+    """MAX_FAILURES limits the number of tries then."""
     assert not training({A: 214, B: 220})
     cluster.broken = "ab"  # as may be those of a node that is about to go
     assert not training({A: None, B: None})
     assert not cluster.done
 
 
-def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
+def test_a_new_node_is_checked_before_a_group_grows_onto_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
@@ -177,7 +175,7 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
     assert capsys.readouterr().out == f"warning: node {B[:12]} left out: no driver\n"
 
 
-def test_a_node_that_is_about_to_go_is_not_tried(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draining_node_is_not_checked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(broken_gpus, "draining_nodes", lambda: {B: None})
     with new_nodes_checked(LocalControl(), []) as filtered:

@@ -1,4 +1,4 @@
-"""The steps by which a process becomes a worker of the run, each without the others."""
+"""The steps by which a process becomes a worker of the run, each tested alone."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_claim_gives_each_rank_its_node_and_the_attempt(
         assert setup.place.nodes == ["node-a", "node-b"]
 
 
-def test_building_starts_from_storage_and_lets_go_of_the_state_that_was_found(
+def test_building_loads_the_state_that_was_found_and_frees_it(
     config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, state = object(), SimpleNamespace(tier="storage")

@@ -1,4 +1,4 @@
-"""The check before training that every node sees the run's storage, with a fake of Ray's part in it."""
+"""The check before training that every node can use the run's storage, with a stand-in for Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def probe_fakes(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int, answe
     return fake
 
 
-def test_a_thousand_nodes_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_thousand_nodes_are_asked_in_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answer(node: str) -> str:
         time.sleep(0.02)
         return ""
@@ -40,7 +40,7 @@ def test_a_thousand_nodes_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - began < 10, "one after another takes 20 s"
 
 
-def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
+def test_one_error_names_all_nodes_that_cannot_use_the_storage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(node: str) -> str:
@@ -78,5 +78,5 @@ def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPa
         probe_fakes(monkeypatch, tmp_path, 3, answer)
 
 
-def test_a_cluster_of_one_node_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cluster_of_one_node_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert probe_fakes(monkeypatch, tmp_path, 0, lambda node: pytest.fail("asked")).most_at_once == 0

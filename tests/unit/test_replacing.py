@@ -1,4 +1,4 @@
-"""The workers that Ray is told to replace, and the end of a trainer without workers."""
+"""The replacement of lost workers by Ray, and the end of a trainer without workers."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Any:
     return now
 
 
-def test_dead_workers_are_replaced_and_those_that_answer_are_not(time: list[float]) -> None:
+def test_only_workers_that_do_not_answer_are_replaced(time: list[float]) -> None:
     dead, whole = Worker("a", ConnectionError()), Worker("b", "done")
     end_lost([dead, whole], Mock(side_effect=AssertionError))
     assert (dead.ended, whole.ended, time[0]) == (True, False, 0.0)
 
 
-def test_a_busy_worker_that_lives_is_not_ended_for_its_silence(time: list[float]) -> None:
+def test_a_busy_worker_is_not_replaced_for_its_silence(time: list[float]) -> None:
     """The worker holds the GIL for half a minute, while another one is being replaced."""
     busy, frozen = Worker("busy", None), Worker("frozen", None)
 
@@ -74,14 +74,14 @@ def test_a_busy_worker_that_lives_is_not_ended_for_its_silence(time: list[float]
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_worker_that_never_answers_is_waited_for_with_a_limit(known: bool, time: list[float]) -> None:
+def test_the_wait_for_a_worker_that_never_answers_is_limited(known: bool, time: list[float]) -> None:
     silent = Worker("silent", None)
     end_lost([silent], (lambda: ["silent-1"]) if known else Mock(side_effect=OSError("the driver is gone")))
     assert silent.ended
     assert time[0] <= (controller.LIVING_S if known else controller.ANSWER_S) + 1
 
 
-def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_trainer(
+def test_a_trainer_ends_if_its_only_replacement_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trainer, "MEMBERS_CHECK_EVERY_S", 0.01)
@@ -97,7 +97,7 @@ def test_a_newcomer_that_hangs_once_all_others_are_lost_does_not_keep_the_traine
 
 
 @pytest.mark.parametrize("membership", [None, Membership(2)], ids=["a group that ends as a whole", "survivors"])
-def test_a_stop_before_a_worker_trains_waits_for_none(
+def test_a_stop_before_any_worker_trains_ends_the_trainer_at_once(
     membership: Membership | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "MEMBERS_CHECK_EVERY_S", 0.01)

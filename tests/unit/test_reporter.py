@@ -1,4 +1,4 @@
-"""What the workers report of their steps, and what of that is in storage."""
+"""The reports of workers about their steps, on the terminal and in storage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.harness.runs import begin, consumed, record_audit, start
 
 
 def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
-    """A worker alone; `own` are its checkpoints, commands, telemetry and reporter."""
+    """Return a single worker. `own` are its checkpoints, commands, telemetry and reporter."""
     place = WorkerPlace(group)
     learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock(), model=torch.nn.Identity())
     checkpoints, commands, telemetry, reporter = own
@@ -52,10 +52,10 @@ def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
 
 
 @pytest.mark.parametrize("name", ["loss", "generator_loss"])
-def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
+def test_each_report_adds_a_record_and_separate_numbers_of_each_rank(
     name: str, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve steps of an epoch of four, reported at its ends; a loop of its own may name its losses as it likes."""
+    """Twelve steps are reported at the end of each epoch of four. A task's own loop may name its losses freely."""
     reported: list[dict[str, Any]] = []
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", reported.append)
     run = begin(open_run(str(tmp_path), "run"))
@@ -109,10 +109,10 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert len(run.storage.list(run.key("audit"))) == 1
 
 
-def test_a_step_has_one_loss_and_a_failure_its_reason_wherever_they_are_shown(
+def test_a_loss_and_the_reason_of_a_failure_are_the_same_wherever_they_are_shown(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A report after step 3 leaves one step to the window that ends with the epoch of four."""
+    """A report after step 3 leaves one step for the window that ends with the epoch of four steps."""
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
@@ -140,10 +140,10 @@ def test_a_step_has_one_loss_and_a_failure_its_reason_wherever_they_are_shown(
     assert control.heard("log").count("  between nodes, NCCL uses Socket") == 1
 
 
-def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
+def test_a_loss_is_reported_when_it_becomes_nan_and_when_it_is_finite_again(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps 3 and 4 of 8 have a loss that is NaN; every second step is the end of an epoch, and of a window."""
+    """The loss is NaN in steps 3 and 4 of 8. Every second step ends an epoch and a window."""
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_is_told_at_once_and_again_when_it_is_finite(
 
 @pytest.mark.parametrize("another", [True, False], ids=["another driver", "the next group of this driver"])
 def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: Path) -> None:
-    """Some loops commit seldom, and nothing catches errors of the thread that writes the status."""
+    """Some loops commit seldom, and errors of the thread that writes the status are ignored."""
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning", driver="mine")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
@@ -193,7 +193,7 @@ def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: P
         reporter.heartbeat()
 
 
-def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGroup) -> None:
+def test_the_line_of_an_epoch_shows_the_task_metrics(group: dist.ProcessGroup) -> None:
     window = MetricWindow(group, torch.device("cpu"), RecentMeans(10, {}))
     window.add_step([{"loss": torch.tensor([1.0, 2.0]), "top2": torch.tensor([0.0, 1.0])}], 0.1, data_wait=0.0)
     line = epoch_line({**window.close(5, 1, 0.1), **window.recent.newest, "test_mae": 3e-5, "attempt": 1})
@@ -202,7 +202,7 @@ def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGro
     )
 
 
-def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
+def test_the_last_step_of_a_lost_rank_is_not_shown_as_news(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
@@ -218,15 +218,15 @@ def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
     ]
 
 
-def test_a_rate_is_of_one_worker_group_alone() -> None:
-    """The group after a loss may be past the step of the loss when it is seen first."""
+def test_a_rate_is_computed_within_one_worker_group() -> None:
+    """After a loss, the next group may have passed the lost step when it is first observed."""
     lines = _Lines(60, 60)
     states = [(1, 31, 100.0), (1, 41, 105.0), (2, 42, 145.0), (2, 46, 147.0)]
     shown = [lines.describe(Progress(attempt, step, 0.5, time=time)) for attempt, step, time in states]
     assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
-def test_plain_lines_say_only_what_is_new(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_show_only_news(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
     lines, trains = _Lines(10, 5), Progress(1, 5, 0.5, time=1.0)
     evaluates = replace(trains, doing="evaluating 2000 rows")

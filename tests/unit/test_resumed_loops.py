@@ -1,6 +1,6 @@
-"""Loops of one's own, and averaged weights: killed in the middle of a step, and resumed on another number of workers.
+"""Runs with their own loops and averaged weights are killed in a step and resume at another number of workers.
 
-By forked ranks with the product's own checkpoints, without Ray.
+The ranks are forked processes that write real checkpoints, without Ray.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS, KILLED_AT, SAVED_EVERY = 24, 17, 5
 
 
 def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:
-    """An epoch of STEPS steps."""
+    """Return a plan of one epoch of STEPS steps."""
     common = {"storage_path": str(storage), "run_name": "run", "epochs": 1, "audit": True, "checkpoint_every_s": 0}
     rows = rows_in(plan_without_evaluation(Settings(**settings)).source)
     batch = {"global_batch_size": -(-rows // STEPS), "checkpoint_every_steps": SAVED_EVERY}
@@ -42,7 +42,9 @@ def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:
     ],
     ids=["gan", "nano", "ema from parts", "ema to parts"],
 )
-def test_what_was_killed_goes_on(settings: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+def test_a_killed_run_resumes_at_another_number_of_workers(
+    settings: dict[str, Any], then: dict[str, Any], tmp_path: Path
+) -> None:
     broken, whole = (plan_of(tmp_path / name, settings) for name in ("broken", "whole"))
     resumed = plan_of(tmp_path / "broken", {**settings, **then})
     train_group(broken, 2, killed_at=KILLED_AT)

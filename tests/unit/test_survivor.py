@@ -1,4 +1,4 @@
-"""A process that outlives its group: what it knows of the state that it holds, and how it forms the next group."""
+"""A process that outlives its group: the state that it keeps, and the next group that it forms."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tmp_path: Path) -> None:
-    """Its group may end before it trains: alone, it would claim the step before with the parameters of this one."""
+def test_a_received_newer_state_does_not_keep_the_name_of_the_old_one(tmp_path: Path) -> None:
+    """If its group ends before it trains, it would claim the older step with the parameters of the newer one."""
 
     def act(group: Any) -> LiveState | None:
         rank = dist.get_rank()
@@ -59,7 +59,7 @@ def test_who_was_handed_a_newer_state_does_not_call_it_by_the_name_of_its_own(tm
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
-def test_a_process_that_hangs_while_it_prepares_itself_alone_is_ended(
+def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
     hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = list[float]()
@@ -81,8 +81,8 @@ def test_a_process_that_hangs_while_it_prepares_itself_alone_is_ended(
     assert not active
 
 
-def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> None:
-    """Otherwise, if the only other process with the state dies right then, all would go back to a copy."""
+def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() -> None:
+    """Otherwise all would return to a copy if the only other process with the state died right then."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
     survivor.keep(attempt, TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE))
@@ -96,8 +96,8 @@ def test_a_process_that_was_handed_a_state_has_it_before_its_group_trains() -> N
     assert stood == [5], "the decider knows"
 
 
-def test_all_go_on_with_the_metrics_and_rows_of_one(tmp_path: Path) -> None:
-    """A loss may end an evaluation on some of them only: then one alone would stop early, later."""
+def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: Path) -> None:
+    """A loss may end an evaluation on only some members. One of them would then stop the run early, alone."""
 
     def act(group: Any) -> Any:
         rank = dist.get_rank()
@@ -113,7 +113,7 @@ def test_all_go_on_with_the_metrics_and_rows_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
-    """One that has prepared itself, and one that came when none trained, would wait for each other in collectives."""
+    """A prepared process and a process that came when no group trained would wait for each other in collectives."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
     prepared.prepare(Mock)
     for each in (prepared, other):
@@ -121,8 +121,8 @@ def test_a_group_builds_together_or_not_at_all(live: bool) -> None:
     assert [bool(each.learner) for each in (prepared, other)] == [live, live]
 
 
-def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member was lost right after the word that it belongs to the group; nothing can be cut yet."""
+def test_forming_stops_if_the_group_is_closed_before_it_has_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member was lost right after it was admitted to the group, when there is no socket to cut yet."""
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 600)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     survivor = on_device("cpu", MembershipAddress("127.0.0.1", 0, store.port, b""), 600.0)
@@ -133,10 +133,8 @@ def test_a_group_that_is_closed_before_it_has_a_socket_forms_no_longer(monkeypat
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_gpu_takes_no_step_by_sums_of_a_group_that_was_broken_off(
-    broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's collectives end without an error when they are aborted, and with sums of anything."""
+def test_a_gpu_takes_no_step_with_sums_of_an_aborted_group(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted NCCL collectives end without an error, with arbitrary sums."""
     survivor = on_device("cuda", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     aborted = list[bool]()
     survivor._client = Mock(closed=lambda wait_s: bool(aborted))
@@ -167,7 +165,7 @@ def test_an_evaluation_stops_when_the_group_is_closed() -> None:
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_process_outlives_the_group_that_its_own_driver_has_superseded(closed: bool) -> None:
+def test_a_process_outlives_a_group_that_its_own_driver_has_superseded(closed: bool) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(closed=lambda wait_s: closed)
     assert survivor.outlives(SupersededError("attempt 2 owns the run")) is closed
@@ -175,7 +173,9 @@ def test_a_process_outlives_the_group_that_its_own_driver_has_superseded(closed:
 
 
 @pytest.mark.parametrize(("driver", "fatal"), [("this", False), ("another", True)])
-def test_only_a_group_of_another_driver_ends_the_run(driver: str, fatal: bool, tmp_path: Path) -> None:
+def test_a_superseded_worker_ends_the_run_only_if_another_driver_owns_it(
+    driver: str, fatal: bool, tmp_path: Path
+) -> None:
     run, control = open_run(str(tmp_path), "run"), LocalControl()
     ours = Attempt(1, "job", None, 0, metadata=Metadata(driver="this"))
     claim(run, [], ours)
@@ -186,10 +186,10 @@ def test_only_a_group_of_another_driver_ends_the_run(driver: str, fatal: bool, t
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False)])
-def test_a_replacement_tells_what_ends_the_run_if_nobody_is_left_that_trained(
+def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
     rank: int, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Or else the run would end with MAX_FAILURES lost workers, and not with the exit code of the error."""
+    """Otherwise the run would end because of MAX_FAILURES lost workers, instead of with the error's exit code."""
     control = LocalControl()
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     monkeypatch.setattr(survivor, "form", lambda: WorkerPlace(None, rank, 2, nodes=["node", "node"]))
@@ -211,12 +211,12 @@ def test_a_replacement_tells_what_ends_the_run_if_nobody_is_left_that_trained(
 
 @pytest.mark.parametrize("others_train", [True, False])
 @pytest.mark.parametrize("others_first", [True, False])
-def test_members_that_do_not_meet_give_up_soon(
+def test_members_that_cannot_connect_give_up_soon(
     others_first: bool, others_train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One member stands still while its heartbeats go on. A collective may take far longer than forming a group.
+    """One member hangs but sends heartbeats. A collective may take far longer than forming a group.
 
-    The first one that gives up closes the group for the others.
+    The first member that gives up closes the group for the others.
     """
     monkeypatch.setattr(survivors, "FORM_LIMIT_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -229,10 +229,12 @@ def test_members_that_do_not_meet_give_up_soon(
     with pytest.raises(NoGroupError, match="node-1, node-2 may connect to each other"):
         survivor.form()
     assert time.monotonic() - began < 30
-    assert stand.call_count == (1 if others_train else survivors.GROUP_TRIES), "the others wait in each try"
+    assert stand.call_count == (1 if others_train else survivors.GROUP_TRIES), (
+        "the others wait for a replacement in each try"
+    )
 
 
-def test_a_process_that_is_always_taken_for_lost_gives_up() -> None:
+def test_a_process_that_repeatedly_counts_as_lost_gives_up() -> None:
     """The process held the GIL for too long while it built its model, and would do so again."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(connections=1)
@@ -247,7 +249,7 @@ def test_a_process_that_is_always_taken_for_lost_gives_up() -> None:
 
 
 class Ended(BaseException):
-    """Raised in place of ending the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])

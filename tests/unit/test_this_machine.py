@@ -1,4 +1,4 @@
-"""A run that can never start on this machine is refused before anything of it starts."""
+"""A run that can never start on this machine is refused before anything is started or written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sunspot.train.this_machine import refuse_impossible, refuse_lack
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have two cores, no GPU, and room for a hundred workers in memory."""
+    """Pretend that the machine has two cores, no GPU, and memory for a hundred workers."""
     monkeypatch.setattr(sunspot.ray_session, "starts_own_session", lambda: True)  # other tests may have started Ray
     monkeypatch.setattr(this_machine, "cores_here", lambda: 2)
     monkeypatch.setattr(this_machine, "memory_left", lambda: 30_000_000_000)
@@ -48,7 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_can_never_start_leaves_no_run_and_names_the_fix(
+def test_a_run_that_can_never_start_is_refused_with_a_fix(
     settings: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
@@ -66,7 +66,7 @@ def test_what_can_never_start_leaves_no_run_and_names_the_fix(
         {"NUM_WORKERS": "6", "RESOURCES_PER_WORKER": '{"CPU": 0.3333}'},
     ],
 )
-def test_what_can_start_is_not_refused(settings: dict[str, str]) -> None:
+def test_a_run_that_can_start_is_not_refused(settings: dict[str, str]) -> None:
     refuse_impossible(load_settings(settings))
 
 
@@ -80,7 +80,7 @@ def test_more_workers_than_memory_holds_are_refused(left: int, fix: str, monkeyp
         refuse_impossible(load_settings({"NUM_WORKERS": "4"}))
 
 
-def test_a_machine_that_does_not_tell_its_memory_is_judged_by_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_known_memory_the_cores_limit_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "memory_left", lambda: None)
     refuse_impossible(load_settings({"NUM_WORKERS": "8"}))
     with pytest.raises(SettingsError, match="with 2 cores; set it to 8 or less"):
