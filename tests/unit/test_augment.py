@@ -24,7 +24,7 @@ DRAW: Any = None
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write the task of docs/tasks.md with a smaller model."""
+    """Write the task of docs/tasks.md with a smaller model, and return its name."""
     block = find_example("python", "# my_augmentation.py")
     assert "sunspot.tasks.mnist" in block
     (tmp_path / "my_small_augmentation.py").write_text(block.replace("sunspot.tasks.mnist", "tests.tasks.tiny"))

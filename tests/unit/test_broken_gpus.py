@@ -18,7 +18,9 @@ from tests.harness.asked_nodes import FakeRay
 from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
 
-A, B, C = "a" * 56, "b" * 56, "c" * 56
+A = "a" * 56
+B = "b" * 56
+C = "c" * 56
 
 
 class Cluster:

@@ -53,7 +53,7 @@ def train(run):
 """
 
 KEEPS = "self.seen = (0.5 if self.training else 1) * getattr(self, 'seen', 1.0); images = images * self.seen"
-"A state that no state_dict has."
+"Line of code that keeps state outside of the state_dict."
 
 BROKEN = [
     (

@@ -113,7 +113,8 @@ def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
     before = Status(found, "job", "because", attempt=attempt.number, driver=new_driver(), step=7)
     write_status(run, before)
     run.storage.write(run.key("report.html"), b"of the run")
-    claimant = Claimant(run, "another", driver := new_driver())
+    driver = new_driver()
+    claimant = Claimant(run, "another", driver)
     with pytest.raises(type(error)), report_result(run, driver), recorded_outcome(claimant, None, 10):  # noqa: PT012
         shown = state(run)[0]
         raise error
@@ -126,7 +127,8 @@ def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
 
 def test_a_start_that_fails_after_its_claim_ends_the_run(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
-    with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver := new_driver()), None, 10):  # noqa: PT012
+    driver = new_driver()
+    with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver), None, 10):  # noqa: PT012
         status = read_status(run, driver)
         assert status
         write_status(run, replace(status, attempt=start(run, "another").number, state=RunState.RUNNING))
@@ -163,7 +165,7 @@ def test_a_second_start_shows_its_status_once_the_first_one_is_gone(run: Run, mo
 @pytest.mark.parametrize("owner", ["job", "another"])
 @pytest.mark.parametrize("claimed", [False, True])
 def test_a_driver_that_was_frozen_does_not_take_the_run_from_a_newer_one(claimed: bool, owner: str, run: Run) -> None:
-    """If `claimed`, the older driver was frozen after its first claim. `owner` is the owner of the newer driver."""
+    """The older driver was frozen after its first claim if `claimed`. `owner` is the owner of the newer driver."""
     older, newer, newest = (new_driver() for _ in range(3))
     with ExitStack() as stack:
         stack.enter_context(recorded_outcome(Claimant(run, "job", older), None, 10))
@@ -181,7 +183,7 @@ def test_a_driver_that_was_frozen_does_not_take_the_run_from_a_newer_one(claimed
 
 @pytest.mark.parametrize("claimed", [False, True])
 def test_a_driver_does_not_restart_its_run_after_a_deletion(claimed: bool, run: Run, tmp_path: Path) -> None:
-    """If `claimed`, the driver had an attempt, and its next group starts."""
+    """The driver had claimed an attempt if `claimed`, and its next group starts."""
     driver = new_driver()
     with pytest.raises(SupersededError, match="was deleted"), recorded_outcome(Claimant(run, "job", driver), None, 10):  # noqa: PT012
         if claimed:
@@ -215,7 +217,7 @@ def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     ):
         raise AssertionError("it trained")
     with recorded_outcome(Claimant(run, "job", new_driver()), commit(run, attempt, 5), 2):
-        pass  # a checkpoint later, the count begins anew
+        pass  # a new checkpoint resets the count
     status = read_status(run)
     assert status.starts == 1
     assert status.step == 5
@@ -258,7 +260,7 @@ def test_the_first_interrupt_asks_to_save_and_the_second_ends_at_once(
 def test_sigterm_stops_a_run_like_ctrl_c_except_on_a_cluster(
     run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, job: str, error: type[BaseException], code: int
 ) -> None:
-    """On a cluster SIGTERM means that the head is lost, and the operator replaces it."""
+    """SIGTERM on a cluster means that the head is lost, and the operator replaces it."""
     monkeypatch.setattr("sunspot.elastic.supervisor.NODE_CHECK_EVERY_S", 0.01)
 
     def train() -> int:

@@ -17,7 +17,10 @@ class Driver:
     def __init__(
         self, cuda: int, code: int = 0, gpus: int = 1, broken: dict[int, tuple[str, int]] | None = None
     ) -> None:
-        self._cuda, self._code, self._gpus, self._broken = cuda, code, gpus, broken or {}
+        self._cuda = cuda
+        self._code = code
+        self._gpus = gpus
+        self._broken = broken or {}
         self._memory: dict[int, int] = {}
         self.in_use = list[int]()
 
@@ -38,7 +41,8 @@ class Driver:
         return self._answer("cuDeviceGet", number)
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
-        if not (code := self._answer("cuDevicePrimaryCtxRetain", device.value)):
+        code = self._answer("cuDevicePrimaryCtxRetain", device.value)
+        if not code:
             self.in_use.append(device.value)
         return code
 

@@ -56,7 +56,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(task: str, examples: None
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Write a task with the model of the small task, and return its name."""
+    """Return a function that writes a task with the model of the small task and returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str) -> str:

@@ -19,7 +19,9 @@ from sunspot.settings import Settings
 from tests.harness.loop import plan_without_evaluation, train_group
 from tests.harness.training import consumed, newest, weights
 
-STEPS, KILLED_AT, SAVED_EVERY = 24, 17, 5
+STEPS = 24
+KILLED_AT = 17
+SAVED_EVERY = 5
 
 
 def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:

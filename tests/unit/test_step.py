@@ -45,7 +45,7 @@ HELD_OUT = 50
 def evaluating(
     group: dist.ProcessGroup, world_size: int, batches: Iterator[Batch] | None = None, **settings: Any
 ) -> Any:
-    """Return a learner for an evaluation on one of `world_size` workers, which records the rows of each pass."""
+    """Return a stand-in for a learner on one of `world_size` workers. Its `passes` are the row counts of its passes."""
     passes: list[int] = []
 
     def test(batch_size: int) -> Iterator[Batch]:

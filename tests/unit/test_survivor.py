@@ -44,7 +44,7 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
 
 
 def test_a_received_newer_state_does_not_keep_the_name_of_the_old_one(tmp_path: Path) -> None:
-    """If its group ends before it trains, it would claim the older step with the parameters of the newer one."""
+    """Its group may end before it trains. It would then claim the older step with the newer step's parameters."""
 
     def act(group: Any) -> LiveState | None:
         rank = dist.get_rank()

@@ -130,7 +130,7 @@ def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
 def test_workers_whose_parameters_differ_all_return_to_a_copy(
     handed_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On processors of different kinds the last bits differ after each change, which is not a failure."""
+    """The last bits differ after each change on processors of different kinds, which is not a failure."""
     for name in ("load_weights", "load_rest", "same_parameters"):
         monkeypatch.setattr(build, name, MagicMock(return_value=False))
     survivor, nothing = MagicMock(), cast(Any, None)
@@ -146,7 +146,8 @@ def test_workers_whose_parameters_differ_all_return_to_a_copy(
 
 def test_a_skipped_evaluation_is_an_event(tmp_path: Path, warned: list[str]) -> None:
     run = open_run(str(tmp_path), "run")
-    record_left_out(20, events := Journal(run, "events", 1))
+    events = Journal(run, "events", 1)
+    record_left_out(20, events)
     events.flush()
     [event] = read_journal(run, "events")
     assert (event["event"], event["step"], [event["detail"]]) == ("evaluation left out", 20, warned)
