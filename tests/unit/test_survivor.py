@@ -196,7 +196,7 @@ def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
     monkeypatch.setattr(survivor, "prepare", lambda build: None)
     for name in ("print_logs", "find_code", "enter_folder", "quiet_ray_train", "Watchdog", "listening_to_rounds"):
         monkeypatch.setattr(joining, name, MagicMock())
-    for name in ("open_memory", "round_products"):
+    for name in ("open_memory", "set_tf32"):
         monkeypatch.setattr(joining, name, Mock(return_value=None))
     monkeypatch.setattr(joining.ray.train.torch, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(joining.dist, "barrier", lambda group: None)

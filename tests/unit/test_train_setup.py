@@ -42,7 +42,7 @@ from sunspot.train.build import (
     record_left_out,
     refuse_small_micro_batches,
 )
-from sunspot.train.joining import WorkerConfig, round_products
+from sunspot.train.joining import WorkerConfig, set_tf32
 from sunspot.train.loop import train_in_group
 from sunspot.train.probe import probe_here
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, GroupStart, RegroupError, Worker
@@ -159,7 +159,7 @@ def test_precision_decides_about_tf32(rounded: bool) -> None:
     """This includes convolutions, for which torch uses TF32 by default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        round_products(rounded)
+        set_tf32(rounded)
         assert (torch.get_float32_matmul_precision() == "high", torch.backends.cudnn.allow_tf32) == (rounded, rounded)
     finally:
         torch.set_float32_matmul_precision(before[0])

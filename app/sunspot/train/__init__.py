@@ -18,6 +18,6 @@ In the order in which things happen:
 8. If a worker is lost, the others leave the broken step: `undo.StepUndo` takes it back, `Survivor.leave` keeps the
    state, and the loop joins the next group. `replacement.end_replacement` ends a replacement that cannot train.
 
-Beside this path, `task_check` runs a task's first steps for `sunspot check`, and `pod_probe` checks the GPUs (`gpu`) and
-the network (`all_reduce`) from inside a pod for `sunspot doctor`.
+Beside this path, `task_check` runs a task's first steps for `sunspot check`, and `pod_probe` checks the GPUs (`gpu`)
+and the network (`all_reduce`) from inside a pod for `sunspot doctor`.
 """

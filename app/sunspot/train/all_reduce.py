@@ -35,20 +35,20 @@ TIMES = 10
 """Number of times that each all-reduce is repeated. The first one includes connecting."""
 
 MAX_S = 0.2
-"""Most seconds that the large all-reduce may take between GPUs, which exchange gradients during the backward pass.
+"""Maximum duration of the large all-reduce in seconds. GPUs exchange gradients during the backward pass.
 
 The backward pass of ResNet-50 takes about 0.2 s for 128 images on a T4, the slowest GPU that works: twice the 0.11 s of
 its forward pass (NVIDIA, DeepLearningExamples, ResNet50 v1.5 for PyTorch). On a slower network, every GPU waits.
 """
 
 WAIT_S = 300.0
-"""Most seconds that a pod waits for the other one, which may still be waiting for its node."""
+"""Maximum number of seconds that a pod waits for the other one, which may still be waiting for its node."""
 
 LOOK_S = 1.0
 """Seconds between two checks for the other pod."""
 
 ANSWER_S = 60.0
-"""Most seconds that the other pod may take to answer, and that each all-reduce may take."""
+"""Maximum number of seconds that the other pod may take to answer, and that each all-reduce may take."""
 
 RDMA = Path("/dev/infiniband")
 """Directory of a pod's InfiniBand, RoCE or EFA devices, if it has requested any."""

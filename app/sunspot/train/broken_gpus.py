@@ -28,7 +28,7 @@ HARDWARE_ERRORS = {214: "an uncorrectable error of its memory (ECC)", 220: "an u
 """Faults of the hardware by CUDA's error code. A GPU may still answer after one of them."""
 
 SUSPECT_TIMEOUT_S = 30.0
-"""Most seconds to wait for a node's answer after a loss, while the other workers wait. Ray takes half as long."""
+"""Maximum number of seconds to wait for a node's answer after a loss. Ray notices a lost node in half this time."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def new_nodes_checked(
     """Leave out nodes that join with broken GPUs while the context lasts. `nodes` have been checked already.
 
     Yields a filter that keeps the nodes, as in `ray.nodes()`, that are reachable and have been checked. A group grows
-    only onto those. The check takes a few seconds while the group trains, and a group grows only once its room has
-    lasted longer than that (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check: Ray may
-    start it on a node that turns out to be broken, and then restarts it without that node.
+    only onto those nodes. The check takes a few seconds while the group trains, and a group grows only once there has
+    been room for longer than that (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check:
+    Ray may start it on a node that turns out to be broken, and then restarts it without that node.
     """
     checked = {str(node["NodeID"]) for node in nodes}
 

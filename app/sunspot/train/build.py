@@ -68,7 +68,7 @@ COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """Variable that names the compiler for torch.compile, and the default compilers, by type of device."""
 
 EVALUATION_TRIES = 3
-"""Number of groups that try an evaluation before it is left out. It may take longer than the time between notices."""
+"""Number of groups that try an evaluation before it is left out. Notices may come faster than it can complete."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class WorkerSetup:
     watchdog: Watchdog
     control: ControlClient
     outputs: ExitStack
-    "Closing it writes the rest of the log, the metrics and the status to storage."
+    "Contexts whose end writes the rest of the log, the metrics and the status to storage."
     survivor: Survivor | None = None
     "This process, if it outlives its groups, with the learner that it keeps."
 
@@ -362,7 +362,7 @@ def open_journals(run: Run, start: StartPoint) -> Journals:
 
 
 def describe_new_length(learner: Learner, step: int, before: int) -> str:
-    """Describe how the learning rate jumps because the run had `before` steps (0 if unknown). Empty if it does not."""
+    """Return a text if the learning rate jumps because the run's length was `before` steps (0 if unknown)."""
     now = learner.plan.total_steps
     if before in (0, now) or hasattr(learner.task, "begin_schedule"):  # a library's schedulers are objects
         return ""

@@ -8,10 +8,10 @@ from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.formatting import as_bytes, in_words
 
 DEVICE_WAIT_S = 20.0
-"""Most seconds to wait for a GPU's memory, as for the host's (data/shared_rows.py).
+"""Maximum number of seconds to wait for GPU memory, the same as for host memory (data/shared_rows.py).
 
-After a process has ended, the GPU's driver needs more seconds to free contexts of tens of GB and registered host pages.
-Memory that is used for longer belongs to another program.
+After a process has ended, the GPU's driver takes some seconds to free contexts of tens of GB and registered host pages.
+Memory that is in use for longer belongs to another program.
 """
 
 LOOK_EVERY_S = 0.25

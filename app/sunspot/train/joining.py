@@ -49,10 +49,10 @@ from sunspot.train.survivor import Survivor
 from sunspot.train.worker import RegroupError, Worker
 
 FAILURE_S = 5.0
-"""Most seconds that a failed worker waits for storage to take its traceback."""
+"""Maximum number of seconds that a failed worker waits for storage to take its traceback."""
 
 FATAL_S = 60.0
-"""Most seconds that a failed worker waits for storage to take an error that no retry can fix."""
+"""Maximum number of seconds that a failed worker waits for storage to take an error that no retry can fix."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class WorkerConfig:
 
     @property
     def limit_s(self) -> float:
-        """Most seconds to wait in one collective, while one of the workers may be waiting for storage."""
+        """Maximum number of seconds to wait in one collective, while one of the workers may be waiting for storage."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
     @cached_property
@@ -93,7 +93,7 @@ class Joining:
     """
 
     def __init__(self, config: WorkerConfig, survivor: Survivor | None = None) -> None:
-        """A `survivor` forms the group itself. Without one, Ray Train has formed it."""
+        """A `survivor` forms the group itself. If there is no survivor, Ray Train has formed the group."""
         self._config, self._survivor = config, survivor
         self._claimant = config.claimant()
         self._phases = Phases()
@@ -158,7 +158,7 @@ class Joining:
         try:
             start, self._found = agree_on_start(self._claimant, plan.settings, group, live)
         except SunspotError as error:
-            tell_fatal(error, control, survivor if ends_alone(survivor, place.rank) else None)
+            report_fatal(error, control, survivor if ends_alone(survivor, place.rank) else None)
             raise
         if start is None:
             return None
@@ -248,13 +248,13 @@ def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:
     try:
         find_code(settings.code)
     except SunspotError as error:
-        tell_fatal(error, config.control, survivor)
+        report_fatal(error, config.control, survivor)
         raise
     enter_folder(config.folder)
     torch.set_num_threads(config.threads)
     if ray.train.torch.get_device().type == "cuda" and "NCCL_DEBUG" not in os.environ:
         begin_log(own_log())
-    round_products(settings.precision == "tf32")
+    set_tf32(settings.precision == "tf32")
     quiet_ray_train()
 
 
@@ -267,16 +267,16 @@ def ends_alone(survivor: Survivor | None, rank: int) -> bool:
     return bool(survivor and survivor.replaces and rank)
 
 
-def tell_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
+def report_fatal(error: SunspotError, control: ControlClient, survivor: Survivor | None) -> None:
     """Report an error that no retry can fix to the driver, unless the other workers train without this process."""
     if not (survivor and survivor.replaces):
         control.try_ask(ControlChannel.set_fatal_error, error)
 
 
-def round_products(rounded: bool) -> None:
-    """Set whether a GPU rounds fp32 factors to TF32 in matrix products and convolutions."""
-    torch.set_float32_matmul_precision("high" if rounded else "highest")
-    torch.backends.cudnn.allow_tf32 = rounded  # torch's default is True for convolutions, and False for matrices
+def set_tf32(allowed: bool) -> None:
+    """Set whether a GPU may round fp32 factors to TF32 in matrix products and convolutions."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed  # torch's default is True for convolutions, and False for matrices
 
 
 def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Survivor | None) -> NodeMemory | None:

@@ -39,7 +39,7 @@ class Loader(Protocol):
 
 @dataclass
 class Learner:
-    """Everything that computes a step on this worker, without what saves or reports it."""
+    """The objects that compute a step on this worker, but do not save or report it."""
 
     plan: Plan
     task: Task

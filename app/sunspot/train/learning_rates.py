@@ -33,7 +33,7 @@ MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
 """Schedulers that set the optimizer's rate when they are made. In a sequence, earlier schedulers start from it."""
 
 EXAMINED_STEPS = 10_000
-"""Number of steps from the first on, and of steps spread over the run, that `describe` examines in half a second."""
+"""Number of initial steps, and of steps spread over the run, that `describe` examines in half a second."""
 
 MAX_NAMED_GROUPS = 6
 """Largest number of groups that `describe` names."""
@@ -107,7 +107,8 @@ class LearningRates:
 class PlayedSchedulers:
     """The schedulers that a task builds for a run of `total_steps` steps, on a stand-in for its optimizer.
 
-    To go back to an earlier step, they are built again. Steps are played unless all schedulers can jump (`can_jump`).
+    The schedulers take every step up to the requested one, unless all of them can jump to it (`can_jump`). They are
+    built again for an earlier step.
     """
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
@@ -169,7 +170,7 @@ class PlayedSchedulers:
 
 
 class StandIn(Optimizer):
-    """An optimizer with another one's groups, for schedulers to work on. Its steps change no parameter."""
+    """An optimizer with the groups of another optimizer, for schedulers to work on. Its steps change no parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([Group(each) for each in optimizer.param_groups], optimizer.defaults)

@@ -58,7 +58,7 @@ class LightningRun(LibraryRun):
         self._hooks_between_steps = any(defines(cast(LightningModule, self.model), hook) for hook in BETWEEN_STEPS)
 
     def __len__(self) -> int:
-        """Number of steps in an epoch. If it is known, the Trainer does not fetch a batch ahead."""
+        """Number of steps in an epoch. With a known length, the Trainer does not fetch a batch ahead."""
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:

@@ -25,7 +25,7 @@ MIN_BYTES = 2
 
 
 class NanWatch:
-    """Counts the windows of metrics in a row that end with a loss that is not finite.
+    """Counts consecutive windows of metrics that end with a loss that is not finite.
 
     All workers know the same means, and agree on the rest, so they all decide the same.
     """

@@ -18,7 +18,7 @@ from sunspot.storage.prove import prove
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 120
-"""Most seconds to wait for a node's answer, for which Ray starts a process there."""
+"""Maximum number of seconds to wait for a node's answer, for which Ray starts a process there."""
 
 MAX_PROBES = 256
 """Largest number of nodes that are asked at once. Each node makes about ten small storage requests."""

@@ -37,7 +37,7 @@ from sunspot.storage.limits import with_deadline
 log = logging.getLogger(__name__)
 
 SHOW_CLAIM_S = 20.0
-"""Most seconds to wait for storage to take an attempt's first status."""
+"""Maximum number of seconds to wait for storage to take an attempt's first status."""
 
 GOODPUT_EVERY_S = 60.0
 """Seconds between two computations of the exported goodput, which take a second after a thousand restarts."""
@@ -79,7 +79,7 @@ class Reporter:
         self._warned = False
         "True once the user was warned that a save takes longer than a notice."
         self._tidied = False
-        "True once what older attempts left was deleted."
+        "True once the leftovers of older attempts were deleted."
         self._nan_windows = 0
         self._reported_nan: set[str] = set()
         "Metrics that were reported as not finite."
@@ -219,7 +219,7 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Make all further numbers be written at once."""
+        """Write all further numbers immediately."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
@@ -309,7 +309,7 @@ class Reporter:
 
 
 def describe_nan(record: Mapping[str, Any]) -> str:
-    """Return a text about the loss or the weights if they are not finite, by a record of the history; else empty."""
+    """Return a text about a loss or weights that are not finite in a record of the history. Empty if all is finite."""
     since = record.get(NAN_SINCE)
     windows = record.get(NAN_WINDOWS)
     if not since:

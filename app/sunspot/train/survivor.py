@@ -49,23 +49,23 @@ from sunspot.train.learner import Learner
 from sunspot.train.worker import RegroupError, Worker, close_outputs
 
 CLOSED_WITHIN_S = 3.0
-"""Seconds after an error in a collective within which a member hears that its group is closed, if a loss caused it."""
+"""Seconds within which a member learns that its group is closed, after a loss has broken a collective."""
 
 OUTPUTS_S = 1.0
-"""Most seconds that a new group waits for storage to take the logs and metrics of the previous group."""
+"""Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
 
 CUT_EVERY_S = 0.1
 """Seconds between two checks for a lost member while a group forms."""
 
 GROUP_TRIES = 3
-"""Number of groups in a row without a step after which a process gives up."""
+"""Number of consecutive groups without a step after which a process gives up."""
 
 STUCK_AFTER_S = 20.0
-"""Seconds after the time limit of an operation at which a process ends itself because the operation still hangs."""
+"""Seconds by which an operation may exceed its time limit before the process ends itself."""
 
 
 class NoGroupError(RuntimeError):
-    """Ends a process after GROUP_TRIES groups without a step, or a replacement after one group that did not form."""
+    """Raised after GROUP_TRIES consecutive groups without a step, or if a replacement's first group does not form."""
 
 
 class Survivor:
@@ -88,7 +88,7 @@ class Survivor:
         self._connections = 0
         "Number of connections that the client had made when the newest group formed."
         self._outputs: Future[None] | None = None
-        "Future for the end of the previous group's outputs, which are being written to storage."
+        "Future that is done once the previous group's outputs are in storage."
         self.others_train = True
         "True unless it is known that no other worker trained when this process started."
         self.learner: Learner | None = None
@@ -116,7 +116,7 @@ class Survivor:
         return self._client.patience(limit_s)
 
     def prepare(self, build: Callable[[], Learner]) -> None:
-        """Build this process's learner, unless it has one. Only this process takes part in that."""
+        """Build this process's learner without the other workers, unless it has a learner already."""
         self.learner = self.learner or build()
 
     def prepare_alone(self, build: Callable[[], Learner], hang_timeout_s: float) -> None:
@@ -164,7 +164,7 @@ class Survivor:
         """Ask to join the next group, form it with the others, and return this worker's place in it.
 
         Returns None if no further group forms. Raises `DeciderLostError` if the decider is lost, and `NoGroupError`
-        after GROUP_TRIES groups in a row without a step. A replacement has one try, because the others wait for it.
+        after GROUP_TRIES consecutive groups without a step. A replacement has one try, because the others wait for it.
         """
         step = step_of(self.kept[0].checkpoint) if self.kept else None
         while True:
@@ -227,7 +227,7 @@ class Survivor:
             self._groups.cut()
 
     def is_closed(self) -> bool:
-        """Return True if the group has ended. In a group of one worker, no collective would fail."""
+        """Return True if the group has ended. A worker alone in its group has no collective that would fail."""
         return self._client.closed(0.0)
 
     def regroups(self) -> bool:
@@ -305,5 +305,5 @@ class Survivor:
             wait([self._outputs], OUTPUTS_S)
 
     def end(self) -> None:
-        """Announce to the decider that all members of the group end."""
+        """Announce to the decider that the group ends, and that no other group follows."""
         self._client.end()

@@ -275,7 +275,7 @@ class CheckedWorker(Worker):
         return plan.settings.num_workers.most > 1 and not hasattr(self.learner.task, "full_batch")
 
     def describe_idle(self) -> str:
-        """Return a warning that names parameters without a gradient; empty if all had one."""
+        """Return a warning that names the parameters without a gradient. Empty if all have a gradient."""
         if not self._idle:
             return ""
         return (

@@ -20,7 +20,7 @@ More workers gain nothing, and one may have to wait for a core for longer than t
 """
 
 WORKER_BYTES = 300_000_000
-"""Smallest memory of a worker, for Python with torch and Ray before the model is built. 64 workers used 23.5 GB."""
+"""Minimum memory of a worker in bytes, for Python with torch and Ray but no model. 64 workers used 23.5 GB."""
 
 
 def refuse_impossible(settings: Settings) -> None:
@@ -53,7 +53,7 @@ def refuse_impossible(settings: Settings) -> None:
 def refuse_lack(settings: Settings, per_worker: Mapping[str, float], machine: Mapping[str, float]) -> int:
     """Return the number of workers that fit on a machine with these resources.
 
-    Raises `SettingsError` if fewer workers fit than the run needs, because the run would wait for ever.
+    Raises `SettingsError` if fewer workers fit than the run needs, because the run would wait forever.
     """
     fits = settings.num_workers.most
     for name, amount in per_worker.items():

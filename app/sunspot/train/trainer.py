@@ -74,7 +74,7 @@ DRIVER_BACKOFF_S = 5
 """Seconds before the second start. Each further start waits for this much longer."""
 
 COLLECTIVE_TIMEOUT_S = 300
-"""Most seconds that a worker waits for the others in one collective (torch's default is 30 minutes)."""
+"""Maximum number of seconds that a worker waits for the others in one collective (torch's default is 30 minutes)."""
 
 WATCHDOG_GRACE_S = 60
 """Seconds added to HANG_TIMEOUT_S, so that watchdogs report a hang before a collective fails (elastic/watchdog.py)."""
@@ -83,15 +83,16 @@ MEMBERS_CHECK_EVERY_S = 0.5
 """Seconds between two checks whether a trainer still has workers."""
 
 NO_MEMBERS_S = 20.0
-"""Most seconds that a trainer may be without workers."""
+"""Maximum number of seconds that a trainer may be without workers."""
 
 ENDED_S = 5.0
-"""Most seconds that a trainer may take to end once its workers have announced their end. Ray needs 2 s."""
+"""Maximum number of seconds between the announced end of all workers and the trainer's end. Ray needs about 2 s."""
 
 NO_RESIZE_S = 1e9
-"""Seconds between two resizes of a worker group by Ray, so many that Ray never resizes one.
+"""Seconds between two resizes of a worker group by Ray, which never happen because they are so many.
 
-Ray would not tell the workers, and so lose the steps since their last checkpoint. Sunspot adds workers itself.
+Ray would resize the group without a notice, and lose the steps since its last checkpoint. Sunspot adds workers
+itself.
 """
 
 LIBRARIES = {"xgboost": "XGBoost", "lightgbm": "LightGBM", "tensorflow": "Tensorflow"}

@@ -94,7 +94,7 @@ class TrainerRun(LibraryRun):
     def make_pass(self, model: torch.nn.Module, inputs: Any, items: Any = None) -> torch.Tensor:
         """Make one forward and backward pass."""
         self._begin_pass(*self._ahead.popleft())
-        self.trainer.current_gradient_accumulation_steps = 1  # rows are weighted, so a pass is not
+        self.trainer.current_gradient_accumulation_steps = 1  # the weights of rows account for the number of passes
         return self._pass(model, inputs, items)
 
     def weighted_loss(

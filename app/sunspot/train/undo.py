@@ -29,7 +29,7 @@ from sunspot.parallel.sharding import parameters_of
 log = logging.getLogger(__name__)
 
 COMPARISONS = 3
-"""Number of steps and evaluations, from the first on, after which frozen parameters are compared.
+"""Number of initial steps and evaluations after which frozen parameters are compared.
 
 Later they are compared only after a loss, and parameters that have changed are copied from then on.
 """

@@ -40,10 +40,10 @@ from sunspot.train.reporter import Reporter
 log = logging.getLogger(__name__)
 
 REPORT_TO_RAY_EVERY_S = 2
-"""Smallest number of seconds between two reports to Ray, which makes all workers wait for each of them."""
+"""Minimum number of seconds between two reports to Ray, which makes all workers wait for each of them."""
 
 DRAIN_S = 60
-"""Most seconds to wait for a commit before a voluntary restart. The state is in memory already."""
+"""Maximum number of seconds to wait for a commit before a voluntary restart. The state is in memory already."""
 
 EXIT_AFTER_S = 5.0
 """Seconds between the end of a worker group and the exit of its processes.
@@ -58,7 +58,7 @@ DEADLINE_MARGIN_S = 1.0
 
 @dataclass(frozen=True)
 class GroupStart:
-    """The point from which a worker group trains, and what its worker brings from the previous group."""
+    """State from which a worker group trains, with the objects that its worker keeps from the previous group."""
 
     step: int
     "Optimizer steps taken so far."
@@ -67,19 +67,19 @@ class GroupStart:
     metrics: dict[str, Any]
     "Metrics of the state that the group starts from."
     await_sums: Callable[[], None] | None = None
-    "Waits until a step's gradients are summed. None unless the process outlives its group (train/survivor.py)."
+    "Function that blocks until a step's gradients are summed. None if the process ends with its group."
     in_place: bool = False
     "True if all workers hold the same parameters already, so that rank 0 need not broadcast its own."
     window: MetricWindow | None = None
     "Window of metrics that the process has kept from the previous group."
     is_closed: Callable[[], bool] | None = None
-    "Returns True once the group has ended. None unless the process outlives its group."
+    "Function that returns True once the group has ended. None if the process ends with its group."
     weights_checked: bool = True
-    "True if the weights come from a checkpoint, because they were checked for NaN when it was saved."
+    "True if the weights come from a checkpoint. They were checked for NaN when the checkpoint was saved."
 
 
 class RegroupError(Exception):
-    """Ends this worker's part in its group. Its process stays, and joins the next group."""
+    """Raised when a worker leaves its group. Its process stays, and joins the next group."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Step:
 
 
 class Worker:
-    """A worker, as every kind of training loop drives it.
+    """A worker of a group, which every kind of training loop drives through the same few methods.
 
     `begin_step` begins a step, `wait_before_change` precedes each change of parameters, and `finish_step` ends
     the step. If the group ends in between, `leave` returns the state that this process can continue from.
@@ -130,7 +130,7 @@ class Worker:
         reporter: Reporter | None,
         outputs: ExitStack,
     ) -> None:
-        """Rank 0 alone has a `reporter`, and its `commands` ask the driver.
+        """Only rank 0 has a `reporter`, and only its `commands` ask the driver.
 
         Closing `outputs` writes the rest of this rank's log, metrics and status to storage.
         """
@@ -271,7 +271,7 @@ class Worker:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended. In a group of one worker, no collective would fail."""
+        """Raise `RegroupError` if the group has ended. A worker alone in its group has no collective that would fail."""
         if self.group_start.is_closed and self.group_start.is_closed():
             raise RegroupError
 
@@ -308,7 +308,7 @@ class Worker:
         return live, Position(self._metrics(self._record), self.step_ended, windows)
 
     def _metrics(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics of a checkpoint: a record, if there is one, and what the next group continues from."""
+        """Return a checkpoint's metrics: the record, and the means and counters that the next group continues."""
         return {**record, **self.window.recent.newest, **self._patience.state, **self._nan_watch.state}
 
     def _record_step(self, taken: Step, epoch_ends: bool) -> None:
@@ -428,5 +428,5 @@ class Worker:
 
 
 def close_outputs(outputs: ExitStack) -> Future[None]:
-    """Begin to write the rest of a worker's outputs to storage, and return a future for the end of that."""
+    """Begin to write the rest of a worker's outputs to storage. Return a future that is done once they are written."""
     return start_thread(outputs.pop_all().close, "outputs")
