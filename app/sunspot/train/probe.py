@@ -87,7 +87,7 @@ def ask_nodes(
     silent = [node for node, (_, silence) in answers.items() if silence]
     if silent:
         why = answers[silent[0]][1]
-        log.warning(f"{plural(len(silent), 'node')} did not answer, asked about {what}: {_name(silent)}: {why}")
+        log.warning(f"{plural(len(silent), 'node')} did not answer when asked about {what}: {_name(silent)}: {why}")
     return {node: PROBE_KEY.sub("probe-...", problem) for node, (problem, _) in answers.items() if problem}
 
 

@@ -201,7 +201,7 @@ class Survivor:
         nodes = ", ".join(sorted({member.node[:12] for member in generation.members}))
         why = (
             f"{plural(len(generation.members), 'worker')} did not form a group within {after_s:.0f} s; check that the "
-            f"nodes {nodes} may connect to each other ({shorten(error)})"
+            f"nodes {nodes} can connect to each other ({shorten(error)})"
         )
         print(why, file=sys.stderr, flush=True)
         self._failed_groups.append(why)

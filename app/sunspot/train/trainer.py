@@ -138,7 +138,7 @@ def fit(
                 _, killed = find_killed_for_memory(getattr(error, "controller_failure", error))
                 reason = killed or shorten(error)
                 if killed and plan.one_machine:
-                    failure = WorkersFailedError(f"{killed}, as the workers began; {advise_memory([], True)}", True)
+                    failure = WorkersFailedError(f"{killed}, while the workers were starting; {advise_memory([], True)}", True)
                     break
                 if attempt == DRIVER_TRIES or stop_request.asked or fatal_error(claimant):
                     failure = WorkersFailedError(f"Ray's controller failed: {reason}")
@@ -175,7 +175,7 @@ def outcome_of_training(
     if not failure:
         stop_request.raise_signal(kept, plan.settings.job_id)
     reason = failure or "the workers ended before the last step"
-    more = f"`sunspot doctor {run.name}` says more"
+    more = f"`sunspot doctor {run.name}` explains more"
     if checkpoint:  # otherwise the summary of the run says that it has no checkpoint
         more = f"{kept}; {more}"
     error = SunspotError(f"training failed: {reason}\n{more}")

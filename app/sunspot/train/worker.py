@@ -271,7 +271,7 @@ class Worker:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended. A worker alone in its group has no collective that would fail."""
+        """Raise `RegroupError` if the group has ended. A worker alone in its group has no collective that fails."""
         if self.group_start.is_closed and self.group_start.is_closed():
             raise RegroupError
 
