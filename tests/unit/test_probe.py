@@ -66,7 +66,8 @@ def test_one_error_names_all_nodes_that_cannot_use_the_storage(
     assert "SUNSPOT_STORAGE_PATH must be s3://..., gs://... or az://..., or a file system that all nodes share" in text
     assert "\n" not in text
     [warning] = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert warning.startswith("warning: 2 nodes did not answer when asked about the storage: 000000000003, 000000000004: ")
+    expected = "warning: 2 nodes did not answer when asked about the storage: 000000000003, 000000000004: "
+    assert warning.startswith(expected)
     assert "no answer" in warning
 
 

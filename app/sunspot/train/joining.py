@@ -169,7 +169,7 @@ class Joining:
             memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
         if place.rank == 0:
             control.tell(ControlChannel.explain_start, first_incident(start))
-            if not start.live:  # a live group waits for this process, and its status is shown already
+            if not start.live:  # survivors wait for this process, and the status already shows that they train
                 show_claim(run, first_status(start, plan, control.try_ask(ControlChannel.incident)))
         outputs = self._contexts.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))

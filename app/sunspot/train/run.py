@@ -61,7 +61,7 @@ class TrainingRun:
 
     def prepare_model(self) -> torch.nn.Module:
         """Return the model to train with, and register a hook that runs before each optimizer's step."""
-        # Hooks are registered last: if a worker is lost before, none is left in the optimizers for the next group.
+        # Hooks are registered last, so that none is left in the optimizers if a worker is lost before that.
         worker = self._worker
         model = prepare(self._learner.model, self.settings, worker.averages, synced=worker.group_start.in_place)
         for optimizer in optimizers_in(self._learner.optimizer):

@@ -138,7 +138,7 @@ def fit(
                 _, killed = find_killed_for_memory(getattr(error, "controller_failure", error))
                 reason = killed or shorten(error)
                 if killed and plan.one_machine:
-                    failure = WorkersFailedError(f"{killed}, while the workers were starting; {advise_memory([], True)}", True)
+                    failure = WorkersFailedError(f"{killed} while workers started; {advise_memory([], True)}", True)
                     break
                 if attempt == DRIVER_TRIES or stop_request.asked or fatal_error(claimant):
                     failure = WorkersFailedError(f"Ray's controller failed: {reason}")
