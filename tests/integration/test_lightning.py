@@ -67,7 +67,7 @@ def test_a_model_learns_the_same_with_and_without_lightning(program: Program, ma
     program.run(**settings, RUN_NAME="plain", NUM_WORKERS=1)
     program.run(**settings, **with_lightning, MICRO_BATCH_SIZE=4)
     assert_the_same()
-    # Back to the middle of the first epoch, and on from there with another number of workers.
+    # Return to the middle of the first epoch, and continue there with another number of workers.
     run = the_run(program, "lightning")
     for checkpoint in list_checkpoints(run):
         if checkpoint.step > 5:
@@ -142,13 +142,13 @@ def test_schedules_resume_at_the_step_of_the_checkpoint(step: int, source: Empty
         task: Any = load_task(settings)
         model = task.build_model(settings, source)
         optimizer = task.build_optimizer(model, settings)
-        optimizer.param_groups[0].update(lr=7.0, betas=(0.5, 0.5))  # as what a checkpoint has
+        optimizer.param_groups[0].update(lr=7.0, betas=(0.5, 0.5))  # as if loaded from a checkpoint
         task.begin_schedule(model, optimizer, begins_at)
         for taken in range(begins_at + 1, step + 1):
             task.advance_schedule(model, taken)
         groups.append({name: value for name, value in optimizer.param_groups[0].items() if name != "params"})
     assert groups[0] == groups[1]
-    assert groups[0]["betas"][0] != 0.5, "OneCycleLR turns this, too"
+    assert groups[0]["betas"][0] != 0.5, "OneCycleLR changes this option, too"
 
 
 def test_a_module_has_the_same_rates_as_in_lightning_itself() -> None:
@@ -193,7 +193,7 @@ def test_an_optimizer_that_counts_in_its_groups_continues_counting(source: Empty
     settings = load_settings({"TASK": "my_task"})
     task = LightningTask(tasks, settings)
     optimizer = task.build_optimizer(task.build_model(settings, source), settings)
-    optimizer.param_groups[0].update(counted=5, lr=7.0)  # as what a checkpoint has
+    optimizer.param_groups[0].update(counted=5, lr=7.0)  # as if loaded from a checkpoint
     task.begin_schedule(module, optimizer, 5)
     assert (optimizer.param_groups[0]["counted"], optimizer.param_groups[0]["lr"]) == (5, 0.1)
 
@@ -226,7 +226,7 @@ def test_a_missing_extra_is_named(task: str, package: str, extra: str, monkeypat
     ],
 )
 def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, source: EmptySource) -> None:
-    # Imported by those tests that use it: Lightning takes seconds, and a collection imports every file of tests.
+    # Imported by the tests that use it, because Lightning takes seconds, and collecting tests imports every file.
     from sunspot.tasks.lightning_adapter import LightningTask
     from tests.tasks import spoiled_lightning
 

@@ -70,7 +70,7 @@ def test_a_checkpoint_is_a_transformers_model_directory(trained: Path) -> None:
     )
     held = load_model(open_run(str(trained), "adapted"), checkpoint)
     trains = {f"model.{name}" for name, _ in adapter.named_parameters() if "lora" in name}
-    assert held.keys() == trains | {"_extra_state"}, "nothing of the base"
+    assert held.keys() == trains | {"_extra_state"}, "the checkpoint contains no weights of the base"
     weights = adapter.state_dict()
     assert all(torch.equal(weights[name.removeprefix("model.")], held[name]) for name in trains)
 

@@ -49,7 +49,7 @@ def test_a_row_is_augmented_in_the_same_way_on_every_worker() -> None:
 
 def test_draws_differ_from_the_numbers_of_the_generators(group: dist.ProcessGroup) -> None:
     run = TrainingRun(make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", seed=3)), group))
-    batch = next(run.batches())  # which seeds the generators
+    batch = next(run.batches())  # this seeds the generators
     assert not torch.isclose(run.draw(2), torch.rand(len(batch["row"]), 2)).any()
 
 

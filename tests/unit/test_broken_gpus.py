@@ -145,7 +145,7 @@ def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: Bro
 def test_a_needed_gpu_is_used_again_if_it_works_or_had_no_error(cluster: Cluster, training: BrokenInTraining) -> None:
     """MAX_FAILURES limits the number of tries then."""
     assert not training({A: 214, B: 220})
-    cluster.broken = "ab"  # as may be those of a node that is about to go
+    cluster.broken = "ab"  # the GPUs of a node that is about to go may not answer either
     assert not training({A: None, B: None})
     assert not cluster.done
 
@@ -171,9 +171,9 @@ def test_a_new_node_is_checked_before_a_group_grows_onto_it(
         cluster.answer.set()
         wait_until(lambda: usable() == every)
         time.sleep(0.1)
-    assert cluster.ray.arguments == {B: (2,)}, "the first is known, and the last promises none"
+    assert cluster.ray.arguments == {B: (2,)}, "A was checked already, and C promises no GPU"
     assert control.heard("add_left_out") == [[f"node {B[:12]} left out: no driver"]]
-    assert cluster.done == [(B,)], "once, and no group was told that it is over"
+    assert cluster.done == [(B,)], "B is drained once, and no group is ended"
     assert capsys.readouterr().out == f"warning: node {B[:12]} left out: no driver\n"
 
 

@@ -139,7 +139,9 @@ def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lo
     checked = check_task(tmp_path, (of_batch if loop else TASK) + loop, monkeypatch, **given)
     assert {"loss at first", "hits", "test_loss", "test_hits"} <= checked.metrics.keys()
     assert checked.checkpoint_bytes > 10_000
-    assert checked.not_checked == ["SUNSPOT_USE_GPU=true, because torch sees no GPU here"], "AUDIT has no effect here"
+    assert checked.not_checked == ["SUNSPOT_USE_GPU=true, because torch sees no GPU here"], (
+        "AUDIT has no effect in a check"
+    )
     shown = [re.sub(" [0-9.]+", "", line) for line in checked.describe()]
     assert shown[1:4] == [
         "  rows of the first step: hits  loss",

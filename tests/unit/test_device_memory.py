@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def test_a_group_waits_until_the_previous_groups_memory_is_free(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.begin_group(lambda waited_s: 0.5) == 0, "the first group on a node waits for nobody"
+    assert gpu.begin_group(lambda waited_s: 0.5) == 0, "the first group on a node does not wait"
     assert not capsys.readouterr().out
     waited_s = gpu.begin_group(lambda waited_s: max(0.5, 60 - 20 * waited_s))
     assert 2.5 < waited_s < 3.5
@@ -55,11 +55,11 @@ def test_a_group_waits_until_the_previous_groups_memory_is_free(gpu: Gpu, capsys
         "cuda:0: 20 GB of its memory is free, 79.5 GB was free when the previous group began; waiting up"
     )
     assert end == "cuda:0: 79.5 GB of its memory is free"
-    assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a little more is no group's"
+    assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a small difference belongs to no group"
 
 
 def test_only_one_group_waits_for_memory_of_another_program(gpu: Gpu) -> None:
     assert gpu.begin_group(lambda waited_s: 30) == 0
-    assert gpu.begin_group(lambda waited_s: 30) == 0, "it had it before"
+    assert gpu.begin_group(lambda waited_s: 30) == 0, "the other program had the memory before"
     assert gpu.begin_group(lambda waited_s: 50) == pytest.approx(DEVICE_WAIT_S, abs=0.5)
     assert gpu.begin_group(lambda waited_s: 50) == 0

@@ -176,7 +176,7 @@ def test_a_driver_that_was_frozen_does_not_take_the_run_from_a_newer_one(claimed
         assert not may_claim(run, "job", older)
         assert isinstance(fatal_error(Claimant(run, "job", older)), SupersededError)
         stack.enter_context(recorded_outcome(Claimant(run, owner, newest), None, 10))
-        assert may_claim(run, owner, newer), "until the newest claims"
+        assert may_claim(run, owner, newer), "the newer driver owns the run until the newest one claims it"
         assert may_claim(run, owner, newest)
         assert not may_claim(run, owner, newer)
 
@@ -294,7 +294,7 @@ def test_a_signal_reaches_the_workers_while_storage_hangs(run: Run, monkeypatch:
     monkeypatch.setattr(run.storage, "exists", exists)
     control, request = LocalControl(), StopRequest()
     with recorded_outcome(Claimant(run, "me", new_driver()), None, 10, request), supervised(control, request):
-        assert hangs.wait(20), "nobody reads the stop marker"
+        assert hangs.wait(20), "no thread reads the stop marker"
         signal.raise_signal(signal.SIGTERM)
         wait_until(lambda: control.channel.command().stop, seconds=20)
         answers.set()
@@ -323,7 +323,9 @@ def test_a_stop_stays_until_it_is_cleared(run: Run) -> None:
 
 def test_simultaneous_submissions_get_different_numbers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record_submission(run, SubmissionRecord("a", server="1"))
-    monkeypatch.setattr("sunspot.run.requests.list_submissions", lambda run: [])  # the other one was not listed yet
+    monkeypatch.setattr(
+        "sunspot.run.requests.list_submissions", lambda run: []
+    )  # the other submission is not listed yet
     record_submission(run, SubmissionRecord("a", server="2"))
     monkeypatch.undo()
     assert newest_submission(run) == SubmissionRecord("a", server="2")

@@ -112,7 +112,7 @@ def test_each_group_has_the_same_options_as_in_a_plain_loop_at_every_step(kind: 
                 if kind in ("OneCycleLR", "CyclicLR", "cycle after a warm-up"):
                     name = "momentum" if makes == "SGD" else "betas"
                     assert group[name] == pytest.approx(there[name], rel=1e-12), step
-                assert "max_lr" not in group, "what only the scheduler needs stays with the stand-in"
+                assert "max_lr" not in group, "options that only the scheduler needs stay in the stand-in"
 
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingWarmRestarts"])
@@ -211,7 +211,7 @@ def test_jumping_to_a_step_gives_the_same_rate_as_taking_all_steps(made: Any, st
         played.step()
         scheduler.step()
     asked_scheduler = build(asked)
-    if not can_jump(asked_scheduler):  # it is played, then
+    if not can_jump(asked_scheduler):  # then its steps are taken one by one
         assert any(isinstance(part, MAKERS_OF_RATES) for part in asked_scheduler._schedulers)
         return
     jump(asked_scheduler, step)

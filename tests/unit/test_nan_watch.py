@@ -113,7 +113,7 @@ def test_weights_that_the_newest_step_has_broken_are_found_when_they_are_saved(g
     with torch.no_grad():
         model.bias[1] = INF
     assert not look(watch, 10, 1.0)
-    assert watch.state == {}, "nothing is saved, so nothing is read"
+    assert watch.state == {}, "weights are not read if nothing is saved"
     assert not look(watch, 20, 1.0, saves=True)
     assert watch.state == {"nan_since": 20, "nan_windows": 0, "nan_weights": 1}
     look(watch, 30, NAN)
@@ -154,7 +154,7 @@ def test_weights_that_broke_just_before_a_loss_are_not_accepted(group: dist.Proc
 def test_large_weights_of_any_type_are_finite(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.full((70_000,), 30_000.0, dtype=dtype))
-    assert has_finite_weights(model), "though the sum is none of a float16"
+    assert has_finite_weights(model), "the sum does not fit into a float16"
     with torch.no_grad():
         model.weight[1] = NAN
     assert not has_finite_weights(model)
@@ -288,7 +288,7 @@ def test_a_run_that_diverged_restarts_from_a_finite_checkpoint(
     assert [each.step for each in kept if not each.finite] == [6], "the state that ended the run is not saved"
     assert kept[-1].metrics[NAN_WEIGHTS] == 1
 
-    STEP[:] = [0, 100]  # mended
+    STEP[:] = [0, 100]  # the loss stays finite from now on
     _, worker = join(group, "two", **diverging)
     assert worker.group_start.step == 5
     train(worker)
@@ -309,7 +309,7 @@ def test_a_group_that_continues_in_place_keeps_checking_the_weights(group: dist.
         return QuietWorker(built.learner, group_start, idle, idle, idle, idle, None, ExitStack())._nan_watch.state
 
     assert state_of_group(5) == {}
-    assert state_of_group(0) == {"nan_accepted": 1}, "the task has made them so"
+    assert state_of_group(0) == {"nan_accepted": 1}, "the task began with infinite weights"
 
 
 @pytest.mark.parametrize(("limit", "ends"), [(100, True), (0, False)])

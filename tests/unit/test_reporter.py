@@ -60,7 +60,7 @@ def test_each_report_adds_a_record_and_separate_numbers_of_each_rank(
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", reported.append)
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
-    for first in (1, 4):  # left unmerged by one before it
+    for first in (1, 4):  # segments that an earlier process has not merged
         record_audit(run, Attempt(0, "job", None, 0), consumed(first, first + 2))
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
     begun = StartPoint(attempt, nodes={0: "node"})

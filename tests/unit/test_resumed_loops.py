@@ -56,7 +56,7 @@ def test_a_killed_run_resumes_at_another_number_of_workers(
     assert [attempt.step for attempt in read_attempts(run)] == [0, KILLED_AT // SAVED_EVERY * SAVED_EVERY]
     assert newest(run).step == STEPS
     rows = [row for step in consumed(run).values() for row in step]
-    assert sorted(rows) == list(range(rows_in(whole.source))), "each row once, as the audit has them"
+    assert sorted(rows) == list(range(rows_in(whole.source))), "the audit contains each row once"
     expected = weights(open_run(str(tmp_path / "whole"), "run"))
     for name, tensor in weights(run).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)

@@ -170,7 +170,7 @@ def test_a_rank_without_rows_sends_heartbeats_while_others_evaluate(
 
     (results, _), (same, beats) = in_processes(tmp_path, 2, act)
     assert results == same == {"test_loss": pytest.approx(sum(range(20)) / 21)}
-    assert beats > 5, "one for each round, and of those many while the other evaluates"
+    assert beats > 5, "there is a heartbeat for each of the many rounds of the other rank's evaluation"
 
 
 class Recorded(Worker):
@@ -245,7 +245,7 @@ def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
     assert (record["epoch"], "test_loss" in record) == (1, command == Command())
     outlived = worker.leave()
     assert outlived
-    assert outlived[1].metrics.items() >= record.items(), "an evaluation that is made up adds to this record"
+    assert outlived[1].metrics.items() >= record.items(), "a repeated evaluation adds to this record"
 
 
 def test_an_epoch_whose_end_a_loss_interrupts_is_still_evaluated(group: dist.ProcessGroup) -> None:
@@ -396,7 +396,7 @@ def test_a_warm_up_step_leaves_no_trace(needs_others: bool) -> None:
     learner = Learner(plan, task, WorkerPlace(), model, optimizer, WeightAverage(optimizer, 0), *[MagicMock()] * 2)
     before = [buffer.clone() for buffer in model.buffers()]
     learner.warm_up()
-    assert passes == [4], "rows of one of three workers"
+    assert passes == [4], "the pass has the rows of one of three workers"
     assert all(map(torch.equal, model.buffers(), before))
     assert [parameter.grad for parameter in model.parameters()] == [None] * 4
     assert bool(optimizer.state) is not needs_others

@@ -93,7 +93,7 @@ def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() 
     stood = list[int | None]()
     survivor._client = Mock(stand=stood.append)
     survivor.form()
-    assert stood == [5], "the decider knows"
+    assert stood == [5], "the decider learns the step"
 
 
 def test_all_members_continue_with_the_metrics_and_rows_of_one_member(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_node_whose_replacements_cannot_train_is_left_out(
         with pytest.raises(Ended):
             replacement.end_replacement(DataError("no such mount"), config)
     assert drained == (["bad", "bad"] if left_out else [])
-    assert pauses == ([] if left_out else [10.0, 20.0]), "on a node that must stay, tries become rare"
+    assert pauses == ([] if left_out else [10.0, 20.0]), "on a node that cannot be left out, tries become rare"
     assert "no such mount; the others keep training" in control.heard("log")[0]
     [failure] = read_failures(config.run)
     assert (failure.rank, failure.type, failure.message) == (2, "DataError", "no such mount")

@@ -61,7 +61,7 @@ def test_a_run_that_can_never_start_is_refused_with_a_fix(
     [
         {"NUM_WORKERS": "8"},
         {"NUM_WORKERS": "64", "ACCEPT": "order-of-rows,64-workers"},
-        {"NUM_WORKERS": "2..64", "RESOURCES_PER_WORKER": '{"CPU": 1}'},  # two of them begin
+        {"NUM_WORKERS": "2..64", "RESOURCES_PER_WORKER": '{"CPU": 1}'},  # only two workers start
         {"NUM_WORKERS": "1", "RESOURCES_PER_WORKER": '{"CPU": 2, "accelerator_type:A100": 0.1}'},
         {"NUM_WORKERS": "6", "RESOURCES_PER_WORKER": '{"CPU": 0.3333}'},
     ],

@@ -239,7 +239,7 @@ def test_reading_rows_and_building_a_model_do_not_count_as_a_hang(monkeypatch: p
     setup = WorkerSetup(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
     build.build_worker(setup, TrainingState(), Phases())
     assert paused == dict.fromkeys(slow, True)
-    assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
+    assert next(iter(paused)) == "await_device_memory", "workers wait before they allocate memory"
 
 
 @pytest.fixture
@@ -296,7 +296,9 @@ def test_warnings_of_a_worker_reach_the_driver(
         train_in_group(config)
     logging.getLogger("sunspot.storage").warning("after the run")
     assert config.control.ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
-    assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, "and its own log has it"
+    assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, (
+        "the worker's own log has the warning, too"
+    )
 
 
 class SlowStorage(LocalStorage):

@@ -189,4 +189,4 @@ def test_an_optimizer_gets_back_the_state_before_its_step(more_than_tensors: boo
         assert all(torch.equal(after[0][name], values) for name, values in before[0].items())
     undo.keep()
     step(first, last)
-    assert not undo.put_back(), "the last one has no copy"
+    assert not undo.put_back(), "the last optimizer has no copy"
