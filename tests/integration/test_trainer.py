@@ -59,6 +59,6 @@ def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
     start = trainer.start_again(before, trainer.TrainerStart(), 3, TrainingFailedError("all workers are gone"))
     assert start
     after.tell(ControlChannel.add_incident_facts, start.incident)
-    for attempt, noted in ((2, 1), (3, 0)):  # the third trainer knows it too, if the second took no step
+    for attempt, noted in ((2, 1), (3, 0)):  # the third group knows it too, if the second took no step
         incident = after.ask(ControlChannel.begin_group, worker_group(attempt, "b"))
         assert (incident.last_step, incident.cause, len(incident.notes)) == (7, Cause.OUT_OF_MEMORY, noted)

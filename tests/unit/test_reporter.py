@@ -72,6 +72,7 @@ def test_each_report_adds_a_record_and_separate_numbers_of_each_rank(
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
     control.channel.explain_loss("out of memory: 2.90 of 3.00 GiB in use on a")
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
+    reporter.announce()
     telemetry = MagicMock()
     commands: Any = SimpleNamespace(poll=Command)
     worker = make_worker(plan, group, checkpoints, commands, telemetry, reporter)
@@ -125,6 +126,7 @@ def test_a_loss_and_the_reason_of_a_failure_are_the_same_wherever_they_are_shown
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.WORKER_FAILED, "rank 0: KeyError: 'weights'"))
     reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
+    reporter.announce()
     worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
     agree = MagicMock()
     monkeypatch.setattr(worker, "_decisions", MagicMock(agree=agree))
@@ -153,6 +155,7 @@ def test_a_loss_is_reported_when_it_becomes_nan_and_when_it_is_finite_again(
     control.channel.explain_start(Incident(Cause.BEGIN))
     begun = StartPoint(attempt, nodes={0: "node"})
     reporter = Reporter(run, plan, begun, TrainingState(), control, Journals(run, 1), checkpoints, Phases())
+    reporter.announce()
     worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
     monkeypatch.setattr(worker, "_decisions", MagicMock(agree=lambda _: StepActions()))
     since, windows = [], []
@@ -185,6 +188,7 @@ def test_a_loop_ends_once_another_driver_owns_the_run(another: bool, tmp_path: P
     begun = StartPoint(attempt, nodes={0: "node"})
     checkpoints = MagicMock(newest=None, commit_s=None)
     reporter = Reporter(run, plan, begun, TrainingState(), LocalControl(), Journals(run, 1), checkpoints, Phases())
+    reporter.announce()
     reporter.heartbeat()
     start(run, "other job" if another else "job", driver="theirs" if another else "mine")
     with pytest.raises(SupersededError):

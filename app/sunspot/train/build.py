@@ -153,6 +153,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
     if journals:
         phases = Phases(**phases, loaded=time.time())
         reporter = Reporter(setup.run, plan, start, state, setup.control, journals, checkpoints, phases)
+        reporter.announce()
         gauges = reporter.gauges
     telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
     group_start = GroupStart(

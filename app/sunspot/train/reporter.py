@@ -57,7 +57,7 @@ class Reporter:
         checkpoints: CheckpointManager,
         phases: Phases,
     ) -> None:
-        """Announce the group to the driver. `phases` are the times of this group's start, for its receipt."""
+        """`phases` are the times of this group's start, for its receipt."""
         self._run = run
         self._settings = plan.settings
         self._start = start
@@ -96,21 +96,28 @@ class Reporter:
         self._goodput_of: tuple[int, float] | None = None
         "Number of receipts, and minute, for which `_goodput` was computed."
         self._test_rows = rows_in(plan.test) if plan.test else 0
+        self._incident = Incident()
+        "The incident that ended the previous group."
+        self._failed_before = ""
+        "Part of the status's warning that names the failure of the previous group."
+
+    def announce(self) -> None:
+        """Register the group with the driver, print where it starts, and note the incident that ended the previous group."""
+        start, state = self._start, self._state
         origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}"
         known = f", from {state.tier}" if state.tier in ("memory", "storage") else ""
         workers = len(start.nodes)
         verb = "continue" if state.tier == IN_PLACE else "start"
         line = f"  {plural(workers, 'worker')} {verb}{'s' if workers == 1 else ''} at {origin}{known}"
-        control.tell(ControlChannel.log, line)
+        self._control.tell(ControlChannel.log, line)
         hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
         group = WorkerGroup(start.attempt.number, workers, start.nodes, hosts)
-        self._incident = control.ask(ControlChannel.begin_group, group)
-        self._failed_before = ""
+        self._incident = self._control.ask(ControlChannel.begin_group, group)
         if self._incident.cause is Cause.WORKER_FAILED:
             self._failed_before = f"its workers were started again after {self._incident.describe()}"
         self._status = replace(self._status, warning=self._failed_before)
         for note in self._incident.notes:
-            journals.events.note(note.event, start.attempt.step, note.detail, note.time)
+            self._journals.events.note(note.event, start.attempt.step, note.detail, note.time)
 
     def due(self) -> bool:
         """Return True if a record of the metric history is due."""
