@@ -89,7 +89,7 @@ ENDED_S = 5.0
 """Maximum number of seconds between the announced end of all workers and the trainer's end. Ray needs about 2 s."""
 
 NO_RESIZE_S = 1e9
-"""Seconds between two resizes of a worker group by Ray, which never happen because they are so many.
+"""Seconds between two resizes of a worker group by Ray, which is long enough that they never happen.
 
 Ray would resize the group without a notice, and lose the steps since its last checkpoint. Sunspot adds workers
 itself.
