@@ -103,7 +103,9 @@ def test_a_killed_run_in_s3_resumes_elsewhere_from_an_intact_checkpoint(
     s3_proxy.on(of_a_checkpoint("PUT"), s3.answer(503, "SlowDown"), times=6)
     s3_proxy.on(of_a_checkpoint("GET"), s3.cut_body(1000), times=2)
     program.settings["STORAGE_PATH"] = f"s3://{s3_bucket}/runs"
-    run, first_is_there, is_killed = the_run(program), tmp_path / "first", tmp_path / "killed"
+    run = the_run(program)
+    first_is_there = tmp_path / "first"
+    is_killed = tmp_path / "killed"
     settings = {
         **LONG,
         "EPOCHS": 1,
