@@ -116,7 +116,7 @@ def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
     begun: list[GroupStart] = []
     for name in ("CheckpointManager", "Telemetry", "CommandPoller", "await_device_memory", "build_learner"):
         monkeypatch.setattr(build, name, MagicMock())
-    monkeypatch.setattr(build, "Worker", lambda _, beginning, *others: begun.append(beginning))
+    monkeypatch.setattr(build, "Worker", lambda _, group_start, *others: begun.append(group_start))
     plan: Any = SimpleNamespace(settings=Settings(early_stop_evaluations=2), total_steps=10)
     start: Any = StartPoint(Attempt(2, "me", None, step))
     nothing: Any = None
@@ -225,8 +225,9 @@ def test_reading_rows_and_building_a_model_do_not_count_as_a_hang(monkeypatch: p
     def takes_long(name: str) -> Any:
         return lambda *_: paused.update({name: watched.paused_now}) or MagicMock()
 
-    for name in ("CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "Worker", "open_journals"):
+    for name in ("CheckpointManager", "Telemetry", "CommandPoller", "Worker", "open_journals"):
         monkeypatch.setattr(build, name, anything)
+    monkeypatch.setattr(build, "Reporter", MagicMock())
     monkeypatch.setattr(build, "describe_new_length", lambda *_: "")
     monkeypatch.setattr(build, "describe_rates", lambda *_: [])
     slow = ("await_device_memory", "build_learner")
