@@ -138,7 +138,7 @@ def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_gra
 def test_a_missing_compiler_is_named_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: torch.compile needs g\+\+ or clang\+\+, and"):
+    with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: torch.compile needs g\+\+ or clang\+\+, which"):
         compile_model(nn.Linear(1, 1), plan_of(10, compile="default"), 1, CPU)
     compile_model(nn.Linear(1, 1), plan_of(10), 1, CPU)
 

@@ -130,7 +130,8 @@ def test_a_failed_check_has_its_fix_in_a_field_of_its_own(monkeypatch: pytest.Mo
         (
             8,
             {0: ("forgets", 0), 7: ("cuDeviceGet", 101)},
-            "GPU 0 does not keep what is written into its memory; GPU 7 cannot be used (cuDeviceGet returned 101)",
+            "GPU 0 does not return the data that is written into its memory; "
+            "GPU 7 cannot be used (cuDeviceGet returned 101)",
         ),
         (8, {3: ("cuMemAlloc_v2", 2), 4: ("cuDevicePrimaryCtxRetain", 2)}, ""),
         (9, {8: ("cuDevicePrimaryCtxRetain", 999)}, ""),

@@ -66,7 +66,7 @@ def test_a_run_ends_after_windows_in_a_row_with_a_loss_that_is_not_finite(
     assert watch.state == {}
     assert [look(watch, step, loss) for step in (40, 50, 60)] == [False, False, True]
     assert str(watch.verdict(last=False)).startswith(
-        "the loss is not finite since step 31, for 3 windows of metrics in a row (SUNSPOT_MAX_NAN_WINDOWS=3): lower "
+        "the loss has not been finite since step 31, for 3 windows of metrics in a row (SUNSPOT_MAX_NAN_WINDOWS=3): "
     )
 
 
@@ -280,7 +280,9 @@ def test_a_run_that_diverged_restarts_from_a_finite_checkpoint(
     diverging: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
     run, worker = join(group, "one", **diverging, max_nan_windows=2)
-    with pytest.raises(DivergedError, match=r"^the loss is not finite since step 6, for 2 windows of metrics in a row"):
+    with pytest.raises(
+        DivergedError, match=r"^the loss has not been finite since step 6, for 2 windows of metrics in a row"
+    ):
         train(worker)
     assert worker.step == 7, "and takes no further step"
     kept = list_checkpoints(run)

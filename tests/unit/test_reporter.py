@@ -172,7 +172,7 @@ def test_a_loss_is_reported_when_it_becomes_nan_and_when_it_is_finite_again(
     said = [record.message for record in caplog.records]
     assert said == [
         "hits: the mean over the steps 1 to 2 is not finite; the loss of step 2 is finite",
-        "the loss is NaN or infinite since step 3, in 1 window of metrics in a row",
+        "the loss has been NaN or infinite since step 3, in 1 window of metrics in a row",
         "the loss is finite again in the steps 5 to 6",
     ]
     records = read_journal(run, "metrics")

@@ -241,7 +241,7 @@ def test_a_process_that_repeatedly_counts_as_lost_gives_up() -> None:
     for connections in range(1, survivors.GROUP_TRIES + 1):
         survivor._connections, survivor._client.connections = connections, connections + 1
         survivor.leave(RegroupError())
-    with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*for lost"):
+    with pytest.raises(NoGroupError, match=r"3 groups in a row took no step: .*considered this process lost"):
         survivor.form()
     survivor._worker = Mock(step=5, group_start=Mock(step=4))
     survivor.leave(RegroupError())

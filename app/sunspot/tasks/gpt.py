@@ -118,7 +118,7 @@ def read_sizes(settings: Settings) -> dict[str, Any]:
         if name not in DEFAULTS or type(value) is not type(DEFAULTS[name]) or (name != "tied" and value < 1)
     ]
     if not wrong and sizes["width"] % sizes["heads"]:
-        wrong = [f"width={sizes['width']}, which {sizes['heads']} heads do not divide"]
+        wrong = [f"width={sizes['width']}, which is not a multiple of heads={sizes['heads']}"]
     if wrong:
         raise SettingsError(
             f"SUNSPOT_TASK_ARGS: {', '.join(wrong)}; sunspot.tasks.gpt takes layers, width, heads and context (whole "

@@ -311,8 +311,8 @@ def find_compiler_problem(device: torch.device) -> str:
     if any(map(shutil.which, filter(None, (os.environ.get(variable), *names)))):
         return ""
     return (
-        f"torch.compile needs {' or '.join(names)}, and {socket.gethostname()} has none; install it in the image (or "
-        f"name one in {variable}), or set it to off"
+        f"torch.compile needs {' or '.join(names)}, which {socket.gethostname()} does not have; install a compiler in "
+        f"the image (or name one in {variable}), or set SUNSPOT_COMPILE to off"
     )
 
 
@@ -384,7 +384,7 @@ def describe_rates(learner: Learner) -> list[str]:
         return []
     lines = learner.rates.describe(learner.plan.total_steps)
     own_loop = hasattr(task, "train") and not hasattr(task, "find_library")
-    return [f"{line}, unless its train(run) sets another" for line in lines] if own_loop else lines
+    return [f"{line}, unless its train(run) sets another rate" for line in lines] if own_loop else lines
 
 
 def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:

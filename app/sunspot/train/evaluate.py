@@ -116,7 +116,7 @@ class Patience:
         if self._metric not in results:
             raise SettingsError(
                 f"{PREFIX}EARLY_STOP_EVALUATIONS={self._limit}: no {self._metric} among {', '.join(sorted(results))}; "
-                f"set {PREFIX}CHECKPOINT_METRIC to one of them, or this to 0"
+                f"set {PREFIX}CHECKPOINT_METRIC to one of them, or this setting to 0"
             )
         sign = 1 if self._order == "min" else -1
         result = results[self._metric]

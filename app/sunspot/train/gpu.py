@@ -37,13 +37,13 @@ def find_gpu_problem(promised: int = 1) -> str:
     if built.get("hip") or built.get("xpu"):
         return ""
     if not built.get("cuda"):
-        return f"torch {built['__version__']} is a build without CUDA; install one with it"
+        return f"torch {built['__version__']} is a build without CUDA; install a build with CUDA"
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return (
             f"NVIDIA's driver cannot be loaded ({error}); install it on the node (the GPU operator, or the cloud's "
-            "installer), and have LD_LIBRARY_PATH name its folder, as the image does for GKE's"
+            "installer), and set LD_LIBRARY_PATH to its folder, as the image does for GKE"
         )
     code = driver.cuInit(0)
     if code:
@@ -88,7 +88,7 @@ def find_device_problem(driver: Any, number: int) -> str:
                 return "" if code == OUT_OF_MEMORY else f"GPU {number} cannot be used ({name} returned {code})"
     finally:
         driver.cuDevicePrimaryCtxRelease_v2(device)  # also frees the memory
-    return "" if read.value == WRITTEN else f"GPU {number} does not keep what is written into its memory"
+    return "" if read.value == WRITTEN else f"GPU {number} does not return the data that is written into its memory"
 
 
 def try_gpus(promised: int) -> Check:

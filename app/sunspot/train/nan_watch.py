@@ -94,13 +94,13 @@ class NanWatch:
         windows = self.state.get(NAN_WINDOWS, 0)
         if not self._limit or NAN_SINCE not in self.state or not (last or windows >= self._limit):
             return None
-        what = "the loss is" if windows else "the weights are"
+        what = "the loss has" if windows else "the weights have"
         times = f"up to the last step ({PREFIX}MAX_NAN_WINDOWS=0 accepts that)"
         if windows >= self._limit:
             times = f"for {windows} windows of metrics in a row ({PREFIX}MAX_NAN_WINDOWS={self._limit})"
         return DivergedError(
-            f"{what} not finite since step {self.state[NAN_SINCE]}, {times}: lower {PREFIX}LEARNING_RATE, set "
-            f"{PREFIX}CLIP_NORM, or fix the data. Started again, the run resumes from its newest checkpoint with "
+            f"{what} not been finite since step {self.state[NAN_SINCE]}, {times}: lower {PREFIX}LEARNING_RATE, set "
+            f"{PREFIX}CLIP_NORM, or fix the data. If started again, the run resumes from its newest checkpoint with "
             "finite weights. If it has no such checkpoint, start a run with another name"
         )
 

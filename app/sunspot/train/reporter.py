@@ -322,8 +322,8 @@ def describe_nan(record: Mapping[str, Any]) -> str:
     if not since:
         return ""
     if not windows:
-        return f"some weights are NaN or infinite since step {since}"
-    return f"the loss is NaN or infinite since step {since}, in {plural(windows, 'window')} of metrics in a row"
+        return f"some weights have been NaN or infinite since step {since}"
+    return f"the loss has been NaN or infinite since step {since}, in {plural(windows, 'window')} of metrics in a row"
 
 
 def warn_of_notice(save_s: float | None, notice_s: float) -> str:

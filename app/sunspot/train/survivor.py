@@ -281,7 +281,7 @@ class Survivor:
             self._failed_groups.clear()
         elif self._client.connections > self._connections:
             limit = f"it sent no heartbeat for {PROCESS_LIMIT_S:.0f} s, or no packet for {MACHINE_LIMIT_S:.0f} s"
-            self._failed_groups.append(f"the driver took this process for lost: {limit}")
+            self._failed_groups.append(f"the driver considered this process lost: {limit}")
         for each in (error, error.__cause__):
             if each:
                 traceback.clear_frames(each.__traceback__)  # frames hold the last step's batch and graph

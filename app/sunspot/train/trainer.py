@@ -220,7 +220,9 @@ def fit_once(
     lag_s = 0.0
     if settings.node_groups:
         if install_coordinator():
-            raise SunspotError("several groups of nodes: Ray's own coordinator asks for any node; keep one group")
+            raise SunspotError(
+                "several groups of nodes cannot be used, because Ray's coordinator asks for any node; keep one"
+            )
         choice = GroupChoice(settings.node_groups, settings.num_workers.most)
         per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
         wait_for_nodes(choice, per_worker, settings.num_workers, settings.nodes_timeout_s)
